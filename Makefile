@@ -1,0 +1,28 @@
+# Every target is a script of the same name in scripts/, for people and CI alike. ARGS goes to it: make test ARGS="tests/unit -k config"
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench docs clean
+
+help: ## this list
+	@echo 'layerpush: make TARGET [ARGS="..."]'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## make the pinned CPU environment in .venv (the other targets do it themselves; PYTHON=... chooses the interpreter)
+	@scripts/setup $(ARGS)
+
+demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
+	@scripts/demo $(ARGS)
+
+test: ## run check, then all tests
+	@scripts/test $(ARGS)
+
+check: ## ruff, mypy --strict, import contracts
+	@scripts/check $(ARGS)
+
+bench: ## measure layer against chunk against whole-request push
+	@scripts/bench $(ARGS)
+
+docs: ## build the documentation into build/site
+	@scripts/docs $(ARGS)
+
+clean: ## remove caches and build products, not .venv
+	@scripts/clean $(ARGS)

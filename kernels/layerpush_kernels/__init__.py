@@ -1,0 +1,1 @@
+"""GPU kernels of layerpush (torch and triton only, no vLLM); gather and scatter follow."""

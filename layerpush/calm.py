@@ -1,0 +1,151 @@
+"""Cures for two busy loops that make a small CPU machine hang. Applied only when LAYERPUSH_CALM asks, never by itself.
+
+* NIXL's Python API starts its progress thread with a delay of 0: one core per agent is spent polling.
+* vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
+  computes.
+
+Both cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us per step), hence the switch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from layerpush.config import ConfigError
+
+VARIABLE = "LAYERPUSH_CALM"
+PROGRESS_DELAY_US = 1000
+YIELD_SECONDS = 50e-6
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"", "0", "false", "no", "off"})
+# `nixl` is a façade: it picks one of these packages and shows its modules under its own name.
+_NIXL_APIS = frozenset({"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api"})
+
+_applied = False
+
+
+def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
+    """Whether LAYERPUSH_CALM asks for the cures.
+
+    Raises:
+        ConfigError: the variable is neither a yes nor a no.
+    """
+    value = environ.get(VARIABLE, "")
+    word = value.strip().lower()
+    if word in _YES:
+        return True
+    if word in _NO:
+        return False
+    raise ConfigError(
+        f"environment variable {VARIABLE}={value!r}: must be one of 1, true, yes, on, or 0, false, no, off, empty"
+    )
+
+
+def apply() -> None:
+    """Cure both loops in this process and in those that it forks; the log says so once. Call before engines start."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
+    _calm_nixl()
+    uncured = _calm_vllm()
+    for name in uncured:
+        logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
+    logger.info(
+        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us instead of spinning",
+        VARIABLE,
+        PROGRESS_DELAY_US,
+        YIELD_SECONDS * 1e6,
+    )
+
+
+def applied() -> bool:
+    """Whether `apply` ran in this process or in the one that forked it."""
+    return _applied
+
+
+def _calm_vllm() -> list[str]:
+    """Replace `sched_yield` where it lives and where it was imported by name; returns the names that were not found."""
+    import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+    import vllm.distributed.utils as utils
+
+    uncured = []
+    for module in (utils, shm_broadcast):
+        if hasattr(module, "sched_yield"):
+            module.sched_yield = _sleep_briefly
+        else:
+            uncured.append(f"{module.__name__}.sched_yield")
+    return uncured
+
+
+def _sleep_briefly() -> None:
+    time.sleep(YIELD_SECONDS)
+
+
+def _calm_nixl() -> None:
+    """Patch NIXL if it is imported, else when it is.
+
+    Importing it here would cost every process, and fix its UCX environment before vLLM has set it.
+    """
+    for name in _NIXL_APIS & sys.modules.keys():
+        _delay_progress_thread(sys.modules[name])
+    sys.meta_path.insert(0, _NixlHook())
+
+
+def _delay_progress_thread(api: ModuleType) -> None:
+    """Let agents made through `api` (NIXL's `_api` module) give their progress thread a delay where they ask for 0."""
+    bindings: Any = api.nixlBind
+    plain: Any = bindings.nixlAgentConfig
+    if getattr(plain, "calmed_by_layerpush", False):
+        return
+
+    class CalmAgentConfig(plain):
+        calmed_by_layerpush = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" and value == 0 else value)
+
+    bindings.nixlAgentConfig = CalmAgentConfig
+
+
+class _NixlHook(MetaPathFinder):
+    """Finds NIXL's API module with the other finders, and patches it right after its code ran."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _NIXL_APIS:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _PatchingLoader(spec.loader)
+                return spec
+        return None
+
+
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _delay_progress_thread(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # get_source and the like, for tracebacks and inspect

@@ -1,0 +1,59 @@
+"""vLLM's way in: entry point `vllm.general_plugins`, called in every vLLM process (front end, engine core, workers)."""
+
+from __future__ import annotations
+
+from layerpush import calm
+
+CONNECTOR_NAME = "LayerwisePushConnector"
+CONNECTOR_MODULE = "layerpush.connector"
+CONNECTOR_CLASS = "LayerwisePushConnector"
+
+_registered = False
+
+
+class ConnectorNameError(RuntimeError):
+    """Somebody else's class already has our connector's name."""
+
+
+def register() -> None:
+    """Make `"kv_connector": "LayerwisePushConnector"` known to vLLM; apply the CPU cures if LAYERPUSH_CALM asks.
+
+    Idempotent, and lazy: neither the connector nor NIXL is imported until vLLM creates a connector of that name.
+
+    vLLM only logs an entry point that cannot be imported, and later says `Unsupported connector type`; what this
+    function raises stops the vLLM process instead. So whatever can go wrong goes wrong in here, not at import.
+
+    Raises:
+        ConnectorNameError: the name belongs to a class that is not layerpush's.
+        layerpush.config.ConfigError: LAYERPUSH_CALM is neither a yes nor a no.
+    """
+    global _registered
+    if calm.wanted():
+        calm.apply()
+    if _registered:
+        return
+
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_CLASS)
+    except ValueError as taken:
+        # Only on this road is the holder of the name imported: it has to be named in the message.
+        holder = _holder()
+        if holder != f"{CONNECTOR_MODULE}.{CONNECTOR_CLASS}":
+            raise ConnectorNameError(
+                f"layerpush cannot register its vLLM connector: the name {CONNECTOR_NAME!r} already belongs to "
+                f"{holder}. Uninstall one of the two plugins, or name the ones to load in VLLM_PLUGINS."
+            ) from taken
+    _registered = True
+
+
+def _holder() -> str:
+    """Who has the connector name now, as `module.Class`."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        cls = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
+    except Exception as error:  # noqa: BLE001  # not ours: it may fail to import in any way, and the caller raises
+        return f"a class that cannot be imported ({type(error).__name__}: {error})"
+    return f"{cls.__module__}.{cls.__qualname__}"
