@@ -1,0 +1,70 @@
+"""The one narrow interface between layerpush and the wire."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+DescriptorIds = NDArray[np.int32]
+WriteHandle = Hashable
+
+
+class WriteState(enum.Enum):
+    """Where a posted WRITE is: on the wire, in the peer's memory, or lost."""
+
+    PENDING = "pending"
+    LANDED = "landed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one local rank reaches one remote rank.
+
+    ``local_descriptors`` and ``remote_descriptors`` name prepared descriptor lists; descriptor ids index into them.
+    """
+
+    agent: str
+    remote_rank: int
+    local_descriptors: Hashable
+    remote_descriptors: Hashable
+
+
+class TransportError(RuntimeError):
+    """A call to the transport failed; nothing is known to have reached the peer."""
+
+
+class PeerLostError(TransportError):
+    """The peer's process is gone: nothing of ours can still land in its memory."""
+
+
+class Transport(Protocol):
+    """One-sided WRITEs and notifications. Only the writer thread calls these methods.
+
+    Contract, kept by the fake and by the real one:
+
+    - WRITEs land in any order, and only while ``poll`` is being called for them.
+    - A WRITE that ``poll`` reports as ``LANDED`` is wholly in the peer's memory; a notification sent after that
+      cannot overtake it. A notification sent earlier can.
+    - ``release`` before ``LANDED`` or ``FAILED`` is no cancel: the bytes may still land, later.
+    """
+
+    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+        """Start one WRITE of ``local[i]`` onto ``remote[i]``. Raises ``TransportError`` or ``PeerLostError``."""
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        """Make progress on a WRITE and say where it is. Raises ``PeerLostError`` when the peer died under it."""
+
+    def release(self, handle: WriteHandle) -> None:
+        """Forget a WRITE. Raises ``TransportError`` when the handle must be kept and released later."""
+
+    def notify(self, agent: str, payload: bytes) -> None:
+        """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Take what has arrived since the last call: ``(sender's agent name, payload)`` in order of arrival."""

@@ -1,0 +1,46 @@
+"""One lock around a NIXL agent, for processes in which several threads talk to it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+
+class LockedAgent:
+    """A NIXL agent whose methods run one at a time; everything else of the agent shows through.
+
+    NIXL agents are created without thread synchronisation and their bindings release the GIL, so two threads inside one
+    agent corrupt it. The lock is held for the whole call: up to tens of milliseconds in ``transfer`` with thousands of
+    descriptors, so a thread that must not wait must not call the agent.
+
+    Finalisers of NIXL handles go around the lock: release handles explicitly.
+    Bound methods are remembered on first use: replace a method on this object, not on the agent behind it.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        # Re-entrant: the garbage collector may run a finaliser that calls the agent inside a call of the same thread.
+        self._lock = threading.RLock()
+
+    @property
+    def unlocked(self) -> Any:
+        """The agent itself."""
+        return self._agent
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._agent, name)
+        if not callable(attribute):
+            return attribute
+        lock = self._lock
+
+        @functools.wraps(attribute)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return attribute(*args, **kwargs)
+
+        self.__dict__[name] = locked
+        return locked
+
+    def __repr__(self) -> str:
+        return f"LockedAgent({self._agent!r})"

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.contract.link import FakeLink, Link, NixlLink
+
+KINDS: dict[str, Callable[[], Link]] = {
+    "fake": FakeLink,
+    "nixl": lambda: NixlLink(threads=0),
+    "nixl-4-threads": lambda: NixlLink(threads=4),  # vLLM's default; large WRITEs are spread over the threads
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def _shared_link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    link = KINDS[request.param]()
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def link(_shared_link: Link) -> Link:
+    """Both ends alive, D's memory poisoned. Shared: leave nothing in flight."""
+    _shared_link.reset()
+    return _shared_link
+
+
+@pytest.fixture(params=KINDS)
+def own_link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    """For one test alone, which may freeze or kill D or leave WRITEs in flight."""
+    link = KINDS[request.param]()
+    yield link
+    link.close()

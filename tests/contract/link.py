@@ -1,0 +1,207 @@
+"""Two ends and what is between them: the same for the fake transport and for NIXL between two processes."""
+
+from __future__ import annotations
+
+import abc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerpush.transport.base import Route, Transport
+from layerpush.transport.fake import FakeFabric
+from layerpush.transport.locked import LockedAgent
+from layerpush.transport.nixl import NixlTransport
+
+COUNT, SIZE = 4096, 1024
+POISON = 0xEE
+
+Pieces = NDArray[np.uint8]
+"""Memory as ``[COUNT, SIZE]``: one row per descriptor."""
+
+
+def source_pieces() -> Pieces:
+    """What P's memory holds at first: random, but the same every time."""
+    # No byte is the poison, so a row that landed differs from an untouched one everywhere.
+    return np.random.default_rng(7).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
+
+
+class Link(abc.ABC):
+    """P's transport, and the tester's own hands on D. D's memory is poisoned until something lands in it."""
+
+    transport: Transport
+    route: Route
+    source: Pieces
+
+    @abc.abstractmethod
+    def memory(self) -> Pieces:
+        """A copy of D's memory."""
+
+    @abc.abstractmethod
+    def inbox(self) -> list[tuple[str, bytes]]:
+        """What has arrived at D since the last call."""
+
+    @abc.abstractmethod
+    def notify_from_peer(self, payload: bytes) -> None: ...
+
+    @abc.abstractmethod
+    def snapshot_at(self, payload: bytes) -> None:
+        """Have D copy its memory at the very moment that this notification arrives."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> Pieces | None:
+        """That copy, once the notification has arrived."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Poison D's memory and forget all notifications."""
+
+    @abc.abstractmethod
+    def freeze(self) -> None: ...
+
+    @abc.abstractmethod
+    def thaw(self) -> None: ...
+
+    @abc.abstractmethod
+    def kill(self) -> None: ...
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class FakeLink(Link):
+    def __init__(self) -> None:
+        self.fabric = FakeFabric()
+        self.source = source_pieces()
+        self.target = np.full((COUNT, SIZE), POISON, np.uint8)
+        offsets = range(0, COUNT * SIZE, SIZE)
+        sender, self.peer = self.fabric.endpoint("P"), self.fabric.endpoint("D")
+        sender.describe("source", self.source.reshape(-1), offsets, SIZE)
+        self.peer.describe("target", self.target.reshape(-1), offsets, SIZE)
+        self.transport = sender
+        self.route = Route("D", 0, "source", "target")
+        self._awaited: bytes | None = None
+
+    def memory(self) -> Pieces:
+        return self.target.copy()
+
+    def inbox(self) -> list[tuple[str, bytes]]:
+        return self.peer.notifications()
+
+    def notify_from_peer(self, payload: bytes) -> None:
+        self.peer.notify("P", payload)
+
+    def snapshot_at(self, payload: bytes) -> None:
+        self._awaited = payload
+
+    def snapshot(self) -> Pieces | None:
+        # Nothing moves in the fake between a notification's arrival and this look.
+        return self.memory() if self._awaited in [payload for _, payload in self.inbox()] else None
+
+    def reset(self) -> None:
+        self.target[:] = POISON
+        self.inbox()
+
+    def freeze(self) -> None:
+        self.fabric.freeze("D")
+
+    def thaw(self) -> None:
+        self.fabric.thaw("D")
+
+    def kill(self) -> None:
+        self.fabric.kill("D")
+
+    def close(self) -> None:
+        assert not self.fabric.violations
+
+
+class NixlLink(Link):
+    """NIXL over UCX's TCP on loopback.
+
+    Neither agent has a progress thread: D polls in a loop, and P makes progress only inside the transport's own calls,
+    the harder case for the contract. A progress thread would hide a transport that forgets to poll.
+    """
+
+    def __init__(self, threads: int) -> None:
+        os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, str(Path(__file__).with_name("peer.py"))]
+        arguments = [str(theirs.fileno()), str(COUNT * SIZE), str(threads)]
+        self.process = subprocess.Popen(command + arguments, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.commands = Connection(ours.detach())
+
+        self.agent = nixl_agent("P", nixl_agent_config(enable_prog_thread=False, num_threads=threads))
+        self.source = source_pieces()
+        self.registration = self.agent.register_memory([(self.source.ctypes.data, self.source.nbytes, 0, "")], "DRAM")
+        metadata, base = self.commands.recv()
+        name = self.agent.add_remote_agent(metadata)
+        self.commands.send(self.agent.get_agent_metadata())
+        self.route = Route(name, 0, self._prepare("", self.source.ctypes.data), self._prepare(name, base))
+        self.transport = NixlTransport(LockedAgent(self.agent))
+
+    def _prepare(self, agent: str, base: int) -> Any:
+        pieces = np.zeros((COUNT, 3), np.uint64)
+        pieces[:, 0] = base + np.arange(COUNT) * SIZE
+        pieces[:, 1] = SIZE
+        return self.agent.prep_xfer_dlist(agent, pieces, "DRAM")
+
+    def _ask(self, *command: object) -> Any:
+        self.commands.send(command)
+        return self.commands.recv()
+
+    def memory(self) -> Pieces:
+        return _pieces(self._ask("memory"))
+
+    def inbox(self) -> list[tuple[str, bytes]]:
+        arrived: list[tuple[str, bytes]] = self._ask("inbox")
+        return arrived
+
+    def notify_from_peer(self, payload: bytes) -> None:
+        self._ask("notify", "P", payload)
+
+    def snapshot_at(self, payload: bytes) -> None:
+        self._ask("snapshot at", payload)
+
+    def snapshot(self) -> Pieces | None:
+        taken = self._ask("snapshot")
+        return None if taken is None else _pieces(taken)
+
+    def reset(self) -> None:
+        self._ask("reset")
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.commands.send(("quit",))
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self.commands.close()
+        self.agent.release_dlist_handle(self.route.local_descriptors)
+        self.agent.release_dlist_handle(self.route.remote_descriptors)
+        self.agent.remove_remote_agent(self.route.agent)
+        self.agent.deregister_memory(self.registration)
+
+
+def _pieces(memory: bytes) -> Pieces:
+    return np.frombuffer(memory, np.uint8).reshape(COUNT, SIZE)

@@ -1,0 +1,83 @@
+"""Notifications: whole, in order, and never ahead of what had landed when they were sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerpush.transport.base import PeerLostError, TransportError
+from tests.contract.link import COUNT, Link, Pieces, source_pieces
+from tests.contract.waiting import land, until
+
+
+def arrived(link: Link, count: int) -> list[tuple[str, bytes]]:
+    taken: list[tuple[str, bytes]] = []
+
+    def look() -> bool:
+        link.transport.notifications()  # P's progress: without it nothing need leave
+        taken.extend(link.inbox())
+        return len(taken) >= count
+
+    until(look)
+    return taken
+
+
+def test_nothing_sent_nothing_there(link: Link) -> None:
+    assert link.transport.notifications() == []
+    assert link.inbox() == []
+
+
+def test_content_and_order_are_kept(link: Link) -> None:
+    payloads = [b"", b"text", b"a\0b\xff\xfe", bytes(range(256)) * 16, *[f"number {i}".encode() for i in range(50)]]
+    for payload in payloads:
+        link.transport.notify(link.route.agent, payload)
+
+    assert arrived(link, len(payloads)) == [("P", payload) for payload in payloads]
+    assert link.inbox() == []
+
+
+def test_the_peer_notifies_back(link: Link) -> None:
+    for number in range(20):
+        link.notify_from_peer(b"%d" % number)
+
+    taken: list[tuple[str, bytes]] = []
+
+    def look() -> bool:
+        taken.extend(link.transport.notifications())
+        return len(taken) >= 20
+
+    until(look)
+    assert taken == [("D", b"%d" % number) for number in range(20)]
+    assert link.transport.notifications() == []
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_a_notification_sent_after_landing_finds_the_bytes(link: Link, round_: int) -> None:
+    """D copies its memory at the moment of arrival, so bytes that come after it are seen to be missing."""
+    draw = np.random.default_rng(round_)
+    order, places = draw.permutation(COUNT).astype(np.int32), draw.permutation(COUNT).astype(np.int32)
+    payload = b"done %d" % round_
+    link.snapshot_at(payload)
+    halves = [slice(0, COUNT // 2), slice(COUNT // 2, COUNT)]
+    land(link.transport, *[link.transport.post_write(link.route, order[half], places[half]) for half in halves])
+    link.transport.notify(link.route.agent, payload)
+
+    snapshots: list[Pieces] = []
+
+    def look() -> bool:
+        link.transport.notifications()
+        snapshot = link.snapshot()
+        if snapshot is not None:
+            snapshots.append(snapshot)
+        return bool(snapshots)
+
+    until(look)
+    wanted = np.empty_like(link.source)
+    wanted[places] = source_pieces()[order]
+    np.testing.assert_array_equal(snapshots[0], wanted)
+
+
+def test_an_unknown_agent_is_an_error_but_no_lost_peer(link: Link) -> None:
+    with pytest.raises(TransportError) as refusal:
+        link.transport.notify("nobody", b"x")
+    assert not isinstance(refusal.value, PeerLostError)

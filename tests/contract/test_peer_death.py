@@ -1,0 +1,91 @@
+"""A peer that stops is waited for; a peer that dies is reported, by every call, within a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from layerpush.transport.base import PeerLostError, WriteState
+from tests.contract.link import COUNT, Link, source_pieces
+from tests.contract.waiting import land, until
+
+SECONDS = 5.0
+
+EVERYTHING = np.arange(COUNT, dtype=np.int32), np.arange(COUNT, dtype=np.int32)[::-1].copy()
+
+
+def lost(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except PeerLostError:
+        return True
+    return False
+
+
+def test_a_stopped_peer_leaves_a_write_pending_and_gets_it_later(own_link: Link) -> None:
+    own_link.freeze()
+    handle = own_link.transport.post_write(own_link.route, *EVERYTHING)
+    for _ in range(500):
+        assert own_link.transport.poll(handle) is WriteState.PENDING
+
+    own_link.thaw()
+    land(own_link.transport, handle)
+    np.testing.assert_array_equal(own_link.memory(), source_pieces()[::-1])
+
+
+def test_death_under_a_write(own_link: Link) -> None:
+    transport = own_link.transport
+    own_link.freeze()
+    handle = transport.post_write(own_link.route, *EVERYTHING)
+    assert transport.poll(handle) is WriteState.PENDING
+
+    own_link.kill()
+
+    until(lambda: lost(lambda: transport.poll(handle)), SECONDS)
+    with pytest.raises(PeerLostError):
+        transport.poll(handle)
+    transport.release(handle)
+    with pytest.raises(PeerLostError):
+        transport.post_write(own_link.route, *EVERYTHING)
+    with pytest.raises(PeerLostError):
+        transport.notify(own_link.route.agent, b"anyone there?")
+    assert transport.notifications() == []
+
+
+def test_a_write_that_had_landed_before_death_has_landed(own_link: Link) -> None:
+    transport = own_link.transport
+    handle = transport.post_write(own_link.route, *EVERYTHING)
+    until(lambda: transport.poll(handle) is WriteState.LANDED)
+
+    own_link.kill()
+
+    assert transport.poll(handle) is WriteState.LANDED
+    transport.release(handle)
+
+
+def test_a_write_to_a_dead_peer(own_link: Link) -> None:
+    transport = own_link.transport
+    land(transport, transport.post_write(own_link.route, *EVERYTHING))
+    own_link.kill()
+
+    def post_and_poll() -> None:
+        handle = transport.post_write(own_link.route, *EVERYTHING)
+        until(lambda: transport.poll(handle) is not WriteState.PENDING, SECONDS)
+
+    with pytest.raises(PeerLostError):
+        post_and_poll()
+
+
+def test_a_notification_to_a_dead_peer(own_link: Link) -> None:
+    transport = own_link.transport
+    transport.notify(own_link.route.agent, b"hello")
+    until(lambda: transport.notifications() or own_link.inbox())
+    own_link.kill()
+
+    def notify() -> None:
+        transport.notifications()
+        transport.notify(own_link.route.agent, b"anyone there?")
+
+    until(lambda: lost(notify), SECONDS)

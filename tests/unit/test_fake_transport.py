@@ -1,0 +1,261 @@
+"""What only the fake can be told to do: the faults, and the facts of the wire that a fast loopback hides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
+from layerpush.transport.fake import FakeFabric, FakeTransport, Faults, Violation
+
+COUNT, SIZE = 16, 8
+POISON = 0xEE
+ROUTE = Route("D", 0, "kv", "kv")
+ALL = np.arange(COUNT, dtype=np.int32)
+
+
+class Pair:
+    """P and D on a fabric, with a descriptor list each; D's memory is poisoned."""
+
+    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
+        self.fabric = FakeFabric(faults, seed)
+        self.source = np.random.default_rng(0).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
+        self.target = np.full((COUNT, SIZE), POISON, np.uint8)
+        self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
+        offsets = range(0, COUNT * SIZE, SIZE)
+        self.p_pieces = self.p.describe("kv", self.source.reshape(-1), offsets, SIZE)
+        self.d_pieces = self.d.describe("kv", self.target.reshape(-1), offsets, SIZE)
+
+    def post(self, local: NDArray[np.int32] = ALL, remote: NDArray[np.int32] = ALL) -> WriteHandle:
+        return self.p.post_write(ROUTE, local, remote)
+
+    def landed(self) -> set[int]:
+        """D's descriptors that are no longer poisoned."""
+        return {index for index in range(COUNT) if (self.target[index] != POISON).all()}
+
+
+def polls_until_landed(endpoint: FakeTransport, handle: WriteHandle, limit: int = 100) -> int:
+    for polls in range(1, limit + 1):
+        if endpoint.poll(handle) is WriteState.LANDED:
+            return polls
+    raise AssertionError(f"pending after {limit} polls")
+
+
+def test_nothing_lands_unpolled() -> None:
+    pair = Pair()
+    handle = pair.post()
+    for _ in range(10):
+        pair.d.notifications()
+        pair.p.notifications()
+    assert pair.landed() == set()
+
+    polls_until_landed(pair.p, handle)
+    assert pair.landed() == set(range(COUNT))
+
+
+def test_a_held_write_lands_piece_by_piece_in_no_order() -> None:
+    pair = Pair(Faults(hold_writes={0: 7}))
+    handle = pair.post()
+    seen: list[set[int]] = []
+    for _ in range(7):
+        assert pair.p.poll(handle) is WriteState.PENDING
+        seen.append(pair.landed())
+
+    assert [len(landed) for landed in seen] == [2, 4, 6, 8, 10, 12, 14]
+    assert seen[3] != set(range(8))
+    assert pair.p.poll(handle) is WriteState.LANDED
+    np.testing.assert_array_equal(pair.target, pair.source)
+
+
+def test_a_later_write_may_land_first() -> None:
+    pair = Pair(Faults(hold_writes={0: 3, 1: 0}))
+    first, second = pair.post(ALL[:8], ALL[:8]), pair.post(ALL[8:], ALL[8:])
+
+    states = pair.p.poll(first), pair.p.poll(second)
+
+    assert states == (WriteState.PENDING, WriteState.LANDED)
+
+
+def test_unscripted_writes_take_one_to_three_polls() -> None:
+    pair = Pair()
+    assert {polls_until_landed(pair.p, pair.post()) for _ in range(50)} == {1, 2, 3}
+
+
+def test_the_same_seed_gives_the_same_landings() -> None:
+    def landings(seed: int) -> list[tuple[int, frozenset[int]]]:
+        pair = Pair(Faults.seeded(1, rate=0.3), seed)
+        seen = []
+        for _ in range(30):
+            try:
+                handle = pair.post()
+            except TransportError:
+                continue
+            polls = 1
+            while pair.p.poll(handle) is WriteState.PENDING:
+                polls += 1
+            seen.append((polls, frozenset(pair.landed())))
+            pair.target[:] = POISON
+        return seen
+
+    assert landings(0) == landings(0)
+    assert landings(0) != landings(1)
+
+
+def test_a_notification_sent_early_overtakes_the_bytes() -> None:
+    pair = Pair(Faults(hold_writes={0: 2}))
+    pair.post()
+    pair.p.notify("D", b"done")
+    assert pair.d.notifications() == [("P", b"done")]
+    assert pair.landed() == set()
+
+
+def test_release_is_no_cancel_and_takes_the_bytes_of_the_day() -> None:
+    pair = Pair(Faults(hold_writes={0: 1}))
+    handle = pair.post()
+    assert pair.p.poll(handle) is WriteState.PENDING
+    assert len(pair.landed()) == 8
+    pair.p.release(handle)
+    with pytest.raises(TransportError, match="released"):
+        pair.p.poll(handle)
+
+    pair.source[:] = 1  # the source's owner reuses it
+    early = sorted(pair.landed())
+    pair.p.notifications()
+
+    late = sorted(set(range(COUNT)) - set(early))
+    assert (pair.target[late] == 1).all()
+    assert not (pair.target[early] == 1).all()
+
+
+def test_settle_lands_what_was_released() -> None:
+    pair = Pair(Faults(hold_writes={0: 50}))
+    pair.p.release(pair.post())
+    pair.fabric.settle()
+    np.testing.assert_array_equal(pair.target, pair.source)
+
+
+def test_the_dead_neither_receive_nor_send_what_was_released() -> None:
+    for victim in ("P", "D"):
+        pair = Pair(Faults(hold_writes={0: 50}))
+        pair.p.release(pair.post())
+        pair.fabric.kill(victim)
+        pair.fabric.settle()
+        assert pair.landed() == set(), victim
+
+
+def test_a_failing_post_sends_nothing() -> None:
+    pair = Pair(Faults(fail_posts={1}))
+    polls_until_landed(pair.p, pair.post(ALL[:2], ALL[:2]))
+    with pytest.raises(TransportError, match="scripted") as failure:
+        pair.post()
+    assert not isinstance(failure.value, PeerLostError)
+    polls_until_landed(pair.p, pair.post(ALL[2:4], ALL[2:4]))
+    assert pair.landed() == {0, 1, 2, 3}
+
+
+def test_a_failing_write_lands_in_part_and_stays_failed() -> None:
+    pair = Pair(Faults(fail_writes={0}, hold_writes={0: 3}))
+    handle = pair.post()
+    assert [pair.p.poll(handle) for _ in range(5)] == [WriteState.PENDING] * 3 + [WriteState.FAILED] * 2
+    assert 0 < len(pair.landed()) < COUNT
+    pair.p.release(handle)
+    pair.fabric.settle()
+    assert len(pair.landed()) < COUNT
+
+
+def sent(faults: Faults, looks: int = 1) -> list[list[bytes]]:
+    """What each look at D finds after P notified a, b, c."""
+    pair = Pair(faults)
+    for payload in (b"a", b"b", b"c"):
+        pair.p.notify("D", payload)
+    return [[payload for _, payload in pair.d.notifications()] for _ in range(looks)]
+
+
+def test_faults_of_notifications() -> None:
+    assert sent(Faults(), looks=2) == [[b"a", b"b", b"c"], []]
+    assert sent(Faults(drop_notifications={1})) == [[b"a", b"c"]]
+    assert sent(Faults(duplicate_notifications={1})) == [[b"a", b"b", b"b", b"c"]]
+    assert sent(Faults(reorder_notifications={2})) == [[b"c", b"a", b"b"]]
+    assert sent(Faults(delay_notifications={0: 2}), looks=3) == [[b"b", b"c"], [], [b"a"]]
+
+
+def test_death_at_a_scripted_moment() -> None:
+    pair = Pair(Faults(hold_writes={0: 9}, at={("poll", 2): lambda fabric: fabric.kill("D")}))
+    handle = pair.post()
+    assert [pair.p.poll(handle) for _ in range(2)] == [WriteState.PENDING] * 2
+    landed = pair.landed()
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            pair.p.poll(handle)
+    with pytest.raises(PeerLostError):
+        pair.post()
+    with pytest.raises(PeerLostError):
+        pair.p.notify("D", b"x")
+    pair.p.release(handle)
+    assert pair.landed() == landed
+
+
+def test_a_dead_peer_comes_back_as_a_stranger() -> None:
+    pair = Pair(Faults(hold_writes={0: 9}))
+    old = pair.post()
+    pair.fabric.kill("D")
+    reborn = pair.fabric.endpoint("D")
+    with pytest.raises(TransportError, match="descriptor list"):
+        pair.post()
+
+    reborn.describe("kv", pair.target.reshape(-1), range(0, COUNT * SIZE, SIZE), SIZE)
+    polls_until_landed(pair.p, pair.post(ALL[:1], ALL[:1]))
+    with pytest.raises(PeerLostError):
+        pair.p.poll(old)
+    assert pair.landed() == {0}
+
+
+def test_a_frozen_peer_gets_it_after_the_thaw() -> None:
+    pair = Pair(Faults(at={("post", 0): lambda fabric: fabric.freeze("D")}))
+    handle = pair.post()
+    assert {pair.p.poll(handle) for _ in range(100)} == {WriteState.PENDING}
+    assert pair.landed() == set()
+    pair.fabric.thaw("D")
+    polls_until_landed(pair.p, handle)
+
+
+def test_landing_in_what_was_given_away_is_a_violation() -> None:
+    pair = Pair(Faults(hold_writes={0: 5}))
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.d_pieces.give_away([5])
+    polls_until_landed(pair.p, handle)
+    assert pair.fabric.violations == [Violation("D", "kv", 5)]
+
+
+def test_reading_what_was_given_away_is_a_violation() -> None:
+    pair = Pair()
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.p_pieces.give_away([2])
+    pair.p.release(handle)
+    pair.fabric.settle()
+    assert pair.fabric.violations == [Violation("P", "kv", 2)]
+
+
+def test_what_was_taken_back_may_be_written() -> None:
+    pair = Pair()
+    pair.d_pieces.give_away(ALL)
+    pair.d_pieces.take_back(ALL[:4])
+    polls_until_landed(pair.p, pair.post(ALL[:4], ALL[:4]))
+    assert pair.fabric.violations == []
+
+
+def test_every_write_is_on_record() -> None:
+    pair = Pair(Faults(fail_posts={0}))
+    with pytest.raises(TransportError):
+        pair.post()
+    polls_until_landed(pair.p, pair.post(ALL[:2], ALL[4:6]))
+    (write,) = pair.fabric.writes
+    assert (write.route, write.local.tolist(), write.remote.tolist()) == (ROUTE, [0, 1], [4, 5])
+    assert write.state is WriteState.LANDED
+
+
+def test_pieces_must_be_views_of_flat_bytes() -> None:
+    endpoint = FakeFabric().endpoint("P")
+    with pytest.raises(ValueError, match="flat"):
+        endpoint.describe("kv", np.zeros((2, 2), np.uint8), [0], 1)
