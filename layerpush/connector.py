@@ -1,0 +1,66 @@
+"""``LayerwisePushConnector``: what vLLM calls. It only delegates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from layerpush import compat
+from layerpush.config import LayerPushConfig
+from layerpush.prefill.scheduler import LayerwisePushScheduler
+from layerpush.worker import LayerwisePushWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class LayerwisePushConnector(compat.NixlPushConnector):
+    """Pushes each layer's KV blocks to the decode engine while prefill runs; see docs/design.
+
+    Raises ``layerpush.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
+    for decode context parallelism, as upstream does.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        # Not NixlPushConnector's initialiser: it would build a second worker with a second NIXL agent.
+        compat.NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise ValueError("LayerwisePushConnector does not support decode_context_parallel_size > 1.")
+        config = LayerPushConfig.from_extra_config(self.kv_transfer_config.kv_connector_extra_config)
+        self.connector_scheduler: LayerwisePushScheduler | None = None
+        self.connector_worker: LayerwisePushWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = LayerwisePushScheduler(vllm_config, self.engine_id, kv_cache_config, config)
+        elif role == KVConnectorRole.WORKER:
+            self.connector_worker = LayerwisePushWorker(vllm_config, self.engine_id, kv_cache_config, config)
+        else:
+            raise ValueError(f"Unsupported KVConnectorRole: {role}")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. Engine's main thread, before the first layer."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, compat.LayerwiseMetadata)
+        assert self.connector_worker is not None
+        self.connector_worker.arm(connector_metadata)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,  # noqa: ARG002  vLLM passes by position: (name, cache, metadata)
+        attn_metadata: AttentionMetadata,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """A layer's attention has been issued on this thread's stream. Engine's main thread."""
+        assert self.connector_worker is not None
+        self.connector_worker.layer_saved(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The step's forward is issued: what no hook reported is swept up. Engine's main thread."""
+        super().wait_for_save()
+        assert self.connector_worker is not None
+        self.connector_worker.sweep()

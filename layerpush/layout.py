@@ -1,0 +1,154 @@
+"""Which NIXL descriptors hold which layer's blocks: numbers only, no tensors.
+
+Descriptor ids are region-major on both sides: ``id = cumsum(region_blocks)[slot] + block``, where a block is a
+kernel block. The same slot names the same layer on both sides, so one ``CacheLayout`` and the peer's region
+sizes are all that is needed to address a WRITE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockIds = NDArray[np.int32]
+
+
+class LayoutError(ValueError):
+    """The registered regions cannot be told apart by layer. The text says why."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One registered region: ``base`` address, ``block_bytes`` per kernel block, ``blocks`` kernel blocks."""
+
+    base: int
+    block_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One attention layer's KV cache as the engine holds it.
+
+    ``start`` and ``span`` are the address and extent in bytes of its tensor, ``page_bytes`` is one kernel block,
+    ``group`` the index of its transferable KV cache group.
+    """
+
+    name: str
+    group: int
+    start: int
+    span: int
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """The slots (indices of regions in descriptor order) that hold one layer."""
+
+    name: str
+    group: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Every layer's slots, in model order, and this engine's region sizes.
+
+    ``blocks_per_page`` is the number of kernel blocks in one block of the scheduler's tables.
+    """
+
+    layers: tuple[LayerSlots, ...]
+    regions: tuple[Region, ...]
+    blocks_per_page: int = 1
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of one scheduler block in each layer."""
+        return tuple(
+            self.blocks_per_page * sum(self.regions[slot].block_bytes for slot in layer.slots) for layer in self.layers
+        )
+
+    @property
+    def groups(self) -> int:
+        return 1 + max(layer.group for layer in self.layers)
+
+    @cached_property
+    def region_blocks(self) -> tuple[int, ...]:
+        return tuple(region.blocks for region in self.regions)
+
+    def expand(self, blocks: Sequence[int]) -> BlockIds:
+        """Kernel block ids of scheduler blocks: ``[2]`` is ``[4, 5]`` at two kernel blocks a page."""
+        pages = np.asarray(blocks, dtype=np.int32)
+        if self.blocks_per_page == 1:
+            return pages
+        return (pages[:, None] * self.blocks_per_page + np.arange(self.blocks_per_page, dtype=np.int32)).ravel()
+
+
+def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks_per_page: int = 1) -> CacheLayout:
+    """Find each layer's slots by address and check them.
+
+    Raises ``LayoutError`` when a layer has no region of its own or when its regions' blocks do not add up to
+    its page, as when one descriptor holds a row of all layers.
+    """
+    layers = []
+    by_base = {region.base: slot for slot, region in enumerate(regions)}
+    for cache in caches:
+        slots = _slots_of(cache, regions, by_base)
+        held = sum(regions[slot].block_bytes for slot in slots)
+        if held != cache.page_bytes:
+            raise LayoutError(
+                f"layer {cache.name} has pages of {cache.page_bytes} bytes but its regions {list(slots)} "
+                f"hold {held} bytes a block"
+            )
+        layers.append(LayerSlots(cache.name, cache.group, slots))
+    return _checked(CacheLayout(tuple(layers), tuple(regions), blocks_per_page))
+
+
+def named_layers(
+    names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], blocks_per_page: int = 1
+) -> CacheLayout:
+    """The layout of an engine that registered one region per named layer, in this order."""
+    if not len(names) == len(groups) == len(regions):
+        raise LayoutError(f"{len(names)} layer names, {len(groups)} groups and {len(regions)} regions disagree")
+    pairs = enumerate(zip(names, groups, strict=True))
+    layers = tuple(LayerSlots(name, group, (slot,)) for slot, (name, group) in pairs)
+    return _checked(CacheLayout(layers, tuple(regions), blocks_per_page))
+
+
+def _slots_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, int]) -> tuple[int, ...]:
+    exact = by_base.get(cache.start)
+    if exact is not None and regions[exact].block_bytes >= cache.page_bytes:
+        return (exact,)
+    inside = range(cache.start, cache.start + cache.span)
+    slots = tuple(slot for slot, region in enumerate(regions) if region.base in inside)
+    if not slots:
+        raise LayoutError(f"layer {cache.name} at {cache.start:#x} lies in no registered region")
+    return slots
+
+
+def _checked(layout: CacheLayout) -> CacheLayout:
+    if not layout.layers:
+        raise LayoutError("no layer has a transferable KV cache")
+    covered = {slot for layer in layout.layers for slot in layer.slots}
+    missing = sorted(set(range(len(layout.regions))) - covered)
+    if missing:
+        raise LayoutError(f"regions {missing} belong to no known layer")
+    return layout
+
+
+def descriptor_offsets(region_blocks: Sequence[int]) -> NDArray[np.int32]:
+    """First descriptor id of every slot, for an engine with these region sizes (in kernel blocks)."""
+    return np.concatenate(([0], np.cumsum(region_blocks[:-1]))).astype(np.int32)
+
+
+def descriptor_ids(offsets: NDArray[np.int32], slots: Sequence[int], blocks: BlockIds) -> NDArray[np.int32]:
+    """Descriptor ids of ``blocks`` in each of ``slots``, slot-major: shape ``(len(slots) * len(blocks),)``."""
+    return (offsets[np.asarray(slots, dtype=np.intp)][:, None] + blocks[None, :]).ravel()

@@ -1,0 +1,38 @@
+"""The proof that a push is complete: every (layer, block) posted once and landed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class CoverageError(AssertionError):
+    """A block was posted or landed twice, or landed without having been posted: completing would be a lie."""
+
+
+class Coverage:
+    """Two bitmaps of shape ``(layers, blocks)``; ``blocks[i]`` is how many blocks layer ``i`` has to deliver."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        shape = (len(blocks), max(blocks, default=0))
+        self._posted = np.ones(shape, dtype=bool)
+        self._landed = np.ones(shape, dtype=bool)
+        for layer, count in enumerate(blocks):
+            self._posted[layer, :count] = self._landed[layer, :count] = False
+
+    def post(self, layers: slice, first: int, end: int) -> None:
+        cells = self._posted[layers, first:end]
+        if cells.any():
+            raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} were posted before")
+        cells[:] = True
+
+    def land(self, layers: slice, first: int, end: int) -> None:
+        cells = self._landed[layers, first:end]
+        if cells.any() or not self._posted[layers, first:end].all():
+            raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} cannot land now")
+        cells[:] = True
+
+    @property
+    def full(self) -> bool:
+        return bool(self._landed.all())

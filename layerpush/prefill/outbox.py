@@ -1,0 +1,112 @@
+"""WRITEs on the wire: posts them, polls them, gives their handles back. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layerpush.layout import CacheLayout
+from layerpush.prefill.protocol import Write
+from layerpush.prefill.staging import DirectPlanner, Link
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
+
+logger = logging.getLogger("vllm.layerpush.outbox")
+
+
+@dataclass(slots=True)
+class RankWrite:
+    """One posted WRITE to one decode rank."""
+
+    handle: WriteHandle
+    record: WriteRecord
+
+
+@dataclass(slots=True)
+class PostedWrite:
+    """A session's WRITE: over when every rank's part has ended, landed only if none of them was ``lost``."""
+
+    id: int
+    parts: list[RankWrite]
+    lost: str | None = None
+
+
+class Outbox:
+    def __init__(self, transport: Transport, layout: CacheLayout) -> None:
+        self._transport = transport
+        self._planner = DirectPlanner(layout)
+        self._unreleased: list[RankWrite] = []
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether handles of ended WRITEs wait for another try at releasing them."""
+        return bool(self._unreleased)
+
+    def post(self, write: Write, link: Link) -> PostedWrite:
+        """Post ``write`` to every rank of ``link``. What cannot be posted makes it ``lost``; nothing is raised."""
+        posted = PostedWrite(write.id, [])
+        try:
+            local, remote = self._planner.descriptors(write, link)
+            for route in link.routes if len(local) else ():
+                record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
+                handle = self._transport.post_write(route, local, remote)
+                record.t_posted = time.perf_counter()
+                posted.parts.append(RankWrite(handle, record))
+        except (TransportError, ArithmeticError, LookupError, ValueError) as error:
+            posted.lost = f"a WRITE could not be posted: {error}"
+        return posted
+
+    def poll(self, write: PostedWrite, on_end: Callable[[RankWrite, bool], None] | None = None) -> bool:
+        """Make progress; True when the WRITE has ended. ``on_end(part, landed)`` sees each handle before it goes."""
+        pending = []
+        for part in write.parts:
+            state, reason = self._state_of(part)
+            if state is WriteState.PENDING:
+                pending.append(part)
+                continue
+            if state is WriteState.LANDED:
+                part.record.t_landed = time.perf_counter()
+            else:
+                write.lost = write.lost or reason
+            if on_end is not None:
+                on_end(part, state is WriteState.LANDED)
+            self.release(part)
+        write.parts = pending
+        return not pending
+
+    def release(self, part: RankWrite) -> None:
+        if not self._released(part):
+            self._unreleased.append(part)
+
+    def release_leftovers(self) -> None:
+        self._unreleased = [part for part in self._unreleased if not self._released(part)]
+
+    def _state_of(self, part: RankWrite) -> tuple[WriteState, str]:
+        try:
+            return self._transport.poll(part.handle), "a WRITE ended in an error"
+        except TransportError as error:
+            return WriteState.FAILED, f"a WRITE was cut off: {error}"
+
+    def _released(self, part: RankWrite) -> bool:
+        try:
+            self._transport.release(part.handle)
+        except TransportError as error:
+            logger.warning("a WRITE's handle is kept until it can be released: %s", error)
+            return False
+        return True
+
+
+def _record(write: Write, rank: int, descriptors: int, size: int) -> WriteRecord:
+    layers = [part.layers for part in write.segments]
+    now = time.perf_counter()
+    return WriteRecord(
+        remote_rank=rank,
+        layers=(min(part.start for part in layers), max(part.stop for part in layers) - 1),
+        chunks=(write.chunk, write.chunk),
+        descriptors=descriptors,
+        bytes=size,
+        t_post=now,
+        t_posted=now,
+    )

@@ -1,0 +1,321 @@
+"""One push as a state machine: ``(state, event) -> state, actions``. No I/O, no clock, no threads.
+
+A session follows one request on one prefill rank from its first planned chunk until the decode engine has been
+told and the scheduler has let the request go. What may happen when is the table in ``protocol.py``; anything else
+raises ``IllegalTransitionError``.
+
+The invariants, each enforced where it matters:
+
+- a block is posted once an epoch and only after its layer is ready (``_pump``);
+- after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
+- the decode engine is told once, and only with full coverage (``_settle``);
+- a session that failed or was aborted ends only after its WRITEs have ended (``DRAINING``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layerpush.prefill import protocol
+from layerpush.prefill.coverage import Coverage, CoverageError
+from layerpush.prefill.plan import NULL_BLOCK, Alignment
+from layerpush.prefill.protocol import (
+    TRANSITIONS,
+    Action,
+    Connect,
+    Delegate,
+    Event,
+    IllegalTransitionError,
+    Post,
+    Release,
+    Segment,
+    State,
+    Tell,
+    Write,
+)
+from layerpush.wire import Registration
+
+S = State
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When ready layers become a WRITE.
+
+    ``by_layer`` posts as soon as ``min_write_bytes`` are ready, otherwise (and always at the end of a chunk) whole
+    chunks go. ``max_in_flight`` WRITEs at most are on the wire: while they are, ready layers merge. Without
+    ``streams`` the session only watches and the request is pushed whole.
+    """
+
+    by_layer: bool = True
+    min_write_bytes: int = 0
+    max_in_flight: int = 8
+    streams: bool = True
+
+
+class Session:
+    """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
+
+    def __init__(
+        self, request_id: str, layer_groups: Sequence[int], layer_bytes: Sequence[int], policy: Policy
+    ) -> None:
+        self.request_id = request_id
+        self.state = State.WAITING
+        self.registration: Registration | None = None
+        self.failure: str | None = None
+        self.finished = False
+        self.epoch = 0
+        self.in_flight: dict[int, Write] = {}
+        self._policy = policy
+        self._layer_groups = tuple(layer_groups)
+        self._layer_bytes = tuple(layer_bytes)
+        self._writes = 0
+        self._alignments: tuple[Alignment, ...] = ()
+        self._coverage: Coverage | None = None
+        self._totals: tuple[int, ...] = ()
+        self._dropped = False
+        self._rewind(0)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event. Raises ``IllegalTransitionError`` or ``CoverageError`` and leaves the state as it was."""
+        allowed = TRANSITIONS[self.state].get(type(event))
+        if allowed is None:
+            raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
+        actions: list[Action] = []
+        state = _HANDLERS[type(event)](self, event, actions)
+        if state not in allowed:
+            raise IllegalTransitionError(
+                f"{self.request_id}: {type(event).__name__} led from {self.state.name} to {state.name}"
+            )
+        self.state = state
+        return actions
+
+    def accepts(self, event: type[Event]) -> bool:
+        return event in TRANSITIONS[self.state]
+
+    @property
+    def all_ready(self) -> bool:
+        """Every layer of the whole prompt is in this engine's memory."""
+        return self._final and self._unready == 0
+
+    def _rewind(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._tables: list[list[int]] = []
+        self._chunk_ends: list[tuple[int, ...]] = []
+        self._ready_layers: list[set[int]] = []
+        self._ready = [0] * len(self._layer_groups)
+        self._posted = [0] * len(self._layer_groups)
+        self._unready = 0
+        self._final = False
+        self._flush = False
+        self._cover()
+
+    def _cover(self) -> None:
+        if self._alignments:
+            self._coverage = Coverage([len(self._alignments[group].targets) for group in self._layer_groups])
+
+    def _on_planned(self, event: protocol.Planned, _: list[Action]) -> State:
+        chunk = event.chunk
+        state = self.state
+        if chunk.epoch != self.epoch and state not in (S.TOLD, S.ABANDONED, S.DRAINING):
+            state = self._restart(chunk.epoch)
+        if state in (S.TOLD, S.ABANDONED, S.DRAINING):
+            return state
+        if chunk.index != len(self._chunk_ends):
+            raise IllegalTransitionError(
+                f"{self.request_id}: chunk {chunk.index} follows {len(self._chunk_ends)} chunks"
+            )
+        self._tables = self._tables or [[] for _ in chunk.groups]
+        for table, part in zip(self._tables, chunk.groups, strict=True):
+            table.extend(part.blocks)
+        self._totals = tuple(part.total for part in chunk.groups)
+        self._chunk_ends.append(tuple(part.end for part in chunk.groups))
+        self._ready_layers.append(set())
+        self._unready += len(self._layer_groups)
+        self._final = chunk.final
+        return state
+
+    def _on_ready(self, event: protocol.Ready, _: list[Action]) -> State:
+        if event.epoch != self.epoch or event.chunk >= len(self._chunk_ends):
+            return self.state
+        layers = self._ready_layers[event.chunk]
+        if event.layer not in layers:
+            layers.add(event.layer)
+            self._unready -= 1
+            end = self._chunk_ends[event.chunk][self._layer_groups[event.layer]]
+            self._ready[event.layer] = max(self._ready[event.layer], end)
+            self._flush |= len(layers) == len(self._layer_groups)
+        return self.state
+
+    def _on_pump(self, _: protocol.Pump, actions: list[Action]) -> State:
+        if self.state is not S.STREAMING:
+            return self.state
+        self._pump(actions)
+        return self._settle(actions)
+
+    def _on_registered(self, event: protocol.Registered, actions: list[Action]) -> State:
+        self.registration = event.registration
+        if not self._policy.streams:
+            return S.DEFERRED
+        actions.append(Connect(event.registration))
+        return S.CONNECTING
+
+    def _on_connected(self, _: protocol.Connected, __: list[Action]) -> State:
+        assert self.registration is not None
+        targets = self.registration.local_block_ids
+        if len(targets) != len(self._totals):
+            raise CoverageError(f"the registration has {len(targets)} KV cache groups, the prompt {len(self._totals)}")
+        self._alignments = tuple(map(Alignment, self._totals, targets))
+        if any(alignment.skipped < 0 for alignment in self._alignments):
+            wanted = [len(group) for group in targets]
+            raise CoverageError(f"the registration wants {wanted} blocks of a prompt of {list(self._totals)}")
+        self._cover()
+        self._flush = any(len(layers) == len(self._layer_groups) for layers in self._ready_layers)
+        return S.STREAMING
+
+    def _on_refused(self, _: protocol.Refused, actions: list[Action]) -> State:
+        if not self.finished:
+            return S.DEFERRED
+        actions.append(Delegate(self.registration))
+        return S.DELEGATED
+
+    def _on_landed(self, event: protocol.Landed, actions: list[Action]) -> State:
+        write = self.in_flight.pop(event.write)
+        if self.state is S.DRAINING:
+            return self._drained()
+        if self.state is S.REWINDING:
+            return self.state if self.in_flight else S.STREAMING
+        assert self._coverage is not None
+        for part in write.segments:
+            skipped = self._alignments[part.group].skipped
+            self._coverage.land(part.layers, part.first - skipped, part.end - skipped)
+        return self._settle(actions)
+
+    def _on_lost(self, event: protocol.Lost, _: list[Action]) -> State:
+        self.in_flight.pop(event.write)
+        return self._fail(event.reason)
+
+    def _on_failed(self, event: protocol.Failed, _: list[Action]) -> State:
+        return self._fail(event.reason)
+
+    def _on_told(self, _: protocol.Told, actions: list[Action]) -> State:
+        return self._release(actions) if self.finished else S.TOLD
+
+    def _on_delivered(self, _: protocol.Delivered, actions: list[Action]) -> State:
+        return self._release(actions)
+
+    def _on_preempted(self, _: protocol.Preempted, __: list[Action]) -> State:
+        if self.state in (S.TOLD, S.ABANDONED, S.DRAINING):
+            return self.state
+        return self._restart(self.epoch + 1)
+
+    def _on_finished(self, _: protocol.Finished, actions: list[Action]) -> State:
+        self.finished = True
+        if self.state in (S.WAITING, S.DEFERRED):
+            actions.append(Delegate(self.registration))
+            return S.DELEGATED
+        if self.state is S.TOLD:
+            return self._release(actions)
+        return S.CLOSED if self.state is S.ABANDONED else self.state
+
+    def _on_dropped(self, event: protocol.Aborted | protocol.Evicted, _: list[Action]) -> State:
+        self._dropped = True
+        if self.state is not S.TOLD and self.failure is None:
+            self.failure = "aborted" if isinstance(event, protocol.Aborted) else "its lease ran out"
+        return S.DRAINING if self.in_flight else S.CLOSED
+
+    def _pump(self, actions: list[Action]) -> None:
+        while len(self.in_flight) < self._policy.max_in_flight:
+            segments = self._pending()
+            size = sum(self._size(part) for part in segments)
+            worth_it = self._policy.by_layer and size >= max(1, self._policy.min_write_bytes)
+            if not segments or not (self._flush or worth_it):
+                return
+            self._flush = False
+            self._posted = [max(ready, posted) for ready, posted in zip(self._ready, self._posted, strict=True)]
+            assert self._coverage is not None
+            for part in segments:
+                skipped = self._alignments[part.group].skipped
+                self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
+            write = Write(self._writes, self.epoch, len(self._chunk_ends) - 1, size, segments)
+            self._writes += 1
+            self.in_flight[write.id] = write
+            actions.append(Post(write))
+
+    def _pending(self) -> tuple[Segment, ...]:
+        """What is ready and not posted, layers with equal blocks side by side in one segment."""
+        segments: list[Segment] = []
+        for layer, group in enumerate(self._layer_groups):
+            skipped = self._alignments[group].skipped
+            first, end = max(self._posted[layer], skipped), self._ready[layer]
+            if first >= end:
+                continue
+            last = segments[-1] if segments else None
+            if last and (last.layers.stop, last.group, last.first, last.end) == (layer, group, first, end):
+                segments[-1] = Segment(slice(last.layers.start, layer + 1), group, first, end, last.source, last.target)
+                continue
+            pairs = [
+                (source, target)
+                for source, target in zip(
+                    self._tables[group][first:end],
+                    self._alignments[group].targets[first - skipped : end - skipped],
+                    strict=True,
+                )
+                if source != NULL_BLOCK and target != NULL_BLOCK
+            ]
+            source, target = zip(*pairs, strict=True) if pairs else ((), ())
+            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
+        return tuple(segments)
+
+    def _size(self, part: Segment) -> int:
+        return len(part.source) * sum(self._layer_bytes[part.layers])
+
+    def _settle(self, actions: list[Action]) -> State:
+        if self.in_flight or not self.all_ready or self._pending():
+            return S.STREAMING
+        assert self._coverage is not None
+        assert self.registration is not None
+        if not self._coverage.full:
+            raise CoverageError(f"{self.request_id}: every WRITE landed but not every block is covered")
+        actions.append(Tell(self.registration))
+        return S.TELLING
+
+    def _restart(self, epoch: int) -> State:
+        self._rewind(epoch)
+        if self.state is S.STREAMING and self.in_flight:
+            return S.REWINDING
+        return self.state
+
+    def _fail(self, reason: str) -> State:
+        self.failure = self.failure or reason
+        return self._drained()
+
+    def _drained(self) -> State:
+        if self.in_flight:
+            return S.DRAINING
+        return S.CLOSED if self._dropped or self.finished else S.ABANDONED
+
+    def _release(self, actions: list[Action]) -> State:
+        actions.append(Release())
+        return S.CLOSED
+
+
+_HANDLERS: Mapping[type[Event], Callable[[Session, Any, list[Action]], State]] = {
+    protocol.Planned: Session._on_planned,
+    protocol.Ready: Session._on_ready,
+    protocol.Pump: Session._on_pump,
+    protocol.Registered: Session._on_registered,
+    protocol.Connected: Session._on_connected,
+    protocol.Refused: Session._on_refused,
+    protocol.Landed: Session._on_landed,
+    protocol.Lost: Session._on_lost,
+    protocol.Failed: Session._on_failed,
+    protocol.Told: Session._on_told,
+    protocol.Delivered: Session._on_delivered,
+    protocol.Preempted: Session._on_preempted,
+    protocol.Finished: Session._on_finished,
+    protocol.Aborted: Session._on_dropped,
+    protocol.Evicted: Session._on_dropped,
+}

@@ -1,0 +1,412 @@
+"""The one thread that talks to the transport: feeds sessions with events and executes their actions.
+
+Every method runs on the writer thread. Nothing here knows vLLM: what only the engine's worker can do is behind
+``Host``, what arrives from the forward pass comes through ``Capture``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from layerpush.layout import CacheLayout
+from layerpush.prefill.capture import Armed, Capture, LayerSaved
+from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
+from layerpush.prefill.plan import ChunkPlan
+from layerpush.prefill.protocol import (
+    Aborted,
+    Action,
+    Connect,
+    Connected,
+    Delegate,
+    Delivered,
+    Event,
+    Evicted,
+    Failed,
+    Finished,
+    Landed,
+    Lost,
+    Planned,
+    Post,
+    Preempted,
+    Pump,
+    Ready,
+    Refused,
+    Registered,
+    Release,
+    State,
+    Tell,
+    Told,
+)
+from layerpush.prefill.push import BlockIds, Push
+from layerpush.prefill.session import Policy, Session
+from layerpush.prefill.staging import Link
+from layerpush.stats import PushCounters
+from layerpush.trace import PushRecord, TraceFile
+from layerpush.transport.base import Transport, TransportError
+from layerpush.wire import Registration
+
+logger = logging.getLogger("vllm.layerpush.writer")
+
+FENCE_POLL_S = 100e-6
+WRITE_POLL_S = 300e-6
+PEER_POLL_S = 1e-3
+
+
+class HandshakeError(RuntimeError):
+    """A decode engine cannot be reached, or is not one that we can write to."""
+
+
+class Host(Protocol):
+    """What a writer needs from the worker that it serves. Called on the writer thread."""
+
+    def connect(self, request_id: str, registration: Registration) -> Link | None:
+        """The way to a decode engine; None while the handshake runs (``PushWriter.reconnect`` follows).
+
+        Raises ``HandshakeError``.
+        """
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        """The registration that came before its request, if one did."""
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
+        """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        """One of upstream's WRITEs is over; its handle is still valid."""
+
+    def completion(self, registration: Registration) -> bytes:
+        """The notification that tells a decode rank that this rank is done."""
+
+    def release(self, request_id: str) -> None:
+        """Report the request as sent, so that the scheduler frees its blocks."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes: for records and log lines. ``mode`` is what the configuration asks for."""
+
+    engine_id: str
+    rank: int
+    mode: str
+    fallback: str | None = None
+
+
+class PushWriter:
+    def __init__(
+        self,
+        identity: Identity,
+        layout: CacheLayout,
+        policy: Policy,
+        transport: Transport,
+        capture: Capture,
+        host: Host,
+        trace: TraceFile,
+    ) -> None:
+        self.counters = PushCounters()
+        self._identity = identity
+        self._layout = layout
+        self._policy = policy
+        self._transport = transport
+        self._outbox = Outbox(transport, layout)
+        self._capture = capture
+        self._host = host
+        self._trace = trace
+        self._layer_groups = tuple(layer.group for layer in layout.layers)
+        self._pushes: dict[str, Push] = {}
+        self._step: list[tuple[Push, ChunkPlan]] = []
+        self._step_layers: set[int] = set()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pushes
+
+    def __len__(self) -> int:
+        return len(self._pushes)
+
+    def turn(self) -> None:
+        """Take in what the forward pass reported, see what landed, post what is ready."""
+        self._absorb()
+        self._poll()
+        for push in list(self._pushes.values()):
+            if push.session.state is State.STREAMING:
+                self._dispatch(push, Pump())
+
+    @property
+    def patience(self) -> float | None:
+        """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
+        if self._capture.pending:
+            return FENCE_POLL_S
+        if any(push.in_flight for push in self._pushes.values()):
+            return WRITE_POLL_S
+        if self._outbox.has_leftovers or any(push.awaits_peer for push in self._pushes.values()):
+            return PEER_POLL_S
+        return None
+
+    def writes_in_flight(self, request_id: str) -> bool:
+        """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
+        push = self._pushes.get(request_id)
+        return push is not None and push.in_flight
+
+    @property
+    def engines_in_use(self) -> set[str]:
+        """Decode engines that a live push has registered from."""
+        return {
+            push.session.registration.decode_engine_id
+            for push in list(self._pushes.values())
+            if push.session.registration is not None
+        }
+
+    def waiting(self) -> list[str]:
+        """Requests that no decode engine has registered yet."""
+        return [push.request_id for push in self._pushes.values() if push.session.state is State.WAITING]
+
+    def register(self, request_id: str, registration: Registration) -> None:
+        """A decode engine asks for a request of ``waiting``."""
+        self._dispatch(self._pushes[request_id], Registered(registration))
+
+    def reconnect(self, request_id: str, error: str | None) -> None:
+        """The handshake that ``Host.connect`` started is over."""
+        push = self._pushes.get(request_id)
+        if push is None or push.session.state is not State.CONNECTING:
+            return
+        if error is not None:
+            self._fail(push, f"handshake with the decode engine failed: {error}")
+        elif push.session.registration is not None:
+            self._connect(push, push.session.registration)
+
+    def finished(self, request_id: str, blocks: BlockIds) -> None:
+        """The scheduler finished a request and holds ``blocks`` for its push."""
+        push = self._pushes.get(request_id)
+        if push is None:
+            push = self._open(request_id, streams=False)
+        push.blocks = blocks
+        self._dispatch(push, Finished())
+
+    def aborted(self, request_id: str) -> None:
+        self._drop(request_id, Aborted())
+
+    def evicted(self, request_id: str) -> None:
+        self._drop(request_id, Evicted())
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Something outside the session went wrong for good."""
+        push = self._pushes.get(request_id)
+        if push is not None:
+            self._fail(push, reason)
+
+    def adopt(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_request_id: str) -> None:
+        """Watch one of upstream's whole-request WRITEs."""
+        push = self._pushes.get(request_id)
+        if push is None:
+            push = self._open(request_id, streams=False)
+        push.delegated = push.delegated or PostedWrite(-1, [])
+        push.delegated.parts.append(part)
+        push.record.decode_engine_id, push.record.decode_request_id = decode_engine_id, decode_request_id
+        if self._trace.enabled:
+            push.record.writes.append(part.record)
+
+    def drain(self, seconds: float) -> int:
+        """Wait for what is on the wire, for shutdown. Returns how many WRITEs had to be left behind."""
+        deadline = time.perf_counter() + seconds
+        while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
+            self._poll()
+            time.sleep(WRITE_POLL_S)
+        left = [part for push in self._pushes.values() for part in push.parts]
+        for part in left:
+            self._outbox.release(part)
+        return len(left)
+
+    def _absorb(self) -> None:
+        for event, at in self._capture.take():
+            if isinstance(event, Armed):
+                self._begin_step(event, at)
+            elif isinstance(event, LayerSaved):
+                if event.layer not in self._step_layers:
+                    self._layer_ready(event.layer, at, hooked=True)
+            else:
+                for layer in range(len(self._layer_groups)):
+                    if layer not in self._step_layers:
+                        self._layer_ready(layer, at, hooked=False)
+                self._step = []
+
+    def _begin_step(self, event: Armed, at: float) -> None:
+        for request_id in event.plan.preempted:
+            push = self._pushes.get(request_id)
+            if push is not None:
+                logger.info("%s was preempted: its push starts again", request_id)
+                self._dispatch(push, Preempted())
+        self._step, self._step_layers = [], set()
+        for chunk in event.plan.chunks:
+            push = self._pushes.get(chunk.request_id)
+            if push is None:
+                if chunk.index > 0:
+                    continue
+                push = self._open(chunk.request_id, chunk.streams)
+            self._dispatch(push, Planned(chunk))
+            push.planned(chunk, at)
+            self._step.append((push, chunk))
+            if push.session.state is State.WAITING:
+                registration = self._host.take_registration(push.request_id)
+                if registration is not None:
+                    self._dispatch(push, Registered(registration))
+
+    def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
+        self._step_layers.add(layer)
+        for push, chunk in self._step:
+            if push.session.accepts(Ready):
+                push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
+                self._dispatch(push, Ready(chunk.epoch, chunk.index, layer))
+
+    def _open(self, request_id: str, streams: bool) -> Push:
+        fallback = self._identity.fallback
+        if not streams and self._policy.streams:
+            fallback = "the prompt is shorter than layerwise_min_tokens"
+        policy = self._policy if streams else Policy(streams=False)
+        session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
+        record = PushRecord(
+            request_id=request_id,
+            engine_id=self._identity.engine_id,
+            rank=self._identity.rank,
+            mode=self._identity.mode,
+            fallback=fallback,
+        )
+        push = self._pushes[request_id] = Push(session, record)
+        return push
+
+    def _drop(self, request_id: str, event: Event) -> None:
+        push = self._pushes.get(request_id)
+        if push is not None:
+            self._dispatch(push, event)
+
+    def _dispatch(self, push: Push, event: Event) -> None:
+        try:
+            actions = push.session.handle(event) if push.session.state is not State.CLOSED else []
+            for action in actions:
+                _ACTIONS[type(action)](self, push, action)
+        except Exception as error:  # a broken invariant or a failing host ends this push, never the writer thread
+            logger.exception("push of %s failed on %s", push.request_id, type(event).__name__)
+            self._fail(push, f"{type(error).__name__}: {error}")
+        self._close_if_over(push)
+
+    def _fail(self, push: Push, reason: str) -> None:
+        session = push.session
+        if session.accepts(Failed):
+            session.handle(Failed(reason))
+        elif session.state is not State.CLOSED:
+            session.failure = session.failure or reason
+        logger.error(
+            "push of %s to %s failed: %s. Its completion will not be sent; P's lease or D's watchdog ends the request.",
+            push.request_id,
+            push.record.decode_request_id,
+            reason,
+        )
+        self._close_if_over(push)
+
+    def _close_if_over(self, push: Push) -> None:
+        if push.session.state is not State.CLOSED or push.in_flight:
+            return
+        if self._pushes.pop(push.request_id, None) is None:
+            return
+        record, session = push.record, push.session
+        record.reason = session.failure
+        record.outcome = "completed" if session.failure is None else _outcome(session.failure)
+        self.counters.closed(record)
+        self._trace.add(record)
+
+    def _connect(self, push: Push, registration: Registration) -> None:
+        try:
+            link = self._host.connect(push.request_id, registration)
+        except HandshakeError as error:
+            self._fail(push, str(error))
+            return
+        if link is None:
+            return
+        push.link = link
+        if link.refusal is not None:
+            push.record.fallback = link.refusal
+            self._dispatch(push, Refused(link.refusal))
+        else:
+            self._dispatch(push, Connected())
+
+    def _do_connect(self, push: Push, action: Connect) -> None:
+        push.record.decode_request_id = action.registration.request_id
+        push.record.decode_engine_id = action.registration.decode_engine_id
+        self._connect(push, action.registration)
+
+    def _do_post(self, push: Push, action: Post) -> None:
+        assert push.link is not None
+        posted = self._outbox.post(action.write, push.link)
+        push.writes.append(posted)
+        if self._trace.enabled:
+            push.record.writes.extend(part.record for part in posted.parts)
+        if not posted.parts:
+            self._ended(push, posted)
+
+    def _do_tell(self, push: Push, action: Tell) -> None:
+        assert push.link is not None
+        payload = self._host.completion(action.registration)
+        try:
+            for route in push.link.routes:
+                self._transport.notify(route.agent, payload)
+        except TransportError as error:
+            self._fail(push, f"the completion could not be sent: {error}")
+            return
+        push.record.t_notified = time.perf_counter()
+        self._dispatch(push, Told())
+
+    def _do_delegate(self, push: Push, action: Delegate) -> None:
+        record = push.record
+        if record.mode != "request" and record.fallback is None:
+            record.fallback = "no decode engine had registered when prefill finished"
+        record.mode = "request"
+        self._host.delegate(push.request_id, push.blocks or (), action.registration)
+
+    def _do_release(self, push: Push, _: Release) -> None:
+        self._host.release(push.request_id)
+
+    def _poll(self) -> None:
+        self._outbox.release_leftovers()
+        for push in list(self._pushes.values()):
+            for write in list(push.writes):
+                if self._outbox.poll(write, partial(self._part_ended, push)):
+                    self._ended(push, write)
+            if push.delegated is not None and self._outbox.poll(push.delegated, partial(self._delegated_ended, push)):
+                push.session.failure = push.session.failure or push.delegated.lost
+                push.delegated = None
+                self._dispatch(push, Delivered())
+
+    def _ended(self, push: Push, write: PostedWrite) -> None:
+        push.writes.remove(write)
+        if write.lost is None:
+            self._dispatch(push, Landed(write.id))
+            return
+        logger.error("push of %s to %s: %s", push.request_id, push.record.decode_request_id, write.lost)
+        self._dispatch(push, Lost(write.id, write.lost))
+
+    def _delegated_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
+        if not landed:
+            logger.error("whole-request push of %s failed", push.request_id)
+        self._host.delegated_write_ended(push.request_id, part, landed)
+        self._part_ended(push, part, landed)
+
+    def _part_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
+        if landed:
+            push.record.t_last_landed = part.record.t_landed
+            self.counters.landed(part.record)
+
+
+_ACTIONS: dict[type[Action], Callable[[PushWriter, Push, Action], None]] = {
+    Connect: PushWriter._do_connect,  # type: ignore[dict-item]  # each action meets its own method
+    Post: PushWriter._do_post,  # type: ignore[dict-item]
+    Tell: PushWriter._do_tell,  # type: ignore[dict-item]
+    Delegate: PushWriter._do_delegate,  # type: ignore[dict-item]
+    Release: PushWriter._do_release,  # type: ignore[dict-item]
+}
+
+
+def _outcome(failure: str) -> str:
+    return "cancelled" if failure == "aborted" else "failed"

@@ -1,0 +1,384 @@
+"""The worker's half: glue between vLLM's push worker and layerpush's writer.
+
+Threads. The engine's main thread calls the public methods; it only appends to queues, and it never calls NIXL once
+the caches are registered. The writer thread (``nixl-push-writer``, started by the base class) runs
+``_push_writer_loop`` and makes every NIXL call but those of a handshake, which runs on the base class's executor.
+``LockedAgent`` keeps those two apart; the main thread never takes its lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from vllm.logger import init_logger
+
+from layerpush import compat
+from layerpush.config import LayerPushConfig
+from layerpush.layout import CacheLayout, LayoutError
+from layerpush.prefill.capture import Capture
+from layerpush.prefill.fences import fences_for
+from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.plan import StepPlan
+from layerpush.prefill.push import BlockIds
+from layerpush.prefill.session import Policy
+from layerpush.prefill.staging import Link
+from layerpush.prefill.writer import Identity, PushWriter
+from layerpush.trace import TraceFile, WriteRecord
+from layerpush.transport.base import Route
+from layerpush.transport.locked import LockedAgent
+from layerpush.transport.nixl import NixlTransport
+from layerpush.wire import Registration, WireError, decode_registration, encode_completion, is_registration
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.layerpush.worker")
+
+T = TypeVar("T")
+
+NOTIFICATION_POLL_S = 1e-3
+SHUTDOWN_DRAIN_S = 2.0
+
+
+class LayerwisePushWorker(compat.NixlPushConnectorWorker):
+    nixl_wrapper: Any
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
+        self._config = config
+        self._transport = NixlTransport(self.nixl_wrapper)
+        self._trace = TraceFile(config.trace_dir, engine_id, self.tp_rank)
+        self._writer: PushWriter | None = None
+        self._capture: Capture | None = None
+        self._prepared = threading.Event()
+        self._errands: deque[Callable[[], None]] = deque()
+        self._telemetry: deque[Any] = deque()
+        self._links: dict[str, Link] = {}
+        self._probed: list[tuple[compat.ReadSpec, int, int]] | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        layout, fallback = self._layout(kv_caches)
+        config = self._config
+        device = next(iter(kv_caches.values())).device
+        self._capture = Capture(layout.index_of, self._push_writer_wake.set, fences_for(device))
+        self._writer = PushWriter(
+            Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
+            layout,
+            Policy(
+                by_layer=config.granularity == "layer",
+                min_write_bytes=config.min_write_bytes,
+                streams=config.layerwise and fallback is None,
+            ),
+            self._transport,
+            self._capture,
+            self,
+            self._trace,
+        )
+        self._prepared.set()
+
+    def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
+        """The cache by layer and why it cannot be used by layer, if it cannot."""
+        reason = compat.worker_fallback(self)
+        if reason is None:
+            try:
+                layout = compat.cache_layout(self, kv_caches)
+            except LayoutError as error:
+                reason = f"the KV cache cannot be told apart by layer: {error}"
+            else:
+                if self._config.layerwise:
+                    logger.info("layerpush: %d layers, pushing by %s", len(layout.layers), self._config.granularity)
+                return layout, None
+        if self._config.layerwise:
+            logger.warning("layerpush pushes whole requests from this engine: %s", reason)
+        return CacheLayout((), ()), reason
+
+    @property
+    def writer(self) -> PushWriter:
+        assert self._writer is not None, "register_kv_caches comes first"
+        return self._writer
+
+    # Main thread: hooks of a step.
+
+    def arm(self, metadata: compat.LayerwiseMetadata) -> None:
+        """A step begins: tell the writer before the first layer runs, and hand it what need not wait for the last."""
+        if self._capture is None:
+            return
+        for request_id in metadata.reqs_not_processed:
+            self._errand(partial(self.writer.aborted, request_id))
+        if self._config.layerwise:
+            for request in metadata.push_registrations.items():
+                self._reg_send_inbox.put(request)
+            for finished in metadata.push_finished_blocks.items():
+                self._finished_blocks_inbox.put(finished)
+            metadata.push_registrations, metadata.push_finished_blocks = {}, {}
+        self._capture.arm(metadata.step_plan if isinstance(metadata.step_plan, StepPlan) else StepPlan())
+        self._push_writer_wake.set()
+
+    def layer_saved(self, layer_name: str) -> None:
+        if self._capture is not None:
+            self._capture.layer_saved(layer_name)
+
+    def sweep(self) -> None:
+        if self._capture is not None:
+            self._capture.sweep()
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        while self._telemetry:
+            self.xfer_stats.record_transfer(self._telemetry.popleft())
+        return super().get_transfer_results()
+
+    def _send_heartbeats(self, metadata: compat.NixlConnectorMetadata) -> None:
+        """Heartbeats are NIXL calls, so they leave from the writer; the scheduler may change its own copy meanwhile."""
+        if not metadata.heartbeat_by_engine:
+            return
+        snapshot = compat.NixlConnectorMetadata()
+        snapshot.heartbeat_by_engine = {
+            engine_id: dataclasses.replace(info, req_ids=set(info.req_ids))
+            for engine_id, info in metadata.heartbeat_by_engine.items()
+        }
+        self._errand(partial(super()._send_heartbeats, snapshot))
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        """No lease expires while a WRITE reads from the request's blocks."""
+        now = time.perf_counter()
+        for request_id, expires in self._reqs_to_send.items():
+            if now >= expires and self.writer.writes_in_flight(request_id):
+                self._reqs_to_send[request_id] = now + 1.0
+        super()._reap_expired_send_leases(done_sending)
+
+    def _errand(self, errand: Callable[[], None]) -> None:
+        self._errands.append(errand)
+        self._push_writer_wake.set()
+
+    # Writer thread: the loop.
+
+    def _push_writer_loop(self) -> None:
+        self._prepared.wait()
+        while not self._push_writer_stop.is_set():
+            self._push_writer_wake.clear()
+            self._run_errands()
+            self._drain_inboxes()
+            self._drain_notifications()
+            self.writer.turn()
+            self._push_writer_wake.wait(self._patience())
+
+    def _patience(self) -> float | None:
+        waits_for_peer = bool(self._push_finished_blocks or self._recving_metadata)
+        own = self.writer.patience
+        if not waits_for_peer:
+            return own
+        return NOTIFICATION_POLL_S if own is None else min(own, NOTIFICATION_POLL_S)
+
+    def _run_errands(self) -> None:
+        while self._errands:
+            self._guarded("an errand", None, self._errands.popleft())
+
+    def _drain_inboxes(self) -> None:
+        for request_id, data in _drained(self._reg_send_inbox):
+            self._guarded("a registration", None, partial(self._send_registration_to_p, request_id, data))
+        for request_id, blocks, data in _drained(self._deferred_push_inbox):
+            if request_id in self.writer:
+                self._guarded("a deferred push", request_id, partial(self._do_start_push_kv, request_id, blocks, data))
+        for request_id, blocks in _drained(self._finished_blocks_inbox):
+            self._guarded("a finished request", request_id, partial(self.writer.finished, request_id, blocks))
+        for request_id in _drained(self._evict_finished_inbox):
+            self._push_finished_blocks.pop(request_id, None)
+            self._pending_d_registrations.pop(request_id, None)
+            self.writer.evicted(request_id)
+
+    def _drain_notifications(self) -> None:
+        for agent, payload in self._transport.notifications():
+            if not is_registration(payload):
+                self._pending_completion_notifs.put(payload)
+                continue
+            try:
+                registration = decode_registration(payload)
+            except WireError as error:
+                logger.error("layerpush drops a registration from agent %s: %s", agent, error)
+                continue
+            self._guarded("a registration", None, partial(self._registered, registration))
+
+    def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # upstream's code may raise anything; the push fails, the writer thread lives on
+            logger.exception("layerpush: %s failed (request %s)", what, request_id)
+            if request_id is not None:
+                self.writer.fail(request_id, f"{type(error).__name__}: {error}")
+
+    def _registered(self, registration: Registration) -> None:
+        """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id."""
+        request_id = _match(registration.request_id, self.writer.waiting())
+        if request_id is not None:
+            self.writer.register(request_id, registration)
+            return
+        finished = self._pop_matching_finished_blocks(registration.request_id)
+        if finished is not None:
+            self.delegate(finished[0], finished[1], registration)
+            return
+        self._pending_d_registrations[registration.request_id] = registration
+
+    # Writer thread: what the writer asks of its host.
+
+    def connect(self, request_id: str, registration: Registration) -> Link | None:
+        engine_id = registration.decode_engine_id
+        pending = self._ensure_handshake(
+            engine_id, registration.decode_host, registration.decode_port, registration.decode_tp_size
+        )
+        if pending is not None:
+            pending.add_done_callback(partial(self._handshake_over, request_id))
+            return None
+        self._engine_last_active[engine_id] = time.perf_counter()
+        link = self._links.get(engine_id)
+        if link is None:
+            link = self._links[engine_id] = self._probe(engine_id)
+        return link
+
+    def _handshake_over(self, request_id: str, future: Future[Any]) -> None:
+        error = future.exception()
+        self._errand(partial(self.writer.reconnect, request_id, None if error is None else str(error)))
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        registration: Registration | None = self._pop_matching_registration(request_id)
+        return registration
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
+        registration = registration or self.take_registration(request_id)
+        if registration is None:
+            self._push_finished_blocks[request_id] = blocks
+        else:
+            self._do_start_push_kv(request_id, blocks, msgspec.to_builtins(registration))
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        if landed:
+            telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
+            part.record.descriptors, part.record.bytes = telemetry.descCount, telemetry.totalBytes
+            self._telemetry.append(telemetry)
+            return
+        self.xfer_stats.record_failed_transfer()
+        with self._sending_transfers_lock:
+            self._send_failures.add(request_id)
+
+    def completion(self, registration: Registration) -> bytes:
+        return encode_completion(registration.request_id, self.world_size)
+
+    def release(self, request_id: str) -> None:
+        with self._sending_transfers_lock:
+            self._sending_transfers[request_id] = []
+
+    # Writer thread: upstream's whole-request push, watched.
+
+    def _probe(self, engine_id: str) -> Link:
+        """Let upstream's tensor-parallel logic write a made-up request, and keep where it would have gone."""
+        reason = compat.refusal(self, engine_id)
+        probed: list[tuple[compat.ReadSpec, int, int]] = []
+        if reason is None:
+            self._probed = probed
+            try:
+                super()._xfer_blocks_for_req("layerpush-probe", compat.probe_meta(self, engine_id))
+            except (NotImplementedError, AssertionError) as error:
+                reason = f"upstream cannot map it: {error}"
+            finally:
+                self._probed = None
+        if reason is None and not all(all(spec.local_block_ids) for spec, _, _ in probed):
+            reason = "some KV cache groups go to other ranks than the rest"
+        if reason is not None:
+            logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, reason)
+            return Link(engine_id, (), (), refusal=reason)
+        agents = self._remote_agents[engine_id]
+        routes = tuple(
+            Route(agents[(0, spec.remote_rank)], spec.remote_rank, local, remote) for spec, local, remote in probed
+        )
+        region_blocks = tuple(self.dst_region_num_blocks[engine_id])
+        return Link(engine_id, routes, region_blocks, share=1.0 / compat.head_splits(self, engine_id))
+
+    def _xfer_blocks(
+        self,
+        read_spec: compat.ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        remote_request_id: str,
+        local_xfer_side_handle: int,
+        remote_xfer_side_handle: int,
+    ) -> int | None:
+        """Post upstream's WRITE and watch it from here: the main thread must not poll NIXL, so it gets no handle."""
+        if self._probed is not None:
+            self._probed.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
+            return None
+        started = time.perf_counter()
+        handle = super()._xfer_blocks(
+            read_spec,
+            dst_engine_id,
+            request_id,
+            remote_request_id,
+            local_xfer_side_handle,
+            remote_xfer_side_handle,
+        )
+        if handle is not None:
+            record = WriteRecord(
+                remote_rank=read_spec.remote_rank,
+                layers=(0, self.num_regions - 1),
+                chunks=(0, 0),
+                descriptors=0,
+                bytes=0,
+                t_post=started,
+                t_posted=time.perf_counter(),
+            )
+            self._transport.adopt(handle)
+            self.writer.adopt(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
+        return None
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        self._links.pop(engine_id, None)
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        return self.writer.engines_in_use.union(super()._engines_with_inflight_transfers())
+
+    def shutdown(self) -> None:
+        thread = getattr(self, "_push_writer_thread", None)
+        if thread is not None:
+            self._push_writer_stop.set()
+            self._prepared.set()
+            self._push_writer_wake.set()
+            thread.join(timeout=SHUTDOWN_DRAIN_S)
+            if self._writer is not None and not thread.is_alive():
+                left = self._writer.drain(SHUTDOWN_DRAIN_S)
+                if left:
+                    logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
+        if hasattr(self, "_trace"):
+            self._trace.close()
+        super().shutdown()
+
+
+def _match(wanted: str, candidates: list[str]) -> str | None:
+    """Upstream's rule: the exact id, else the same id without the engine's random suffix."""
+    if wanted in candidates:
+        return wanted
+    base = compat.get_base_request_id(wanted)
+    return next((candidate for candidate in candidates if compat.get_base_request_id(candidate) == base), None)
+
+
+def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
+    while True:
+        try:
+            yield inbox.get_nowait()
+        except queue.Empty:
+            return
