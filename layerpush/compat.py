@@ -5,13 +5,16 @@ Facts about the base worker and scheduler are read here and handed on as layerpu
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    HeartbeatInfo,
     NixlConnectorMetadata,
     RemoteMeta,
     ReqMeta,
@@ -22,27 +25,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpe
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import StepPlan
+from layerpush.prefill.staging import Link
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import Route
+from layerpush.transport.locked import LockedAgent
+from layerpush.transport.nixl import NixlTransport
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+LEASE_GRACE_S = 1.0
 
 __all__ = [
-    "HeartbeatInfo",
     "LayerwiseMetadata",
     "NixlBaseConnector",
     "NixlConnectorMetadata",
     "NixlPushConnector",
     "NixlPushConnectorScheduler",
-    "NixlPushConnectorWorker",
-    "ReadSpec",
+    "WatchedPushWorker",
     "block_sizes",
     "cache_layout",
+    "device_of",
     "get_base_request_id",
-    "head_splits",
     "is_streamed",
-    "probe_meta",
-    "refusal",
     "scheduler_fallback",
     "worker_fallback",
 ]
@@ -59,6 +69,141 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         extended.__dict__.update(metadata.__dict__)
         extended.step_plan = plan
         return extended
+
+
+class WatchedPushWorker(NixlPushConnectorWorker):
+    """Upstream's push worker with every NIXL call moved off the engine's main thread and every WRITE watchable.
+
+    Upstream's own thread (``nixl-push-writer``) stays the writer. Heartbeats and the polling of whole-request WRITEs,
+    which upstream leaves to the main thread, run on it too. ``LockedAgent`` keeps it apart from the handshake
+    executor, the only other thread that calls NIXL once the caches are registered.
+    """
+
+    nixl_wrapper: Any
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
+        self.transport = NixlTransport(self.nixl_wrapper)
+        self._errands: deque[Callable[[], None]] = deque()
+        self._telemetry: deque[Any] = deque()
+        self._probed: list[tuple[ReadSpec, int, int]] | None = None
+
+    # What a subclass adds.
+
+    def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
+        """Upstream posted one WRITE of a whole-request push. Writer thread."""
+        raise NotImplementedError
+
+    def has_writes_in_flight(self, request_id: str) -> bool:
+        """Whether a WRITE reads from this request's blocks. Main thread."""
+        raise NotImplementedError
+
+    # Main thread.
+
+    def errand(self, errand: Callable[[], None]) -> None:
+        """Have the writer thread do something soon."""
+        self._errands.append(errand)
+        self._push_writer_wake.set()
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        while self._telemetry:
+            self.xfer_stats.record_transfer(self._telemetry.popleft())
+        return super().get_transfer_results()
+
+    def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
+        """Heartbeats are NIXL calls, so the writer sends them; the scheduler may change its own copy meanwhile."""
+        if not metadata.heartbeat_by_engine:
+            return
+        snapshot = NixlConnectorMetadata()
+        snapshot.heartbeat_by_engine = {
+            engine_id: dataclasses.replace(info, req_ids=set(info.req_ids))
+            for engine_id, info in metadata.heartbeat_by_engine.items()
+        }
+        self.errand(partial(super()._send_heartbeats, snapshot))
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        """No lease expires while a WRITE reads from the request's blocks."""
+        now = time.perf_counter()
+        for request_id, expires in self._reqs_to_send.items():
+            if now >= expires and self.has_writes_in_flight(request_id):
+                self._reqs_to_send[request_id] = now + LEASE_GRACE_S
+        super()._reap_expired_send_leases(done_sending)
+
+    # Writer thread.
+
+    def take_errands(self) -> Iterator[Callable[[], None]]:
+        while self._errands:
+            yield self._errands.popleft()
+
+    def report_sent(self, request_id: str) -> None:
+        """Let the main thread's next look report the request as sent, unless a WRITE of it was lost."""
+        with self._sending_transfers_lock:
+            self._sending_transfers[request_id] = []
+
+    def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        """Account for one of upstream's WRITEs as upstream would, while its handle is still valid."""
+        if landed:
+            telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
+            part.record.descriptors, part.record.bytes = telemetry.descCount, telemetry.totalBytes
+            self._telemetry.append(telemetry)
+            return
+        self.xfer_stats.record_failed_transfer()
+        with self._sending_transfers_lock:
+            self._send_failures.add(request_id)
+
+    def probe(self, engine_id: str) -> Link:
+        """Let upstream's tensor-parallel logic write a made-up request, and keep where it would have gone."""
+        reason = refusal(self, engine_id)
+        probed: list[tuple[ReadSpec, int, int]] = []
+        if reason is None:
+            self._probed = probed
+            try:
+                self._xfer_blocks_for_req("layerpush-probe", _probe_meta(self, engine_id))
+            except (NotImplementedError, AssertionError) as error:
+                reason = f"upstream cannot map it: {error}"
+            finally:
+                self._probed = None
+        if reason is None and not all(all(spec.local_block_ids) for spec, _, _ in probed):
+            reason = "some KV cache groups go to other ranks than the rest"
+        if reason is not None:
+            return Link(engine_id, (), (), refusal=reason)
+        agents = self._remote_agents[engine_id]
+        routes = tuple(
+            Route(agents[(0, spec.remote_rank)], spec.remote_rank, local, remote) for spec, local, remote in probed
+        )
+        return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=_share(self, engine_id))
+
+    def _xfer_blocks(
+        self,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        remote_request_id: str,
+        local_xfer_side_handle: int,
+        remote_xfer_side_handle: int,
+    ) -> int | None:
+        """Post upstream's WRITE and have it watched: the main thread must not poll NIXL, so it gets no handle."""
+        if self._probed is not None:
+            self._probed.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
+            return None
+        started = time.perf_counter()
+        handle = super()._xfer_blocks(
+            read_spec, dst_engine_id, request_id, remote_request_id, local_xfer_side_handle, remote_xfer_side_handle
+        )
+        if handle is not None:
+            record = WriteRecord(
+                remote_rank=read_spec.remote_rank,
+                layers=(0, self.num_regions - 1),
+                chunks=(0, 0),
+                descriptors=0,
+                bytes=0,
+                t_post=started,
+                t_posted=time.perf_counter(),
+            )
+            self.transport.adopt(handle)
+            self.whole_write_posted(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
+        return None
 
 
 def is_streamed(request: Any) -> bool:
@@ -122,6 +267,13 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
     return match_layers(sorted(caches, key=_model_order), regions, pages)
 
 
+def device_of(kv_caches: dict[str, Any]) -> torch.device:
+    """Where the KV cache lives; a Mamba layer's is a sequence of tensors."""
+    cache = next(iter(kv_caches.values()))
+    tensor: torch.Tensor = cache[0] if isinstance(cache, list | tuple) else cache
+    return tensor.device
+
+
 def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     """Why a decode engine's blocks cannot be written layer by layer; None when they can."""
     assert worker.transfer_topo is not None
@@ -139,15 +291,15 @@ def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     return None
 
 
-def head_splits(worker: NixlPushConnectorWorker, engine_id: str) -> int:
-    """Over how many decode ranks one of our blocks is split by heads."""
+def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
+    """The part of each of our blocks that one decode rank gets: all of it, or its share of the heads."""
     assert worker.transfer_topo is not None
     remote = worker.transfer_topo.get_engine_info(engine_id)
     ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
-    return -ratio if ratio < 0 and not worker.use_mla else 1
+    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
 
 
-def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
+def _probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
     """A made-up request with one block per group: shows where upstream would write it."""
     blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
     physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)

@@ -2,17 +2,15 @@
 
 Threads. The engine's main thread calls the public methods; it only appends to queues, and it never calls NIXL once
 the caches are registered. The writer thread (``nixl-push-writer``, started by the base class) runs
-``_push_writer_loop`` and makes every NIXL call but those of a handshake, which runs on the base class's executor.
+``_push_writer_loop`` and makes every NIXL call but those of a handshake; see ``compat.WatchedPushWorker``.
 ``LockedAgent`` keeps those two apart; the main thread never takes its lock.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,10 +29,7 @@ from layerpush.prefill.push import BlockIds
 from layerpush.prefill.session import Policy
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import Identity, PushWriter
-from layerpush.trace import TraceFile, WriteRecord
-from layerpush.transport.base import Route
-from layerpush.transport.locked import LockedAgent
-from layerpush.transport.nixl import NixlTransport
+from layerpush.trace import TraceFile
 from layerpush.wire import Registration, WireError, decode_registration, encode_completion, is_registration
 
 if TYPE_CHECKING:
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.layerpush.worker")
@@ -53,31 +47,23 @@ NOTIFICATION_POLL_S = 1e-3
 SHUTDOWN_DRAIN_S = 2.0
 
 
-class LayerwisePushWorker(compat.NixlPushConnectorWorker):
-    nixl_wrapper: Any
-
+class LayerwisePushWorker(compat.WatchedPushWorker):
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
         self._config = config
-        self._transport = NixlTransport(self.nixl_wrapper)
         self._trace = TraceFile(config.trace_dir, engine_id, self.tp_rank)
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
-        self._errands: deque[Callable[[], None]] = deque()
-        self._telemetry: deque[Any] = deque()
         self._links: dict[str, Link] = {}
-        self._probed: list[tuple[compat.ReadSpec, int, int]] | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         layout, fallback = self._layout(kv_caches)
         config = self._config
-        device = next(iter(kv_caches.values())).device
-        self._capture = Capture(layout.index_of, self._push_writer_wake.set, fences_for(device))
+        self._capture = Capture(layout.index_of, self._push_writer_wake.set, fences_for(compat.device_of(kv_caches)))
         self._writer = PushWriter(
             Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
             layout,
@@ -86,7 +72,7 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
                 min_write_bytes=config.min_write_bytes,
                 streams=config.layerwise and fallback is None,
             ),
-            self._transport,
+            self.transport,
             self._capture,
             self,
             self._trace,
@@ -121,7 +107,7 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
         if self._capture is None:
             return
         for request_id in metadata.reqs_not_processed:
-            self._errand(partial(self.writer.aborted, request_id))
+            self.errand(partial(self.writer.aborted, request_id))
         if self._config.layerwise:
             for request in metadata.push_registrations.items():
                 self._reg_send_inbox.put(request)
@@ -139,33 +125,8 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
         if self._capture is not None:
             self._capture.sweep()
 
-    def get_transfer_results(self) -> KVConnectorTransferResults:
-        while self._telemetry:
-            self.xfer_stats.record_transfer(self._telemetry.popleft())
-        return super().get_transfer_results()
-
-    def _send_heartbeats(self, metadata: compat.NixlConnectorMetadata) -> None:
-        """Heartbeats are NIXL calls, so they leave from the writer; the scheduler may change its own copy meanwhile."""
-        if not metadata.heartbeat_by_engine:
-            return
-        snapshot = compat.NixlConnectorMetadata()
-        snapshot.heartbeat_by_engine = {
-            engine_id: dataclasses.replace(info, req_ids=set(info.req_ids))
-            for engine_id, info in metadata.heartbeat_by_engine.items()
-        }
-        self._errand(partial(super()._send_heartbeats, snapshot))
-
-    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
-        """No lease expires while a WRITE reads from the request's blocks."""
-        now = time.perf_counter()
-        for request_id, expires in self._reqs_to_send.items():
-            if now >= expires and self.writer.writes_in_flight(request_id):
-                self._reqs_to_send[request_id] = now + 1.0
-        super()._reap_expired_send_leases(done_sending)
-
-    def _errand(self, errand: Callable[[], None]) -> None:
-        self._errands.append(errand)
-        self._push_writer_wake.set()
+    def has_writes_in_flight(self, request_id: str) -> bool:
+        return self.writer.writes_in_flight(request_id)
 
     # Writer thread: the loop.
 
@@ -173,10 +134,14 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
         self._prepared.wait()
         while not self._push_writer_stop.is_set():
             self._push_writer_wake.clear()
-            self._run_errands()
-            self._drain_inboxes()
-            self._drain_notifications()
-            self.writer.turn()
+            try:
+                self._run_errands()
+                self._drain_inboxes()
+                self._drain_notifications()
+                self.writer.turn()
+            except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
+                logger.exception("layerpush: the writer's turn failed")
+                self.writer.fail_all(f"{type(error).__name__}: {error}")
             self._push_writer_wake.wait(self._patience())
 
     def _patience(self) -> float | None:
@@ -187,8 +152,8 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
         return NOTIFICATION_POLL_S if own is None else min(own, NOTIFICATION_POLL_S)
 
     def _run_errands(self) -> None:
-        while self._errands:
-            self._guarded("an errand", None, self._errands.popleft())
+        for errand in self.take_errands():
+            self._guarded("an errand", None, errand)
 
     def _drain_inboxes(self) -> None:
         for request_id, data in _drained(self._reg_send_inbox):
@@ -204,7 +169,7 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
             self.writer.evicted(request_id)
 
     def _drain_notifications(self) -> None:
-        for agent, payload in self._transport.notifications():
+        for agent, payload in self.transport.notifications():
             if not is_registration(payload):
                 self._pending_completion_notifs.put(payload)
                 continue
@@ -225,6 +190,9 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
 
     def _registered(self, registration: Registration) -> None:
         """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id."""
+        if self.writer.knows(registration):
+            logger.warning("layerpush ignores a second registration of %s", registration.request_id)
+            return
         request_id = _match(registration.request_id, self.writer.waiting())
         if request_id is not None:
             self.writer.register(request_id, registration)
@@ -248,12 +216,14 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
         self._engine_last_active[engine_id] = time.perf_counter()
         link = self._links.get(engine_id)
         if link is None:
-            link = self._links[engine_id] = self._probe(engine_id)
+            link = self._links[engine_id] = self.probe(engine_id)
+            if link.refusal is not None:
+                logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
 
     def _handshake_over(self, request_id: str, future: Future[Any]) -> None:
         error = future.exception()
-        self._errand(partial(self.writer.reconnect, request_id, None if error is None else str(error)))
+        self.errand(partial(self.writer.reconnect, request_id, None if error is None else str(error)))
 
     def take_registration(self, request_id: str) -> Registration | None:
         registration: Registration | None = self._pop_matching_registration(request_id)
@@ -267,83 +237,16 @@ class LayerwisePushWorker(compat.NixlPushConnectorWorker):
             self._do_start_push_kv(request_id, blocks, msgspec.to_builtins(registration))
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        if landed:
-            telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
-            part.record.descriptors, part.record.bytes = telemetry.descCount, telemetry.totalBytes
-            self._telemetry.append(telemetry)
-            return
-        self.xfer_stats.record_failed_transfer()
-        with self._sending_transfers_lock:
-            self._send_failures.add(request_id)
+        self.whole_write_ended(request_id, part, landed)
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self.world_size)
 
     def release(self, request_id: str) -> None:
-        with self._sending_transfers_lock:
-            self._sending_transfers[request_id] = []
+        self.report_sent(request_id)
 
-    # Writer thread: upstream's whole-request push, watched.
-
-    def _probe(self, engine_id: str) -> Link:
-        """Let upstream's tensor-parallel logic write a made-up request, and keep where it would have gone."""
-        reason = compat.refusal(self, engine_id)
-        probed: list[tuple[compat.ReadSpec, int, int]] = []
-        if reason is None:
-            self._probed = probed
-            try:
-                super()._xfer_blocks_for_req("layerpush-probe", compat.probe_meta(self, engine_id))
-            except (NotImplementedError, AssertionError) as error:
-                reason = f"upstream cannot map it: {error}"
-            finally:
-                self._probed = None
-        if reason is None and not all(all(spec.local_block_ids) for spec, _, _ in probed):
-            reason = "some KV cache groups go to other ranks than the rest"
-        if reason is not None:
-            logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, reason)
-            return Link(engine_id, (), (), refusal=reason)
-        agents = self._remote_agents[engine_id]
-        routes = tuple(
-            Route(agents[(0, spec.remote_rank)], spec.remote_rank, local, remote) for spec, local, remote in probed
-        )
-        region_blocks = tuple(self.dst_region_num_blocks[engine_id])
-        return Link(engine_id, routes, region_blocks, share=1.0 / compat.head_splits(self, engine_id))
-
-    def _xfer_blocks(
-        self,
-        read_spec: compat.ReadSpec,
-        dst_engine_id: str,
-        request_id: str,
-        remote_request_id: str,
-        local_xfer_side_handle: int,
-        remote_xfer_side_handle: int,
-    ) -> int | None:
-        """Post upstream's WRITE and watch it from here: the main thread must not poll NIXL, so it gets no handle."""
-        if self._probed is not None:
-            self._probed.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
-            return None
-        started = time.perf_counter()
-        handle = super()._xfer_blocks(
-            read_spec,
-            dst_engine_id,
-            request_id,
-            remote_request_id,
-            local_xfer_side_handle,
-            remote_xfer_side_handle,
-        )
-        if handle is not None:
-            record = WriteRecord(
-                remote_rank=read_spec.remote_rank,
-                layers=(0, self.num_regions - 1),
-                chunks=(0, 0),
-                descriptors=0,
-                bytes=0,
-                t_post=started,
-                t_posted=time.perf_counter(),
-            )
-            self._transport.adopt(handle)
-            self.writer.adopt(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
-        return None
+    def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
+        self.writer.adopt(request_id, part, decode_engine_id, decode_id)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._links.pop(engine_id, None)

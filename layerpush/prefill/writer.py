@@ -198,6 +198,19 @@ class PushWriter:
         if push is not None:
             self._fail(push, reason)
 
+    def fail_all(self, reason: str) -> None:
+        for request_id in list(self._pushes):
+            self.fail(request_id, reason)
+
+    def knows(self, registration: Registration) -> bool:
+        """Whether a live push was registered by this very decode request."""
+        ours = (push.session.registration for push in self._pushes.values())
+        return any(
+            known is not None
+            and (known.decode_engine_id, known.request_id) == (registration.decode_engine_id, registration.request_id)
+            for known in ours
+        )
+
     def adopt(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of upstream's whole-request WRITEs."""
         push = self._pushes.get(request_id)
