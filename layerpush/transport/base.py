@@ -40,7 +40,7 @@ class TransportError(RuntimeError):
 
 
 class PeerLostError(TransportError):
-    """The peer's process is gone: nothing of ours can still land in its memory."""
+    """The connection to the peer is gone. If its process died, nothing of ours can still land in its memory."""
 
 
 class Transport(Protocol):
@@ -48,7 +48,7 @@ class Transport(Protocol):
 
     Contract, kept by the fake and by the real one:
 
-    - WRITEs land in any order, and only while ``poll`` is being called for them.
+    - WRITEs land in any order, from their posting on; a WRITE may need ``poll`` calls to get anywhere.
     - A WRITE that ``poll`` reports as ``LANDED`` is wholly in the peer's memory; a notification sent after that
       cannot overtake it. A notification sent earlier can.
     - ``release`` before ``LANDED`` or ``FAILED`` is no cancel: the bytes may still land, later.
@@ -67,4 +67,4 @@ class Transport(Protocol):
         """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Take what has arrived since the last call: ``(sender's agent name, payload)`` in order of arrival."""
+        """Take what has arrived since the last call: ``(sender's agent name, payload)``, in order for each sender."""

@@ -13,7 +13,11 @@ KINDS: dict[str, Callable[[], Link]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Every own link to NIXL is a process to start, so those tests take the one kind that vLLM uses.
+OWN_KINDS = ["fake", "nixl-4-threads"]
+
+
+@pytest.fixture(scope="session", params=KINDS)
 def _shared_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     link = KINDS[request.param]()
     yield link
@@ -27,7 +31,7 @@ def link(_shared_link: Link) -> Link:
     return _shared_link
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=OWN_KINDS)
 def own_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     """For one test alone, which may freeze or kill D or leave WRITEs in flight."""
     link = KINDS[request.param]()
