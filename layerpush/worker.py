@@ -229,6 +229,9 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         registration: Registration | None = self._pop_matching_registration(request_id)
         return registration
 
+    def keep_registration(self, registration: Registration) -> None:
+        self._pending_d_registrations[registration.request_id] = registration
+
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
         registration = registration or self.take_registration(request_id)
         if registration is None:

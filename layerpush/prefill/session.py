@@ -65,6 +65,7 @@ class Session:
         self.state = State.WAITING
         self.registration: Registration | None = None
         self.failure: str | None = None
+        self.cancelled = False
         self.finished = False
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
@@ -105,6 +106,7 @@ class Session:
         self._tables: list[list[int]] = []
         self._chunk_ends: list[tuple[int, ...]] = []
         self._ready_layers: list[set[int]] = []
+        self._complete: tuple[int, ...] = ()
         self._ready = [0] * len(self._layer_groups)
         self._posted = [0] * len(self._layer_groups)
         self._unready = 0
@@ -146,7 +148,9 @@ class Session:
             self._unready -= 1
             end = self._chunk_ends[event.chunk][self._layer_groups[event.layer]]
             self._ready[event.layer] = max(self._ready[event.layer], end)
-            self._flush |= len(layers) == len(self._layer_groups)
+            if len(layers) == len(self._layer_groups):
+                self._complete = self._chunk_ends[event.chunk]
+                self._flush = True
         return self.state
 
     def _on_pump(self, _: protocol.Pump, actions: list[Action]) -> State:
@@ -223,7 +227,8 @@ class Session:
     def _on_dropped(self, event: protocol.Aborted | protocol.Evicted, _: list[Action]) -> State:
         self._dropped = True
         if self.state is not S.TOLD and self.failure is None:
-            self.failure = "aborted" if isinstance(event, protocol.Aborted) else "its lease ran out"
+            self.cancelled = isinstance(event, protocol.Aborted)
+            self.failure = "aborted" if self.cancelled else "its lease ran out"
         return S.DRAINING if self.in_flight else S.CLOSED
 
     def _pump(self, actions: list[Action]) -> None:
@@ -234,7 +239,7 @@ class Session:
             if not segments or not (self._flush or worth_it):
                 return
             self._flush = False
-            self._posted = [max(ready, posted) for ready, posted in zip(self._ready, self._posted, strict=True)]
+            self._posted = [max(self._reach(layer), posted) for layer, posted in enumerate(self._posted)]
             assert self._coverage is not None
             for part in segments:
                 skipped = self._alignments[part.group].skipped
@@ -249,7 +254,7 @@ class Session:
         segments: list[Segment] = []
         for layer, group in enumerate(self._layer_groups):
             skipped = self._alignments[group].skipped
-            first, end = max(self._posted[layer], skipped), self._ready[layer]
+            first, end = max(self._posted[layer], skipped), self._reach(layer)
             if first >= end:
                 continue
             last = segments[-1] if segments else None
@@ -268,6 +273,12 @@ class Session:
             source, target = zip(*pairs, strict=True) if pairs else ((), ())
             segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
         return tuple(segments)
+
+    def _reach(self, layer: int) -> int:
+        """Up to which block a layer may be posted now."""
+        if self._policy.by_layer:
+            return self._ready[layer]
+        return self._complete[self._layer_groups[layer]] if self._complete else 0
 
     def _size(self, part: Segment) -> int:
         return len(part.source) * sum(self._layer_bytes[part.layers])

@@ -73,6 +73,9 @@ class Host(Protocol):
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
 
+    def keep_registration(self, registration: Registration) -> None:
+        """Its request was aborted here; the decode engine still waits, and the request may come again."""
+
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
         """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
 
@@ -326,9 +329,11 @@ class PushWriter:
             return
         record, session = push.record, push.session
         record.reason = session.failure
-        record.outcome = "completed" if session.failure is None else _outcome(session.failure)
+        record.outcome = "cancelled" if session.cancelled else "completed" if session.failure is None else "failed"
         self.counters.closed(record)
         self._trace.add(record)
+        if session.cancelled and session.registration is not None:
+            self._host.keep_registration(session.registration)
 
     def _connect(self, push: Push, registration: Registration) -> None:
         try:
@@ -419,7 +424,3 @@ _ACTIONS: dict[type[Action], Callable[[PushWriter, Push, Action], None]] = {
     Delegate: PushWriter._do_delegate,  # type: ignore[dict-item]
     Release: PushWriter._do_release,  # type: ignore[dict-item]
 }
-
-
-def _outcome(failure: str) -> str:
-    return "cancelled" if failure == "aborted" else "failed"
