@@ -23,12 +23,13 @@ from layerpush.config import LayerPushConfig
 from layerpush.layout import CacheLayout, LayoutError
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.fences import fences_for
+from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import StepPlan
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import BlockIds
-from layerpush.prefill.session import Policy
 from layerpush.prefill.staging import Link
-from layerpush.prefill.writer import Identity, PushWriter
+from layerpush.prefill.writer import PushWriter
 from layerpush.trace import TraceFile
 from layerpush.wire import Registration, WireError, decode_registration, encode_completion, is_registration
 

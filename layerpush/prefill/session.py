@@ -15,12 +15,12 @@ The invariants, each enforced where it matters:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from layerpush.prefill import protocol
 from layerpush.prefill.coverage import Coverage, CoverageError
 from layerpush.prefill.plan import NULL_BLOCK, Alignment
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
     TRANSITIONS,
     Action,
@@ -38,21 +38,6 @@ from layerpush.prefill.protocol import (
 from layerpush.wire import Registration
 
 S = State
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """When ready layers become a WRITE.
-
-    ``by_layer`` posts as soon as ``min_write_bytes`` are ready, otherwise (and always at the end of a chunk) whole
-    chunks go. ``max_in_flight`` WRITEs at most are on the wire: while they are, ready layers merge. Without
-    ``streams`` the session only watches and the request is pushed whole.
-    """
-
-    by_layer: bool = True
-    min_write_bytes: int = 0
-    max_in_flight: int = 8
-    streams: bool = True
 
 
 class Session:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from layerpush.layout import CacheLayout
 from layerpush.prefill.capture import Armed, Capture, LayerSaved
+from layerpush.prefill.host import HandshakeError, Host, Identity
 from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
     Aborted,
     Action,
@@ -43,8 +43,7 @@ from layerpush.prefill.protocol import (
     Told,
 )
 from layerpush.prefill.push import BlockIds, Push
-from layerpush.prefill.session import Policy, Session
-from layerpush.prefill.staging import Link
+from layerpush.prefill.session import Session
 from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord, TraceFile
 from layerpush.transport.base import Transport, TransportError
@@ -55,48 +54,6 @@ logger = logging.getLogger("vllm.layerpush.writer")
 FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
 PEER_POLL_S = 1e-3
-
-
-class HandshakeError(RuntimeError):
-    """A decode engine cannot be reached, or is not one that we can write to."""
-
-
-class Host(Protocol):
-    """What a writer needs from the worker that it serves. Called on the writer thread."""
-
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
-        """The way to a decode engine; None while the handshake runs (``PushWriter.reconnect`` follows).
-
-        Raises ``HandshakeError``.
-        """
-
-    def take_registration(self, request_id: str) -> Registration | None:
-        """The registration that came before its request, if one did."""
-
-    def keep_registration(self, registration: Registration) -> None:
-        """Its request was aborted here; the decode engine still waits, and the request may come again."""
-
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
-        """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
-
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        """One of upstream's WRITEs is over; its handle is still valid."""
-
-    def completion(self, registration: Registration) -> bytes:
-        """The notification that tells a decode rank that this rank is done."""
-
-    def release(self, request_id: str) -> None:
-        """Report the request as sent, so that the scheduler frees its blocks."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who writes: for records and log lines. ``mode`` is what the configuration asks for."""
-
-    engine_id: str
-    rank: int
-    mode: str
-    fallback: str | None = None
 
 
 class PushWriter:

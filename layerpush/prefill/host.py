@@ -1,0 +1,53 @@
+"""What a writer needs to know of, and to ask from, the worker that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.push import BlockIds
+from layerpush.prefill.staging import Link
+from layerpush.wire import Registration
+
+
+class HandshakeError(RuntimeError):
+    """A decode engine cannot be reached, or is not one that we can write to."""
+
+
+class Host(Protocol):
+    """What a writer needs from the worker that it serves. Called on the writer thread."""
+
+    def connect(self, request_id: str, registration: Registration) -> Link | None:
+        """The way to a decode engine; None while the handshake runs (``PushWriter.reconnect`` follows).
+
+        Raises ``HandshakeError``.
+        """
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        """The registration that came before its request, if one did."""
+
+    def keep_registration(self, registration: Registration) -> None:
+        """Its request was aborted here; the decode engine still waits, and the request may come again."""
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
+        """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        """One of upstream's WRITEs is over; its handle is still valid."""
+
+    def completion(self, registration: Registration) -> bytes:
+        """The notification that tells a decode rank that this rank is done."""
+
+    def release(self, request_id: str) -> None:
+        """Report the request as sent, so that the scheduler frees its blocks."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes: for records and log lines. ``mode`` is what the configuration asks for."""
+
+    engine_id: str
+    rank: int
+    mode: str
+    fallback: str | None = None

@@ -1,0 +1,20 @@
+"""When ready layers become a WRITE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When ready layers become a WRITE.
+
+    ``by_layer`` posts as soon as ``min_write_bytes`` are ready, otherwise (and always at the end of a chunk) whole
+    chunks go. ``max_in_flight`` WRITEs at most are on the wire: while they are, ready layers merge. Without
+    ``streams`` the session only watches and the request is pushed whole.
+    """
+
+    by_layer: bool = True
+    min_write_bytes: int = 0
+    max_in_flight: int = 8
+    streams: bool = True
