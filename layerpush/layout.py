@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 BlockIds = NDArray[np.int32]
 
+MAX_DESCRIPTORS = 2**31
+
 
 class LayoutError(ValueError):
     """The registered regions cannot be told apart by layer. The text says why."""
@@ -145,7 +147,12 @@ def _checked(layout: CacheLayout) -> CacheLayout:
 
 
 def descriptor_offsets(region_blocks: Sequence[int]) -> NDArray[np.int32]:
-    """First descriptor id of every slot, for an engine with these region sizes (in kernel blocks)."""
+    """First descriptor id of every slot, for an engine with these region sizes (in kernel blocks).
+
+    Raises ``LayoutError`` when there are more descriptors than an int32 can count.
+    """
+    if sum(region_blocks) > MAX_DESCRIPTORS:
+        raise LayoutError(f"{sum(region_blocks)} descriptors are more than the {MAX_DESCRIPTORS} that an id can name")
     return np.concatenate(([0], np.cumsum(region_blocks[:-1]))).astype(np.int32)
 
 

@@ -57,7 +57,7 @@ def decode_registration(notification: bytes) -> Registration:
     payload = memoryview(notification)[len(REGISTRATION_PREFIX) :]
     try:
         registration = _decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a PUSH_REG notification cannot be read: {error}") from error
     if any(block < 0 for group in registration.local_block_ids for block in group):
         raise WireError(f"PUSH_REG for {registration.request_id!r} names a negative block id")

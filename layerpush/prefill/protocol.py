@@ -200,8 +200,8 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     },
     S.REWINDING: {
         Planned: {S.REWINDING}, Ready: {S.REWINDING}, Pump: {S.REWINDING}, Preempted: {S.REWINDING},
-        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, Finished: {S.REWINDING},
-        Aborted: _DROPPED, Evicted: _DROPPED,
+        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Finished: {S.REWINDING},
+        Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
     },
     S.TELLING: {Told: {S.TOLD, S.CLOSED}, Failed: {S.ABANDONED, S.CLOSED}},
     S.TOLD: {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,13 +38,27 @@ class DirectPlanner:
         self._remote_offsets: dict[tuple[int, ...], NDArray[np.int32]] = {}
 
     def descriptors(self, write: Write, link: Link) -> tuple[DescriptorIds, DescriptorIds]:
-        """Descriptor ids of ``write`` here and on the decode engine, pairwise."""
+        """Descriptor ids of ``write`` here and on the decode engine, pairwise.
+
+        Raises ``LookupError`` for a block outside its region, whose id would name another layer's block.
+        """
         remote_offsets = self._remote_offsets.get(link.region_blocks)
         if remote_offsets is None:
             remote_offsets = self._remote_offsets[link.region_blocks] = descriptor_offsets(link.region_blocks)
         local, remote = [], []
         for part in write.segments:
             slots = [slot for layer in self._layout.layers[part.layers] for slot in layer.slots]
-            local.append(descriptor_ids(self._local_offsets, slots, self._layout.expand(part.source)))
-            remote.append(descriptor_ids(remote_offsets, slots, self._layout.expand(part.target)))
+            source, target = self._layout.expand(part.source), self._layout.expand(part.target)
+            _check("this engine", source, slots, self._layout.region_blocks)
+            _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
+            local.append(descriptor_ids(self._local_offsets, slots, source))
+            remote.append(descriptor_ids(remote_offsets, slots, target))
         return np.concatenate(local), np.concatenate(remote)
+
+
+def _check(where: str, blocks: NDArray[np.int32], slots: Sequence[int], region_blocks: Sequence[int]) -> None:
+    if not len(blocks):
+        return
+    limit = min(region_blocks[slot] for slot in slots)
+    if blocks.max() >= limit or blocks.min() < 0:
+        raise LookupError(f"block {blocks.max()} lies outside a region of {limit} blocks on {where}")
