@@ -95,6 +95,10 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         """Upstream posted one WRITE of a whole-request push. Writer thread."""
         raise NotImplementedError
 
+    def lease_expired(self, request_id: str) -> None:
+        """The request's blocks are about to be freed. Main thread."""
+        raise NotImplementedError
+
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from this request's blocks. Main thread."""
         raise NotImplementedError
@@ -128,7 +132,10 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         for request_id, expires in self._reqs_to_send.items():
             if now >= expires and self.has_writes_in_flight(request_id):
                 self._reqs_to_send[request_id] = now + LEASE_GRACE_S
+        leased = set(self._reqs_to_send)
         super()._reap_expired_send_leases(done_sending)
+        for request_id in leased.difference(self._reqs_to_send):
+            self.lease_expired(request_id)
 
     # Writer thread.
 

@@ -34,6 +34,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     local_block_ids: tuple[tuple[int, ...], ...]
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Which request of which decode engine this is."""
+        return self.decode_engine_id, self.request_id
+
+    @property
     def blocks(self) -> int:
         return sum(len(group) for group in self.local_block_ids)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,6 @@ from layerpush.prefill.capture import Capture
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.plan import StepPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 NOTIFICATION_POLL_S = 1e-3
 SHUTDOWN_DRAIN_S = 2.0
+SERVED_KEPT = 4096
 
 
 class LayerwisePushWorker(compat.WatchedPushWorker):
@@ -59,6 +60,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._capture: Capture | None = None
         self._prepared = threading.Event()
         self._links: dict[str, Link] = {}
+        self._served: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -107,15 +109,13 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         """A step begins: tell the writer before the first layer runs, and hand it what need not wait for the last."""
         if self._capture is None:
             return
-        for request_id in metadata.reqs_not_processed:
-            self.errand(partial(self.writer.aborted, request_id))
         if self._config.layerwise:
             for request in metadata.push_registrations.items():
                 self._reg_send_inbox.put(request)
-            for finished in metadata.push_finished_blocks.items():
-                self._finished_blocks_inbox.put(finished)
+            for request_id, blocks in metadata.push_finished_blocks.items():
+                self._capture.finish(request_id, blocks)
             metadata.push_registrations, metadata.push_finished_blocks = {}, {}
-        self._capture.arm(metadata.step_plan if isinstance(metadata.step_plan, StepPlan) else StepPlan())
+        self._capture.arm(metadata.step_plan, metadata.reqs_not_processed)
         self._push_writer_wake.set()
 
     def layer_saved(self, layer_name: str) -> None:
@@ -125,6 +125,10 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def sweep(self) -> None:
         if self._capture is not None:
             self._capture.sweep()
+
+    def lease_expired(self, request_id: str) -> None:
+        if self._capture is not None:
+            self._capture.expire(request_id)
 
     def has_writes_in_flight(self, request_id: str) -> bool:
         return self.writer.writes_in_flight(request_id)
@@ -157,17 +161,18 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._guarded("an errand", None, errand)
 
     def _drain_inboxes(self) -> None:
+        assert self._capture is not None
+        for request_id in _drained(self._evict_finished_inbox):
+            self._push_finished_blocks.pop(request_id, None)
+            self._pending_d_registrations.pop(request_id, None)
+            self.writer.evicted(request_id)
         for request_id, data in _drained(self._reg_send_inbox):
             self._guarded("a registration", None, partial(self._send_registration_to_p, request_id, data))
         for request_id, blocks, data in _drained(self._deferred_push_inbox):
             if request_id in self.writer:
                 self._guarded("a deferred push", request_id, partial(self._do_start_push_kv, request_id, blocks, data))
         for request_id, blocks in _drained(self._finished_blocks_inbox):
-            self._guarded("a finished request", request_id, partial(self.writer.finished, request_id, blocks))
-        for request_id in _drained(self._evict_finished_inbox):
-            self._push_finished_blocks.pop(request_id, None)
-            self._pending_d_registrations.pop(request_id, None)
-            self.writer.evicted(request_id)
+            self._capture.finish(request_id, blocks)
 
     def _drain_notifications(self) -> None:
         for agent, payload in self.transport.notifications():
@@ -190,17 +195,21 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self.writer.fail(request_id, f"{type(error).__name__}: {error}")
 
     def _registered(self, registration: Registration) -> None:
-        """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id."""
-        if self.writer.knows(registration):
-            logger.warning("layerpush ignores a second registration of %s", registration.request_id)
+        """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id.
+
+        Every rank of a decode engine registers with every rank of ours; the first one counts for all of them.
+        """
+        if registration.key in self._served:
             return
         request_id = _match(registration.request_id, self.writer.waiting())
         if request_id is not None:
+            self._serve(registration)
             self.writer.register(request_id, registration)
             return
         finished = self._pop_matching_finished_blocks(registration.request_id)
         if finished is not None:
-            self.delegate(finished[0], finished[1], registration)
+            request_id, blocks = finished
+            self._guarded("a push", request_id, partial(self.delegate, request_id, blocks, registration))
             return
         self._pending_d_registrations[registration.request_id] = registration
 
@@ -228,9 +237,18 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def take_registration(self, request_id: str) -> Registration | None:
         registration: Registration | None = self._pop_matching_registration(request_id)
+        if registration is not None:
+            self._serve(registration)
         return registration
 
+    def _serve(self, registration: Registration) -> None:
+        """Remember, for a while, that this registration has its push: another copy of it must find no other one."""
+        self._served[registration.key] = None
+        while len(self._served) > SERVED_KEPT:
+            self._served.popitem(last=False)
+
     def keep_registration(self, registration: Registration) -> None:
+        self._served.pop(registration.key, None)
         self._pending_d_registrations[registration.request_id] = registration
 
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
@@ -238,6 +256,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         if registration is None:
             self._push_finished_blocks[request_id] = blocks
         else:
+            self._serve(registration)
             self._do_start_push_kv(request_id, blocks, msgspec.to_builtins(registration))
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:

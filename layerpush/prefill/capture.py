@@ -1,19 +1,24 @@
 """From the forward pass to the writer: which layer of which step is ready.
 
-The engine's main thread calls ``arm``, ``layer_saved`` and ``sweep``; it appends to a bounded queue and never waits.
-The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end of the
-step covers whatever no hook reported.
+The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish``; it appends to a bounded queue and
+never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
+of the step covers whatever no hook reported.
+
+What takes a request's blocks away (abort, preemption, the end of a lease) must not queue behind steps that are still
+being computed: ``revoke`` takes effect at once. From then on ``is_void`` is true of everything that was armed for the
+request before, whether or not the writer has seen it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerpush.prefill.plan import StepPlan
+from layerpush.prefill.plan import ChunkPlan, StepPlan
+from layerpush.prefill.protocol import Aborted, Event, Evicted, Preempted
 
 QUEUE_LIMIT = 1 << 16
 
@@ -42,9 +47,10 @@ class NoFences:
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """A step with pushes begins."""
+    """A step with pushes begins. ``step`` counts the steps of this worker."""
 
-    plan: StepPlan
+    step: int
+    chunks: tuple[ChunkPlan, ...]
     at: float
 
 
@@ -61,7 +67,17 @@ class Swept:
     at: float
 
 
-StepEvent = Armed | LayerSaved | Swept
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The scheduler finished a request and holds its blocks for the push; after ``step`` no step computes it."""
+
+    step: int
+    request_id: str
+    blocks: tuple[list[int], ...]
+    at: float
+
+
+StepEvent = Armed | LayerSaved | Swept | Done
 
 
 class Capture:
@@ -71,13 +87,44 @@ class Capture:
         self._fences = fences
         self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
         self._armed = False
+        self._step = 0
+        self._void: dict[str, int] = {}
+        self._revoked: deque[tuple[str, Event]] = deque()
         self.dropped = 0
 
-    def arm(self, plan: StepPlan) -> None:
-        """Announce a step before its first layer runs. An empty plan costs nothing from here on."""
+    def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
+        """Announce a step before its first layer runs, and whose blocks it takes away. An empty step costs nothing."""
+        self._step += 1
+        for request_id in plan.preempted:
+            self._revoke(request_id, Preempted(), self._step)
+        for request_id in aborted:
+            self._revoke(request_id, Aborted(), self._step)
         self._armed = bool(plan.chunks)
-        if plan:
-            self._put(Armed(plan, time.perf_counter()), None)
+        if plan.chunks:
+            self._put(Armed(self._step, plan.chunks, time.perf_counter()), None)
+
+    def expire(self, request_id: str) -> None:
+        """The request's lease is over. Main thread, before its blocks are freed."""
+        self._revoke(request_id, Evicted(), self._step + 1)
+
+    def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+        """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
+        self._put(Done(self._step, request_id, blocks, time.perf_counter()), None)
+
+    def revoked(self) -> Iterator[tuple[str, Event]]:
+        """Take what was revoked since the last call. Writer thread."""
+        while self._revoked:
+            yield self._revoked.popleft()
+
+    def is_void(self, request_id: str, step: int) -> bool:
+        """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
+        return self._void.get(request_id, 0) > step
+
+    def forget_void(self, step: int) -> None:
+        """Every step before ``step`` has been taken: what they had armed needs no more telling. Writer thread."""
+        for request_id, since in list(self._void.items()):
+            if since <= step:
+                del self._void[request_id]
 
     def layer_saved(self, name: str) -> None:
         """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache."""
@@ -112,6 +159,11 @@ class Capture:
     @property
     def pending(self) -> bool:
         return bool(self._queue)
+
+    def _revoke(self, request_id: str, event: Event, since: int) -> None:
+        self._void[request_id] = since
+        self._revoked.append((request_id, event))
+        self._wake()
 
     def _put(self, event: StepEvent, fence: Fence | None) -> None:
         self._queue.append((event, fence))

@@ -21,7 +21,7 @@ class Host(Protocol):
     def connect(self, request_id: str, registration: Registration) -> Link | None:
         """The way to a decode engine; None while the handshake runs (``PushWriter.reconnect`` follows).
 
-        Raises ``HandshakeError``.
+        Raises ``HandshakeError``; whatever is raised ends the push.
         """
 
     def take_registration(self, request_id: str) -> Registration | None:

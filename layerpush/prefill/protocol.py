@@ -55,6 +55,8 @@ class Pump(Event):
 
 @dataclass(frozen=True, slots=True)
 class Registered(Event):
+    """A decode engine asks for this request."""
+
     registration: Registration
 
 
@@ -72,6 +74,8 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True)
 class Landed(Event):
+    """A WRITE is in the memory of every decode rank."""
+
     write: int
 
 
@@ -149,16 +153,22 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Connect(Action):
+    """Find the way to the decode engine; `Connected`, `Refused` or `Failed` follows."""
+
     registration: Registration
 
 
 @dataclass(frozen=True, slots=True)
 class Post(Action):
+    """Post one WRITE to every decode rank; `Landed` or `Lost` follows."""
+
     write: Write
 
 
 @dataclass(frozen=True, slots=True)
 class Tell(Action):
+    """Send the one completion to every decode rank; `Told` or `Failed` follows."""
+
     registration: Registration
 
 
@@ -203,7 +213,10 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Finished: {S.REWINDING},
         Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
     },
-    S.TELLING: {Told: {S.TOLD, S.CLOSED}, Failed: {S.ABANDONED, S.CLOSED}},
+    S.TELLING: {
+        Told: {S.TOLD, S.CLOSED}, Failed: {S.ABANDONED, S.CLOSED},
+        Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+    },
     S.TOLD: {
         Planned: {S.TOLD}, Ready: {S.TOLD}, Pump: {S.TOLD}, Preempted: {S.TOLD},
         Finished: {S.CLOSED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},

@@ -22,6 +22,7 @@ class Push:
     writes: list[PostedWrite] = field(default_factory=list)
     delegated: PostedWrite | None = None
     blocks: BlockIds | None = None
+    step: int = 0
 
     @property
     def request_id(self) -> str:
@@ -41,8 +42,9 @@ class Push:
     def awaits_peer(self) -> bool:
         return self.session.state in (State.WAITING, State.CONNECTING)
 
-    def planned(self, chunk: ChunkPlan, at: float) -> None:
+    def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""
+        self.step = step
         record = self.record
         if chunk.epoch != record.epoch:
             record.restart(chunk.epoch)

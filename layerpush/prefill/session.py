@@ -282,7 +282,7 @@ class Session:
         self._rewind(epoch)
         if self.state is S.STREAMING and self.in_flight:
             return S.REWINDING
-        return self.state
+        return S.STREAMING if self.state is S.TELLING else self.state
 
     def _fail(self, reason: str) -> State:
         self.failure = self.failure or reason

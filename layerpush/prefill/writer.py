@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 from layerpush.layout import CacheLayout
-from layerpush.prefill.capture import Armed, Capture, LayerSaved
-from layerpush.prefill.host import HandshakeError, Host, Identity
+from layerpush.prefill.capture import Armed, Capture, LayerSaved, Swept
+from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
-    Aborted,
     Action,
     Connect,
     Connected,
@@ -32,7 +31,6 @@ from layerpush.prefill.protocol import (
     Lost,
     Planned,
     Post,
-    Preempted,
     Pump,
     Ready,
     Refused,
@@ -146,11 +144,11 @@ class PushWriter:
         push.blocks = blocks
         self._dispatch(push, Finished())
 
-    def aborted(self, request_id: str) -> None:
-        self._drop(request_id, Aborted())
-
     def evicted(self, request_id: str) -> None:
-        self._drop(request_id, Evicted())
+        """The main thread has reported the request as sent, or its lease is over."""
+        push = self._pushes.get(request_id)
+        if push is not None:
+            self._dispatch(push, Evicted())
 
     def fail(self, request_id: str, reason: str) -> None:
         """Something outside the session went wrong for good."""
@@ -161,15 +159,6 @@ class PushWriter:
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._pushes):
             self.fail(request_id, reason)
-
-    def knows(self, registration: Registration) -> bool:
-        """Whether a live push was registered by this very decode request."""
-        ours = (push.session.registration for push in self._pushes.values())
-        return any(
-            known is not None
-            and (known.decode_engine_id, known.request_id) == (registration.decode_engine_id, registration.request_id)
-            for known in ours
-        )
 
     def adopt(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of upstream's whole-request WRITEs."""
@@ -194,38 +183,47 @@ class PushWriter:
         return len(left)
 
     def _absorb(self) -> None:
+        self._absorb_revoked()
         for event, at in self._capture.take():
             if isinstance(event, Armed):
                 self._begin_step(event, at)
             elif isinstance(event, LayerSaved):
                 if event.layer not in self._step_layers:
                     self._layer_ready(event.layer, at, hooked=True)
-            else:
+            elif isinstance(event, Swept):
                 for layer in range(len(self._layer_groups)):
                     if layer not in self._step_layers:
                         self._layer_ready(layer, at, hooked=False)
                 self._step = []
+            elif not self._capture.is_void(event.request_id, event.step):
+                self.finished(event.request_id, event.blocks)
+
+    def _absorb_revoked(self) -> None:
+        for request_id, event in self._capture.revoked():
+            push = self._pushes.get(request_id)
+            if push is not None and push.session.accepts(type(event)):
+                logger.info("push of %s: %s", request_id, type(event).__name__.lower())
+                self._dispatch(push, event)
 
     def _begin_step(self, event: Armed, at: float) -> None:
-        for request_id in event.plan.preempted:
-            push = self._pushes.get(request_id)
-            if push is not None:
-                logger.info("%s was preempted: its push starts again", request_id)
-                self._dispatch(push, Preempted())
+        self._absorb_revoked()
         self._step, self._step_layers = [], set()
-        for chunk in event.plan.chunks:
+        for chunk in event.chunks:
+            if self._capture.is_void(chunk.request_id, event.step):
+                continue
             push = self._pushes.get(chunk.request_id)
             if push is None:
                 if chunk.index > 0:
                     continue
                 push = self._open(chunk.request_id, chunk.streams)
             self._dispatch(push, Planned(chunk))
-            push.planned(chunk, at)
+            push.planned(chunk, event.step, at)
             self._step.append((push, chunk))
             if push.session.state is State.WAITING:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
                     self._dispatch(push, Registered(registration))
+        self._capture.forget_void(event.step)
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
@@ -249,11 +247,6 @@ class PushWriter:
         )
         push = self._pushes[request_id] = Push(session, record)
         return push
-
-    def _drop(self, request_id: str, event: Event) -> None:
-        push = self._pushes.get(request_id)
-        if push is not None:
-            self._dispatch(push, event)
 
     def _dispatch(self, push: Push, event: Event) -> None:
         try:
@@ -295,8 +288,8 @@ class PushWriter:
     def _connect(self, push: Push, registration: Registration) -> None:
         try:
             link = self._host.connect(push.request_id, registration)
-        except HandshakeError as error:
-            self._fail(push, str(error))
+        except Exception as error:  # noqa: BLE001  no handshake, or a host that fails: either way this push cannot go on
+            self._fail(push, f"{type(error).__name__}: {error}")
             return
         if link is None:
             return
@@ -322,6 +315,9 @@ class PushWriter:
             self._ended(push, posted)
 
     def _do_tell(self, push: Push, action: Tell) -> None:
+        if self._capture.is_void(push.request_id, push.step):
+            self._absorb_revoked()
+            return
         assert push.link is not None
         payload = self._host.completion(action.registration)
         try:
