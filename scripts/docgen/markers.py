@@ -1,0 +1,28 @@
+"""Text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+
+from __future__ import annotations
+
+import re
+
+
+class MarkerError(ValueError):
+    """A page lacks a marker, or has it twice."""
+
+
+def between(page: str, name: str) -> str:
+    """What stands between the markers now, without the surrounding blank lines. Raises ``MarkerError``."""
+    return _find(page, name).group(2).strip("\n")
+
+
+def fill(page: str, name: str, content: str) -> str:
+    """The page with ``content`` between the markers of ``name``. Raises ``MarkerError``."""
+    found = _find(page, name)
+    return f"{page[: found.end(1)]}\n\n{content.strip()}\n\n{page[found.start(3) :]}"
+
+
+def _find(page: str, name: str) -> re.Match[str]:
+    pattern = rf"^(<!-- {re.escape(name)} -->)$(.*?)^(<!-- /{re.escape(name)} -->)$"
+    matches = list(re.finditer(pattern, page, re.MULTILINE | re.DOTALL))
+    if len(matches) != 1:
+        raise MarkerError(f"found {len(matches)} times, wanted once: <!-- {name} --> ... <!-- /{name} -->")
+    return matches[0]

