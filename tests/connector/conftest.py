@@ -1,0 +1,73 @@
+"""One process that is a whole vLLM world of its own: a group of one, loopback NIXL, no model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "LAYERPUSH_CALM": "1",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,self",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+PORTS = iter(range(46700, 46800))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from layerpush.demo.model import build_model
+    from tests.connector.engine import HEAD_SIZE, HEADS, LAYERS
+
+    return build_model(
+        tmp_path_factory.mktemp("model"), layers=LAYERS, hidden=64, heads=2, kv_heads=HEADS, head_dim=HEAD_SIZE,
+        intermediate=64, vocabulary=1024, max_positions=1024,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def world(model: Path) -> Iterator[None]:
+    """vLLM's process groups, of one rank. The environment and the main thread's cores are put back."""
+    before, cores = dict(os.environ), os.sched_getaffinity(0)
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    from layerpush.plugin import register
+
+    register()
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:46799", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    os.environ.clear()
+    os.environ.update(before)
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def engine(world: None, model: Path) -> Iterator[Callable[..., Any]]:
+    """Builds engines: ``engine("kv_producer", {...extra config})``. All are shut down at the end."""
+    from tests.connector.engine import Engine, config_of
+
+    engines: list[Engine] = []
+
+    def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
+        port, packed = next(PORTS), options.pop("packed", False)
+        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, packed))
+        return engines[-1]
+
+    cores = os.sched_getaffinity(0)
+    yield build
+    for one in engines:
+        one.shutdown()
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,232 @@
+"""A vLLM engine without a model: the real scheduler, the real connector in both roles, KV caches filled by hand.
+
+The order of calls is the model runner's. "Computing" a token of a layer writes a pattern of (layer, token, position)
+into the cache, so that what arrives elsewhere can be checked byte by byte.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 32, 32, 40
+NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+TOKENS_PER_STEP = 64
+
+
+def config_of(
+    model: Path,
+    role: str,
+    engine_id: str,
+    extra: dict[str, Any] | None = None,
+    connector: str = "LayerwisePushConnector",
+    **options: Any,
+) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector=connector, engine_id=engine_id, kv_role=role, kv_connector_extra_config=extra or {}
+    )
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": TOKENS_PER_STEP if role == "kv_producer" else 512,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    return EngineArgs(model=str(model), kv_transfer_config=transfer, **(arguments | options)).create_engine_config()
+
+
+def cache_config(packed: bool) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    page = spec.page_size_bytes
+    strides = (page, page * LAYERS) if packed else (page * BLOCKS, page)
+    tensor = KVCacheTensor(
+        size=LAYERS * page * BLOCKS, layers=NAMES, offset=0, layer_stride=strides[0], block_stride=strides[1]
+    )
+    return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(NAMES, spec)], kv_cache_layout=layout_name(packed))
+
+
+def layout_name(packed: bool) -> str:
+    """Layers one after the other, or rows that hold a block of every layer."""
+    return "BLHNC" if packed else "LBHNC"
+
+
+def allocate(packed: bool) -> dict[str, torch.Tensor]:
+    """``[blocks, heads, tokens, 2 * head size]`` for every layer, K and V side by side, out of one allocation."""
+    cell = (HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    if packed:
+        rows = torch.full((BLOCKS, LAYERS, *cell), -1.0)
+        return {name: rows[:, layer] for layer, name in enumerate(NAMES)}
+    return dict(zip(NAMES, torch.full((LAYERS, BLOCKS, *cell), -1.0), strict=True))
+
+
+class Engine:
+    """``step`` is one iteration of the engine's loop. ``hooks`` may name the layers whose hook is called."""
+
+    def __init__(self, config: VllmConfig, port: int, packed: bool = False) -> None:
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        self.config, self.port = config, port
+        caches = cache_config(packed)
+        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.kv_cache_layout = layout_name(packed)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE)
+        self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        self.caches = allocate(packed)
+        self.worker.register_kv_caches(self.caches)
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.requests: dict[str, Request] = {}
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.finished: list[str] = []
+        self.transfer_params: dict[str, dict[str, Any]] = {}
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def engine_id(self) -> str:
+        assert self.config.kv_transfer_config is not None
+        return str(self.config.kv_transfer_config.engine_id)
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, request_id: str, tokens: int, params: dict[str, Any] | None, max_tokens: int = 1) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, None)
+        request = Request(request_id, list(range(3, 3 + tokens)), sampling, None)
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def prefill(self, request_id: str, tokens: int) -> Request:
+        return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+
+    def decode_from(self, producer: Engine, request_id: str, tokens: int) -> Request:
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": producer.engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": producer.port,
+            "tp_size": 1,
+            "pp_size": 1,
+            "remote_request_id": request_id,
+        }
+        return self.add(request_id, tokens, params, max_tokens=2)
+
+    def blocks(self, request_id: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def step(self, hooks: list[str] | None = None, between: Callable[[str], None] | None = None) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        if output.preempted_req_ids and output.kv_connector_metadata is not None:
+            self.worker.handle_preemptions(output.kv_connector_metadata)
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        for name in NAMES if output.total_num_scheduled_tokens else ():
+            self._compute(name, output)
+            if hooks is None or name in hooks:
+                self.worker.save_kv_layer(name, self.caches[name], None)
+            if between is not None:
+                between(name)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        self.worker.clear_connector_metadata()
+        self.sent += sorted(results.finished_sending)
+        self.received += sorted(results.finished_recving)
+        self._update(output, results)
+        return output
+
+    def _compute(self, name: str, output: SchedulerOutput) -> None:
+        layer = NAMES.index(name)
+        for request_id, count in output.num_scheduled_tokens.items():
+            table, request = self.blocks(request_id), self.requests[request_id]
+            start = request.num_computed_tokens - count  # schedule() has moved it on
+            for position in range(start, min(start + count, request.num_prompt_tokens)):
+                value = pattern(layer, request.prompt_token_ids[position], position)
+                self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
+
+    def _update(self, output: SchedulerOutput, results: Any) -> None:
+        ids = list(output.num_scheduled_tokens)
+        done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
+        runner = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: index for index, one in enumerate(ids)},
+            sampled_token_ids=[[7] if ready else [] for ready in done],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+            ),
+        )
+        for outputs in self.scheduler.update_from_output(output, runner).values():
+            for one in outputs.outputs:
+                if one.finished:
+                    self.finished.append(one.request_id)
+                    self.transfer_params[one.request_id] = one.kv_transfer_params
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def writer(self) -> Any:
+        return self.worker.connector_worker.writer
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def pattern(layer: int, token: int, position: int) -> float:
+    return float(layer * 10_000 + position * 10 + token % 7)
+
+
+def holds_prompt(engine: Engine, blocks: list[int], tokens: int) -> bool:
+    """Whether these blocks hold every layer's KV of the prompt that ``Engine.add`` makes."""
+    for layer, name in enumerate(NAMES):
+        for position in range(tokens):
+            cell = engine.caches[name][blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
+            if not bool((cell == pattern(layer, 3 + position, position)).all()):
+                return False
+    return True
+
+
+class CallingThreads:
+    """Notes which thread calls which method of a NIXL agent."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self.calls: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._agent, name)
+        if not callable(attribute):
+            return attribute
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((threading.current_thread().name, name))
+            return attribute(*args, **kwargs)
+
+        return noted

@@ -1,0 +1,227 @@
+"""A prompt's life through the real scheduler and worker classes of a prefill and a decode engine, over real NIXL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
+from tests.contract.waiting import until
+
+Build = Callable[..., Engine]
+TOKENS = 200  # seven blocks, the last one partly filled; four steps
+STEPS = 4
+
+
+def run(engine: Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+
+
+def step_until(*engines: Engine, done: Callable[[], object]) -> None:
+    def look() -> object:
+        for engine in engines:
+            engine.step()
+        return done()
+
+    until(look)
+
+
+def registered(p: Engine) -> None:
+    """Wait until a decode engine's registration has reached P's worker."""
+    worker = p.worker.connector_worker
+    until(lambda: worker._pending_d_registrations or p.writer.engines_in_use)
+
+
+def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:
+    """D is told, its bytes are right, P reports the request as sent and has its blocks back."""
+    step_until(p, d, done=lambda: request_id in d.received and request_id in p.sent)
+    assert p.finished == [request_id]
+    assert p.sent.count(request_id) == 1
+    assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
+    assert p.writer.counters.outcomes == {"completed": 1}
+    assert len(p.writer) == 0
+
+
+def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    p.step()
+    until(lambda: p.writer.counters.writes >= LAYERS)
+    assert holds_prompt(d, blocks, 64)
+    assert p.finished == []
+    assert d.received == []
+    run(p, STEPS - 1)
+    until(lambda: not p.writer.writes_in_flight("r-1"))
+    assert holds_prompt(d, blocks, TOKENS)
+
+    ends_well(p, d)
+    assert p.writer.counters.hooked_layers == LAYERS * STEPS
+    assert p.writer.counters.swept_layers == 0
+    assert p.writer.counters.fallbacks == {}
+
+
+def test_sent_is_said_only_after_the_request_has_finished(engine: Build) -> None:
+    """Earlier, the scheduler would die on it."""
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    for _ in range(STEPS):
+        assert p.sent == []
+        assert p.finished == []
+        p.step()
+    until(lambda: d.worker.connector_worker._pending_completion_notifs.qsize())
+    assert p.sent == []
+    ends_well(p, d)
+
+
+def test_registered_in_the_middle_of_prefill(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    p.prefill("r-1", TOKENS)
+    run(p, 2)
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    until(lambda: p.writer.counters.writes)
+    assert p.finished == []
+    run(p, 2)
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    assert p.writer.counters.fallbacks == {}
+
+
+def test_registered_after_prefill_goes_whole(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    assert p.finished == ["r-1"]
+    assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "held for the decode engine"
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    assert p.writer.counters.fallbacks == {"no decode engine had registered when prefill finished": 1}
+
+
+@pytest.mark.parametrize("hooks", [[], NAMES[1:2]], ids=["no hook", "one hook"])
+def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str]) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    for _ in range(STEPS):
+        p.step(hooks=hooks)
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    counters = p.writer.counters
+    assert (counters.hooked_layers, counters.swept_layers) == (STEPS * len(hooks), STEPS * (LAYERS - len(hooks)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "packed", "fallback"),
+    [
+        ({"layerwise": False}, False, None),
+        ({"layerwise_min_tokens": TOKENS + 1}, False, "the prompt is shorter than layerwise_min_tokens"),
+        ({}, True, "told apart by layer"),
+    ],
+    ids=["layerwise off", "a short prompt", "packed rows"],
+)
+def test_whole_requests(engine: Build, extra: dict[str, object], packed: bool, fallback: str | None) -> None:
+    p, d = engine("kv_producer", extra, packed=packed), engine("kv_consumer", packed=packed)
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    for _ in range(STEPS):
+        output = p.step()
+        if fallback is None or "shorter" in fallback:
+            assert not output.kv_connector_metadata.step_plan
+    assert p.writer.counters.writes == 0
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    assert p.writer.counters.writes == 1
+    assert [*p.writer.counters.fallbacks, ""][0].find(fallback or "") >= 0
+
+
+def test_a_request_for_this_engine_alone_is_left_alone(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", 64)
+    d.step()
+    registered(p)
+    p.add("local", 40, None)
+    p.prefill("r-1", 64)
+    outputs = [p.step() for _ in range(3)]
+    planned = {chunk.request_id for output in outputs for chunk in output.kv_connector_metadata.step_plan.chunks}
+    assert planned == {"r-1"}
+    step_until(p, d, done=lambda: "r-1" in p.sent)
+    assert sorted(p.finished) == ["local", "r-1"]
+    assert p.sent == ["r-1"]
+
+
+def test_an_abort_in_the_middle_tells_nobody(engine: Build) -> None:
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    run(p, 2)
+    until(lambda: p.writer.counters.writes)
+    p.abort("r-1")
+    step_until(p, done=lambda: len(p.writer) == 0)
+
+    assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
+    assert p.writer.counters.outcomes == {"cancelled": 1}
+    run(d, 3)
+    assert d.received == []
+    assert p.sent == []
+
+
+def test_preempted_it_starts_again(engine: Build) -> None:
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    blocks = d.blocks("r-1")
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    run(p, 2)
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for cache in p.caches.values():
+        cache.fill_(-2.0)  # others have the blocks meanwhile
+    outputs = [p.step() for _ in range(STEPS)]
+    chunks = [chunk for output in outputs for chunk in output.kv_connector_metadata.step_plan.chunks]
+    assert [(chunk.epoch, chunk.start) for chunk in chunks] == [(1, 0), (1, 64), (1, 128), (1, 192)]
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+
+
+def test_the_main_thread_never_calls_nixl(engine: Build) -> None:
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    notes = []
+    for one in (p, d):
+        locked = one.worker.connector_worker.nixl_wrapper
+        for name in [name for name in vars(locked) if not name.startswith("_")]:
+            delattr(locked, name)
+        locked._agent = CallingThreads(locked._agent)
+        notes.append(locked._agent)
+    d.decode_from(p, "r-1", TOKENS)
+    p.prefill("r-1", TOKENS)
+    run(d, 1)
+    run(p, STEPS)
+    ends_well(p, d)
+
+    for note in notes:
+        called = {name for thread, name in note.calls if thread == threading.main_thread().name}
+        assert called == set()
+        assert note.calls

@@ -1,0 +1,93 @@
+"""What an operator is told when an engine starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from layerpush.config import ConfigError
+from layerpush.connector import LayerwisePushConnector
+from tests.connector.engine import Engine, cache_config, config_of
+
+Build = Callable[..., Engine]
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"granularity": "token"}, ["granularity", "token", '"layer" or "chunk"']),
+        ({"min_write_bytes": -1}, ["min_write_bytes", "-1", "integer >= 0"]),
+        ({"layer_wise": True}, ["layer_wise", "did you mean 'layerwise'"]),
+        ({"layerwise": "false"}, ["layerwise", "true or false", "without quotes"]),
+    ],
+)
+def test_a_bad_setting_is_named(
+    world: None, model: Path, role: str, extra: dict[str, object], words: list[str]
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    config = config_of(model, "kv_producer", "bad", extra)
+    with pytest.raises(ConfigError) as refused:
+        LayerwisePushConnector(config, KVConnectorRole[role], cache_config(packed=False))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_decode_context_parallelism_is_refused(world: None, model: Path) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    config = config_of(model, "kv_producer", "dcp")
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ValueError, match="decode_context_parallel_size"):
+        LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config(packed=False))
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_a_fallback_is_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.layerpush"):
+        p = engine("kv_producer", packed=True)
+        for number in range(3):
+            p.prefill(f"r-{number}", 40)
+            p.step()
+    (line,) = said(caplog, "whole requests")
+    assert "cannot be told apart by layer" in line
+
+
+def test_layers_are_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.layerpush"):
+        engine("kv_producer", {"granularity": "chunk"})
+    assert len(said(caplog, "4 layers, pushing by chunk")) == 1
+
+
+def test_switched_off_it_says_nothing(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.layerpush"):
+        engine("kv_producer", {"layerwise": False}, packed=True)
+    assert said(caplog, "layerpush pushes") == []
+
+
+def test_upstreams_settings_pass_through(engine: Build) -> None:
+    p = engine("kv_producer", {"num_threads": 0, "kv_lease_duration": 7})
+    assert p.connector.connector_scheduler._kv_lease_duration == 7
+
+
+def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's initialiser would build a second worker."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    made = []
+    agent = base_worker.NixlWrapper
+
+    def counting(*args: object, **kwargs: object) -> object:
+        made.append(args)
+        return agent(*args, **kwargs)
+
+    monkeypatch.setattr(base_worker, "NixlWrapper", counting)
+    engine("kv_producer")
+    assert len(made) == 1

@@ -1,0 +1,41 @@
+"""Connectors that push wrong KV for one layer, so that the tests can be seen to notice."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from layerpush.connector import LayerwisePushConnector
+from tests.e2e.engines import CORRUPTED_LAYER
+
+
+class SendsWrongLayer(LayerwisePushConnector):
+    """Computes right, but writes the next layer's bytes where `CORRUPTED_LAYER` belongs on D.
+
+    P's own cache and tokens stay right: what a wrong descriptor id would do.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self.connector_worker is not None
+        agent = self.connector_worker.nixl_wrapper
+        prepare = agent.make_prepped_xfer
+        blocks = next(iter(kv_caches.values())).shape[0]
+
+        def prepare_wrong(
+            operation: str, local_list: Any, local: Any, remote_list: Any, remote: Any, **options: Any
+        ) -> Any:
+            ids = np.asarray(local)
+            wrong = np.where(ids // blocks == CORRUPTED_LAYER, ids + blocks, ids).astype(np.int32)
+            return prepare(operation, local_list, wrong, remote_list, remote, **options)
+
+        agent.make_prepped_xfer = prepare_wrong
+
+
+class DamagesLayer(LayerwisePushConnector):
+    """Damages `CORRUPTED_LAYER` in P's own cache before it is pushed: P and D agree, and both are wrong."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if f".layers.{CORRUPTED_LAYER}." in layer_name:
+            kv_layer.fill_(0.25)
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)

@@ -1,0 +1,78 @@
+"""What a hosted engine is: its role, its connector and the few engine options that the tests vary."""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+Role = Literal["P", "D", "R"]
+ModelName = Literal["llama", "sliding", "hybrid", "mla"]
+
+LAYERWISE = "LayerwisePushConnector"
+STOCK = "NixlPushConnector"
+
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 4096
+PREFILL_TOKENS_PER_STEP = 256
+TRACE = "$TRACE"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSpec:
+    """Everything that distinguishes one hosted engine from another; equal specs share one process.
+
+    `transfer` is the JSON of the KVTransferConfig without engine_id and kv_role (those follow from the process and the
+    role); None for the plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs.
+    "$TRACE" anywhere in `transfer` is replaced by the host's own trace directory.
+    """
+
+    name: str
+    role: Role
+    transfer: str | None
+    options: tuple[tuple[str, Any], ...] = ()
+    model: ModelName = "llama"
+
+    @property
+    def kv_role(self) -> str:
+        return "kv_producer" if self.role == "P" else "kv_consumer"
+
+    @property
+    def ranks(self) -> int:
+        """Tensor parallel size."""
+        return int(dict(self.options).get("tensor_parallel_size", 1))
+
+    def engine_options(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": MAX_MODEL_LEN,
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": PREFILL_TOKENS_PER_STEP if self.role == "P" else MAX_MODEL_LEN,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 128 << 20,
+        }
+        return defaults | dict(self.options)
+
+    def transfer_fields(self, trace_dir: str) -> dict[str, Any] | None:
+        if self.transfer is None:
+            return None
+        fields: dict[str, Any] = json.loads(self.transfer.replace(TRACE, trace_dir))
+        return fields
+
+
+def transfer(connector: str, *, module_path: str | None = None, **extra: Any) -> str:
+    """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config."""
+    fields: dict[str, Any] = {"kv_connector": connector}
+    if module_path is not None:
+        fields["kv_connector_module_path"] = module_path
+    if extra:
+        fields["kv_connector_extra_config"] = extra
+    return json.dumps(fields, sort_keys=True)
+
+
+def wrapped_in_multi(connector: str, kv_role: str, **extra: Any) -> str:
+    """A MultiConnector around a single connector."""
+    inner = {"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [inner]}}
+    return json.dumps(outer, sort_keys=True)

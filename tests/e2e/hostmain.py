@@ -1,0 +1,172 @@
+"""The process that hosts one vLLM engine: builds it, obeys commands from a pipe, reports finished requests.
+
+Protocol (pickled tuples). In: (seq, method, args). Out: ("reply", seq, value), ("error", seq, traceback),
+("output", request id, Finished), ("ready", free KV blocks, None),
+("crash", traceback, None). One engine step at a time, on this thread only, between commands.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.kvwatch import KvWatch, watched_layers
+from tests.e2e.notifwatch import NotificationWatch
+from tests.e2e.preload import ENVIRONMENT
+from tests.e2e.results import Finished
+
+
+def prepare_process(log_path: str, port: int) -> None:
+    """Environment, logging and parent-death signal. Must run before NIXL is imported."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A daemon, so that the test process never waits for it; but vLLM's tensor parallelism needs children here.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    os.environ.update(ENVIRONMENT, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
+
+
+class HostedEngine:
+    """The engine and the commands. Public methods are what the parent may call by name."""
+
+    def __init__(self, spec: EngineSpec, engine_id: str, model: str, trace_dir: str, pipe: Connection) -> None:
+        self.spec = spec
+        self.pipe = pipe
+        self.free_running = True
+        self.notifications = NotificationWatch()
+        fields = spec.transfer_fields(trace_dir)
+        config = None if fields is None else KVTransferConfig(engine_id=engine_id, kv_role=spec.kv_role, **fields)
+        self.llm = LLMEngine.from_engine_args(
+            EngineArgs(model=model, kv_transfer_config=config, **spec.engine_options())
+        )
+        self.scheduler = self.llm.engine_core.engine_core.scheduler
+        self.watch: KvWatch | None = None
+        if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes
+            layers = watched_layers(self.llm.vllm_config, self.scheduler.kv_cache_config)
+            self.watch = KvWatch(self.scheduler, layers, spec.engine_options()["block_size"])
+        self._internal: dict[str, str] = {}
+        self._idle_waiters: list[int] = []
+
+    # Commands
+
+    def add(self, requests: list[tuple[str, list[int], dict[str, Any] | None, int]]) -> list[str]:
+        """Add requests (id, token ids, kv_transfer_params, max_tokens); returns the engine's own ids."""
+        for request_id, token_ids, params, max_tokens in requests:
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": params} if params else None,
+            )
+            self._internal[request_id] = self.llm.add_request(request_id, {"prompt_token_ids": token_ids}, sampling)
+        return [self._internal[request[0]] for request in requests]
+
+    def run_freely(self, on: bool) -> None:
+        """On: step whenever the scheduler has work. Off: only `step` moves the engine."""
+        self.free_running = on
+
+    def step(self, count: int) -> int:
+        """Exactly `count` engine steps, fewer if the scheduler runs out of work. Returns the number done."""
+        for done in range(count):
+            if not self.scheduler.has_requests():
+                return done
+            self._step()
+        return count
+
+    def abort(self, request_id: str) -> None:
+        self.llm.abort_request([request_id])
+
+    def digest(self, request_id: str) -> Any:
+        """The KvDigest of a request (by the id that it was added with), or None if it was never taken."""
+        return None if self.watch is None else self.watch.digests.get(self._internal[request_id])
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a module-level function here, with this object first."""
+        return function(self, *args)
+
+    def internal_id(self, request_id: str) -> str:
+        """The engine's own id of a request added here."""
+        return self._internal[request_id]
+
+    # Loop
+
+    def serve(self) -> None:
+        while True:
+            busy = self.free_running and self.scheduler.has_requests()
+            while self.pipe.poll(0 if busy else None):
+                seq, method, args = self.pipe.recv()
+                if method == "stop":
+                    return
+                self._obey(seq, method, args)
+                busy = self.free_running and self.scheduler.has_requests()
+                if not busy:
+                    self._answer_idle_waiters()
+            self._step()
+            if not self.scheduler.running:
+                time.sleep(0.001)
+            if not self.scheduler.has_requests():
+                self._answer_idle_waiters()
+
+    def _obey(self, seq: int, method: str, args: tuple[Any, ...]) -> None:
+        if method == "wait_idle":
+            self._idle_waiters.append(seq)
+            return
+        try:
+            value = getattr(self, method)(*args)
+        except Exception:  # a command's failure belongs to the test that sent it; a failed step is the engine's end
+            if method == "step":
+                raise
+            self.pipe.send(("error", seq, traceback.format_exc()))
+        else:
+            self.pipe.send(("reply", seq, value))
+
+    def _answer_idle_waiters(self) -> None:
+        if self.scheduler.has_requests():
+            return
+        for seq in self._idle_waiters:
+            self.pipe.send(("reply", seq, None))
+        self._idle_waiters.clear()
+
+    def _step(self) -> None:
+        finished = [output for output in self.llm.step() if output.finished]
+        if self.watch is not None:
+            self.watch.after_step([self._internal[output.request_id] for output in finished])
+        for output in finished:
+            tokens, reason = tuple(output.outputs[0].token_ids), output.outputs[0].finish_reason
+            result = Finished(output.request_id, tokens, output.kv_transfer_params, reason)
+            self.pipe.send(("output", output.request_id, result))
+
+
+def main(
+    spec: EngineSpec, engine_id: str, port: int, model: str, log_path: str, trace_dir: str, pipe: Connection
+) -> None:
+    prepare_process(log_path, port)
+    try:
+        host = HostedEngine(spec, engine_id, model, trace_dir, pipe)
+        pipe.send(("ready", host.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), None))
+        host.serve()
+        host.llm.engine_core.shutdown()
+    except EOFError:
+        sys.exit("the test process is gone")
+    except BaseException:
+        pipe.send(("crash", traceback.format_exc(), None))
+        raise

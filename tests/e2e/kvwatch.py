@@ -1,0 +1,101 @@
+"""Runs inside an engine host: remembers block tables and takes digests of the prompt's KV at the right moments.
+
+P: after the step that finished the prompt, before any later step can reuse its blocks.
+D: after the load and before the first forward of the request, which would overwrite the last prompt slot.
+Blocks that D is about to register are filled with a pattern first: stale but equal bytes cannot pass for a transfer.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+
+from tests.e2e.results import KvDigest
+
+POISON = 31337.0
+Tables = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedLayer:
+    """One layer's cache. `window` is the number of last tokens that its attention looks back at, None for all."""
+
+    cache: torch.Tensor
+    group: int
+    window: int | None
+
+
+def watched_layers(vllm_config: Any, kv_cache_config: Any) -> list[WatchedLayer]:
+    """The layers in the order of the model."""
+    context = vllm_config.compilation_config.static_forward_context
+    group_of = {
+        name: (number, getattr(group.kv_cache_spec, "sliding_window", None))
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for name in group.layer_names
+    }
+    return [WatchedLayer(context[name].kv_cache, *group_of[name]) for name in context if name in group_of]
+
+
+class KvWatch:
+    """Watches one scheduler. All methods run on the host's main thread, between or inside engine steps."""
+
+    def __init__(self, scheduler: Any, layers: list[WatchedLayer], block_size: int) -> None:
+        self._scheduler = scheduler
+        self._layers = layers
+        self._block_size = block_size
+        self._tables: dict[str, tuple[int, Tables]] = {}
+        self._poisoned: set[str] = set()
+        self.digests: dict[str, KvDigest] = {}
+        self._schedule = scheduler.schedule
+        scheduler.schedule = self._schedule_and_watch
+
+    def after_step(self, finished: list[str]) -> None:
+        """Take P's digests. `finished` are the internal ids of the requests that this step finished."""
+        for request_id in finished:
+            if (table := self._tables.pop(request_id, None)) is not None:
+                self.digests[request_id] = self._digest(*table)
+            self._poisoned.discard(request_id)
+
+    def _schedule_and_watch(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._schedule(*args, **kwargs)
+        for request_id, request in self._scheduler.requests.items():
+            params = request.kv_transfer_params or {}
+            if params.get("do_remote_decode"):
+                if request_id in output.num_scheduled_tokens:
+                    self._tables[request_id] = (request.num_prompt_tokens, self._block_tables(request_id))
+            elif "remote_engine_id" in params:
+                self._watch_decode(request_id, request, scheduled=request_id in output.num_scheduled_tokens)
+        return output
+
+    def _watch_decode(self, request_id: str, request: Any, *, scheduled: bool) -> None:
+        if request.status.name == "WAITING_FOR_REMOTE_KVS":
+            if request_id not in self._poisoned:
+                self._poisoned.add(request_id)
+                self._poison(self._scheduler.kv_cache_manager.get_blocks(request_id))
+        elif scheduled and request_id not in self.digests:
+            self.digests[request_id] = self._digest(request.num_prompt_tokens, self._block_tables(request_id))
+
+    def _poison(self, blocks: Any) -> None:
+        registered = blocks.get_unhashed_block_ids_all_groups()
+        for layer in self._layers:
+            layer.cache[torch.tensor(registered[layer.group], dtype=torch.long)] = POISON
+
+    def _block_tables(self, request_id: str) -> Tables:
+        return [list(table) for table in self._scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+    def _digest(self, tokens: int, tables: Tables) -> KvDigest:
+        return KvDigest(tokens, tuple(self._digest_layer(layer, tokens, tables[layer.group]) for layer in self._layers))
+
+    def _digest_layer(self, layer: WatchedLayer, tokens: int, table: list[int]) -> tuple[bytes | None, ...]:
+        """One cell per block; None for blocks behind the layer's window."""
+        size = self._block_size
+        first = 0 if layer.window is None else max(0, tokens - layer.window) // size
+        cells: list[bytes | None] = [None] * first
+        token_axis = layer.cache.shape.index(size, 1)
+        for block in range(first, -(-tokens // size)):
+            slots = layer.cache[table[block]].movedim(token_axis - 1, 0)[: tokens - block * size]
+            cells.append(
+                hashlib.blake2b(slots.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+            )
+        return tuple(cells)

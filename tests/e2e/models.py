@@ -1,0 +1,70 @@
+"""The models that the engines run: one small Llama, and the same weights with other attention."""
+
+import json
+import pathlib
+from typing import Any
+
+from layerpush.demo.model import build_model
+from tests.e2e.enginespec import ModelName
+
+LAYERS = 8
+WINDOW = 200
+EVERY_OTHER = ["full_attention", "sliding_attention"] * (LAYERS // 2)
+
+# What changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
+CHANGES: dict[ModelName, dict[str, Any]] = {
+    "sliding": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
+    "hybrid": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": WINDOW,
+        "layer_types": EVERY_OTHER,
+    },
+    "mla": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": LAYERS,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "topk_group": 1,
+        "v_head_dim": 32,
+    },
+}
+
+
+class ModelShelf:
+    """Builds each model once per session, when first asked for."""
+
+    def __init__(self, scratch: pathlib.Path) -> None:
+        self._folder = scratch / "models"
+
+    def path(self, name: ModelName) -> pathlib.Path:
+        """The directory that vLLM loads."""
+        llama = build_model(
+            self._folder / "llama",
+            layers=LAYERS,
+            hidden=256,
+            heads=8,
+            kv_heads=2,
+            head_dim=32,
+            intermediate=512,
+            vocabulary=1024,
+        )
+        if name == "llama":
+            return llama
+        path = self._folder / name
+        if not path.exists():
+            path.mkdir()
+            config = json.loads((llama / "config.json").read_text()) | CHANGES[name]
+            (path / "config.json").write_text(json.dumps(config))
+            (path / "model.safetensors").symlink_to(llama / "model.safetensors")
+        return path

@@ -1,0 +1,106 @@
+"""Functions that tests run inside an engine host (`EngineHost.call`); the first argument is the HostedEngine."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.e2e.hostmain import HostedEngine
+
+OUR_MODULES = ("layerpush.", "vllm.distributed.kv_transfer.", "tests.")
+
+
+def free_blocks(host: HostedEngine) -> int:
+    count: int = host.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return count
+
+
+def reset_prefix_cache(host: HostedEngine) -> bool:
+    return host.llm.reset_prefix_cache()
+
+
+def registration_sent(host: HostedEngine, base_request_id: str) -> bool:
+    return host.notifications.registered(base_request_id)
+
+
+def computed_tokens(host: HostedEngine, request_id: str) -> int:
+    """How many tokens of a live request are computed; -1 for a request that the scheduler no longer knows."""
+    request = host.scheduler.requests.get(host.internal_id(request_id))
+    return -1 if request is None else request.num_computed_tokens
+
+
+def preemptions(host: HostedEngine, request_id: str) -> int:
+    return host.scheduler.requests[host.internal_id(request_id)].num_preemptions
+
+
+def request_statuses(host: HostedEngine) -> dict[str, str]:
+    return {request_id: request.status.name for request_id, request in host.scheduler.requests.items()}
+
+
+def connector_class(host: HostedEngine) -> str:
+    return type(host.scheduler.connector).__name__
+
+
+def mentions(host: HostedEngine, texts: list[str]) -> list[str]:
+    """Where the connector (scheduler side and worker side) still holds one of the texts, as attribute paths.
+
+    This is how tests see that no table keeps an entry of a finished request, whatever the tables are called.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    roots = {"scheduler": host.scheduler.connector}
+    if has_kv_transfer_group():  # else there is no connector, or the workers are other processes
+        roots["worker"] = get_kv_transfer_group()
+    found = []
+    for name, root in roots.items():
+        found += [path for path, text in _strings(root, name, set()) if any(needle in text for needle in texts)]
+    return found
+
+
+def wait_until_forgotten(host: HostedEngine, texts: list[str], timeout: float) -> list[str]:
+    """Poll `mentions` until it is empty or the time is over; other threads clean up a little after the last step."""
+    deadline = time.monotonic() + timeout
+    while (found := mentions(host, texts)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found
+
+
+def _strings(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+        return
+    if isinstance(value, (bytes, bytearray)):
+        yield path, value.decode("latin-1")
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for step, inner in _contents(value):
+        yield from _strings(inner, path + step, seen)
+
+
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in list(value.items()):
+            yield "{key}", key
+            yield f"[{key!r:.40}]", inner
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        if value and isinstance(next(iter(value)), int):
+            return
+        for number, inner in enumerate(list(value)):
+            yield f"[{number}]", inner
+    elif isinstance(value, (queue.Queue, queue.SimpleQueue)):
+        yield ".queue", list(getattr(value, "queue", ()))
+    elif type(value).__module__.startswith(OUR_MODULES):
+        for name in _attributes(value):
+            yield f".{name}", getattr(value, name, None)
+
+
+def _attributes(value: Any) -> Iterator[str]:
+    yield from list(getattr(value, "__dict__", ()))
+    for cls in type(value).__mro__:
+        yield from getattr(cls, "__slots__", ())

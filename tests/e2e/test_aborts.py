@@ -1,0 +1,50 @@
+"""Requests that end early on one side: nobody crashes, nothing is left behind, later requests are served."""
+
+import pytest
+
+from tests.e2e import engines
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+
+
+def test_aborted_on_d_while_it_waits(fleet: Fleet, reference: Reference) -> None:
+    """D keeps the blocks until P has written them, then both are clean."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    handoff = Handoff(new_id(), prompt(900, seed=90), p, d)
+    d.add(handoff.to_d())
+    handoff.await_registration()
+    d.abort(handoff.request_id)
+    p.add(handoff.to_p())
+    p.wait_output(handoff.request_id)
+    check(send(p, d, prompt(300, seed=91), "early").outcome(), reference)
+
+
+def test_aborted_on_d_while_p_streams(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    p.hold()
+    handoff = Handoff(new_id(), prompt(1500, seed=92), p, d)
+    d.add(handoff.to_d())
+    handoff.await_registration()
+    p.add(handoff.to_p())
+    p.step(3)
+    d.abort(handoff.request_id)
+    p.run()
+    p.wait_output(handoff.request_id)
+    check(send(p, d, prompt(300, seed=93), "early").outcome(), reference)
+
+
+@pytest.mark.parametrize("connector", ["layerwise", "stock"])
+def test_aborted_on_p_and_sent_again(fleet: Fleet, reference: Reference, connector: str) -> None:
+    """P drops the prompt in the middle; the same request comes again and D, still waiting, is served."""
+    p, d = fleet.get(engines.P_LAYER if connector == "layerwise" else engines.P_STOCK, engines.D_LAYER)
+    p.hold()
+    handoff = Handoff(new_id(), prompt(1500, seed=94), p, d)
+    d.add(handoff.to_d())
+    handoff.await_registration()
+    p.add(handoff.to_p())
+    p.step(3)
+    p.abort(handoff.request_id)
+    p.step(2)
+    p.add(handoff.to_p())
+    p.run()
+    check(handoff.outcome(), reference)

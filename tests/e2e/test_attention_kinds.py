@@ -1,0 +1,43 @@
+"""Models whose layers do not all look at the whole prompt."""
+
+import pytest
+
+from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check, prompt, send
+
+
+@pytest.mark.parametrize("connector", [LAYERWISE, STOCK])
+@pytest.mark.parametrize("order", ["early", "late", "together"])
+@pytest.mark.parametrize("model", ["sliding", "hybrid"])
+def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector: str) -> None:
+    """D registers only the blocks inside the window of such layers."""
+    ours = connector == LAYERWISE
+    p_transfer = transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE) if ours else transfer(STOCK)
+    p, d, plain = fleet.get(
+        EngineSpec(f"P-{model}-{connector[:4]}", "P", p_transfer, model=model),
+        EngineSpec(f"D-{model}-{connector[:4]}", "D", transfer(connector), model=model),
+        EngineSpec(f"R-{model}", "R", None, model=model),
+    )
+    reference = Reference(plain)
+    for length in (1, 100, 199, 200, 201, 256, 257, 480, 700, 1100):
+        handoff = send(p, d, prompt(length, seed=110), order)
+        check(handoff.outcome(), reference)
+        if ours:
+            assert (handoff.push().outcome, handoff.push().swept_layers) == ("completed", 0)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_latent_attention(fleet: Fleet, order: Order) -> None:
+    """MLA keeps one vector per token. KV bytes only: vLLM's CPU prefill and decode paths round it differently."""
+    options = (("load_format", "dummy"), ("dtype", "bfloat16"))
+    p_transfer = transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE)
+    p, d = fleet.get(
+        EngineSpec("P-mla", "P", p_transfer, options, "mla"),
+        EngineSpec("D-mla", "D", transfer(LAYERWISE), options, "mla"),
+    )
+    for length in (1, 33, 257, 1100):
+        handoff = send(p, d, prompt(length, seed=111), order)
+        handoff.outcome()
+        assert handoff.differing_cells() == []
+        assert (handoff.push().outcome, handoff.push().swept_layers) == ("completed", 0)

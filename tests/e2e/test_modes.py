@@ -1,0 +1,75 @@
+"""The configuration keys: what each changes, and what it must not change."""
+
+import pytest
+
+from tests.e2e import engines
+from tests.e2e.enginehost import HostDied
+from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.streamchecks import check_completed, check_streamed
+
+LENGTHS = (1, 32, 33, 256, 257, 513, 1500)
+
+
+@pytest.mark.parametrize("order", ["early", "late", "together"])
+def test_layerwise_off_is_whole_request_push(fleet: Fleet, reference: Reference, order: Order) -> None:
+    p, d = fleet.get(engines.P_WHOLE, engines.D_LAYER)
+    for length in LENGTHS:
+        handoff = send(p, d, prompt(length, seed=20), order)
+        check(handoff.outcome(), reference)
+        push = handoff.push()
+        check_completed(push, length)
+        assert (push.mode, push.fallback, len(push.writes)) == ("request", None, 1)
+        assert push.writes_before_last_ready == 0
+
+
+@pytest.mark.parametrize("order", ["early", "late", "together"])
+def test_granularity_chunk(fleet: Fleet, reference: Reference, order: Order) -> None:
+    p, d = fleet.get(engines.P_CHUNK, engines.D_LAYER)
+    for length in LENGTHS:
+        handoff = send(p, d, prompt(length, seed=21), order)
+        check(handoff.outcome(), reference)
+        check_completed(handoff.push(), length)
+    if order == "early":
+        push = check_streamed(handoff, mode="chunk")
+        assert len(push.writes) <= len(push.chunks)
+        for write in push.writes:
+            assert write["layers"] == [0, engines.LAYERS - 1], "a chunk was not written with all its layers"
+
+
+def test_small_layers_are_merged_up_to_the_floor(fleet: Fleet, reference: Reference) -> None:
+    """A chunk's layer is 128 KiB here, so a floor of 256 KiB joins two at least."""
+    p, d = fleet.get(engines.P_MERGING, engines.D_LAYER)
+    handoff = send(p, d, prompt(2000, seed=22), "early")
+    check(handoff.outcome(), reference)
+    push = check_streamed(handoff)
+    small = [write for write in push.writes if write["bytes"] < 1 << 18]
+    assert len(small) <= len(push.chunks), "only what is left at the end of a chunk may be smaller than the floor"
+    assert len(push.chunks) < len(push.writes) <= len(push.chunks) * engines.LAYERS // 2 + len(push.chunks)
+
+
+@pytest.mark.parametrize("length", [599, 600])
+def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int) -> None:
+    p, d = fleet.get(engines.P_LONG_ONLY, engines.D_LAYER)
+    handoff = send(p, d, prompt(length, seed=23), "early")
+    check(handoff.outcome(), reference)
+    push = handoff.push()
+    check_completed(push, length)
+    if length < 600:
+        assert push.mode == "request"
+        assert "layerwise_min_tokens" in push.fallback
+    else:
+        check_streamed(handoff)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"granularity": "block"}, "'granularity' is 'block'"), ({"layer_wise": True}, "unknown key 'layer_wise'")],
+)
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_bad_configuration_stops_the_engine(fleet: Fleet, role: str, extra: dict[str, object], message: str) -> None:
+    spec = EngineSpec("bad-config", "P" if role == "P" else "D", transfer(LAYERWISE, **extra))
+    with pytest.raises(HostDied, match=message) as death:
+        fleet.get(spec)
+    assert "ConfigError" in str(death.value)

@@ -1,0 +1,66 @@
+"""D registers early, mid-prefill or after P finished; prompts around every block and chunk boundary."""
+
+import pytest
+
+from tests.e2e import engines
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.streamchecks import check_completed, check_streamed
+
+AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 223, 224, 225)
+AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 543, 544, 545, 767, 768, 769)
+LONG = (1000, 1023, 1024, 1025, 1500, 1999, 2000, 2048, 2049, 3001)
+LENGTHS = AROUND_BLOCKS + AROUND_CHUNKS + LONG
+STREAMS_FOR_SURE = 600  # tokens; shorter prompts may be computed before P has read D's registration
+
+
+@pytest.mark.parametrize("order", ["early", "late", "together"])
+def test_tokens_and_bytes(fleet: Fleet, reference: Reference, order: Order) -> None:
+    """47 lengths in each order: the plain engine's tokens, and P's bytes on D."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    for length in LENGTHS:
+        handoff = send(p, d, prompt(length), order)
+        check(handoff.outcome(), reference)
+        check_completed(handoff.push(), length)
+
+
+@pytest.mark.parametrize("length", [STREAMS_FOR_SURE, 1024, 1025, 2000, 2049])
+def test_registered_early_streams_every_chunk(fleet: Fleet, reference: Reference, length: int) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    handoff = send(p, d, prompt(length, seed=1), "early")
+    check(handoff.outcome(), reference)
+    push = check_streamed(handoff)
+    assert len(push.writes) > len(push.chunks), "layers were not written one by one"
+
+
+@pytest.mark.parametrize(("length", "after_steps"), [(300, 1), (1500, 1), (1500, 2), (1500, 5), (2049, 8)])
+def test_registered_mid_prefill(fleet: Fleet, reference: Reference, length: int, after_steps: int) -> None:
+    """What was ready before the registration is caught up with, the rest streams."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    handoff = send(p, d, prompt(length, seed=after_steps), "mid", after_steps=after_steps)
+    check(handoff.outcome(), reference)
+    push = handoff.push()
+    check_completed(push, length)
+    assert push.mode == "layer"
+    first_write = min(write["t_post"] for write in push.writes)
+    caught_up = [layer for chunk, layer, at, _ in push.ready if at < first_write]
+    assert len(caught_up) >= after_steps * engines.LAYERS, "a WRITE went out before anybody had registered"
+
+
+def test_registered_after_p_finished_goes_whole(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    handoff = send(p, d, prompt(1200), "late")
+    check(handoff.outcome(), reference)
+    push = handoff.push()
+    assert push.mode == "request"
+    assert push.fallback is not None
+    assert push.writes_before_last_ready == 0
+    check_completed(push, 1200)
+
+
+def test_registered_between_last_step_and_nothing(fleet: Fleet, reference: Reference) -> None:
+    """D registers while P stands still right after its last chunk: nothing wakes P but its own polling."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    handoff = send(p, d, prompt(700, seed=3), "after_last_step")
+    check(handoff.outcome(), reference)
+    check_completed(handoff.push(), 700)

@@ -1,0 +1,44 @@
+"""Unequal tensor parallelism: each P rank writes its share, D counts one completion per P rank. Tokens only."""
+
+import pytest
+
+from tests.e2e import engines
+from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
+from tests.e2e.pushtrace import wait_for_pushes
+
+TWO_RANKS = (("tensor_parallel_size", 2),)
+P_TWO = EngineSpec("P-tp2", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE), TWO_RANKS)
+CASES: tuple[tuple[int, Order], ...] = (
+    (1, "together"),
+    (33, "late"),
+    (257, "together"),
+    (700, "late"),
+    (2500, "together"),
+)
+D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("p_spec", "d_spec"),
+    [(P_TWO, engines.D_LAYER), (engines.P_LAYER, D_TWO), (P_TWO, D_TWO)],
+    ids=["2-to-1", "1-to-2", "2-to-2"],
+)
+def test_unequal_ranks(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
+    p, d = fleet.get(p_spec, d_spec)
+    for length, order in CASES:
+        handoff = send(p, d, prompt(length, seed=100), order)
+        check_tokens(handoff.outcome(), reference)
+        pushes = wait_for_pushes(p.trace_dir, handoff.request_id, p_spec.ranks)
+        assert {push.rank for push in pushes} == set(range(p_spec.ranks))
+        for push in pushes:
+            assert (push.outcome, push.swept_layers) == ("completed", 0)
+            assert {write["remote_rank"] for write in push.writes} == targets(push.rank, p_spec.ranks, d_spec.ranks)
+            if order == "together" and length > 2000:
+                assert push.mode == "layer"
+
+
+def targets(rank: int, p_ranks: int, d_ranks: int) -> set[int]:
+    """The D ranks that hold KV heads of a P rank."""
+    return {d_rank for d_rank in range(d_ranks) if p_ranks != d_ranks or d_rank == rank}

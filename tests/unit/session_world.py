@@ -1,0 +1,294 @@
+"""A session and everything around it: what an engine, a decode engine and a network may do next, and what must hold.
+
+``PushWorld`` plays the scheduler (through the real ``PromptProgress``), the forward pass, the writer and the peer of
+one session, keeps its own account in sets of ``(layer, block)``, and checks every action against that account.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from layerpush.prefill import protocol
+from layerpush.prefill.plan import ChunkPlan, PromptProgress
+from layerpush.prefill.protocol import Event, State, Write
+from layerpush.prefill.session import Policy, Session
+from tests.unit.builders import blocks_of, registration, upstream_pairs
+
+Cell = tuple[int, int]
+LAYER_BYTES = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One request: its layers' groups, its groups' block sizes, and what the decode engine wants of each group."""
+
+    tokens: int
+    layer_groups: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    wanted: tuple[int, ...]
+    policy: Policy = field(default_factory=Policy)
+    nulls: tuple[int, ...] = (0, 0, 0)
+    """Leading null blocks in each group's table, as a sliding window leaves them."""
+
+    def table(self, group: int, epoch: int) -> list[int]:
+        count = blocks_of(self.tokens, self.block_sizes[group])
+        nulls = min(count, self.nulls[group])
+        return [0] * nulls + [1000 * (epoch + 1) + 100 * group + index for index in range(nulls, count)]
+
+    def targets(self, group: int) -> list[int]:
+        return [5000 + 100 * group + index for index in range(self.wanted[group])]
+
+
+@dataclass
+class PushWorld:
+    shape: Shape
+    session: Session = field(init=False)
+    epoch: int = 0
+    computed: int = 0
+    chunks: list[ChunkPlan] = field(default_factory=list)
+    unready: set[int] = field(default_factory=set)
+    """Layers of the newest chunk that no hook and no sweep has reported."""
+    ready: set[Cell] = field(default_factory=set)
+    posted: set[Cell] = field(default_factory=set)
+    landed: set[Cell] = field(default_factory=set)
+    in_flight: dict[int, Write] = field(default_factory=dict)
+    ever_posted: int = 0
+    registered: bool = False
+    finished: bool = False
+    gone: bool = False
+    """The scheduler has aborted or evicted the request: nothing more comes from it."""
+    disturbed: bool = False
+    tells: int = 0
+    told: bool = False
+    delegates: int = 0
+    delivered: bool = False
+    releases: int = 0
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.session = Session("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
+        self._progress = PromptProgress("p-1", shape.block_sizes)
+        self.registration = registration(*(shape.targets(group) for group in range(len(shape.block_sizes))))
+
+    @property
+    def state(self) -> State:
+        return self.session.state
+
+    @property
+    def running(self) -> bool:
+        """The request is in the scheduler's hands and the writer is not inside a notification."""
+        return not self.finished and not self.gone and self.state is not State.TELLING
+
+    @property
+    def prompt_ready(self) -> bool:
+        return self.computed == self.shape.tokens and not self.unready
+
+    @property
+    def computed_cells(self) -> set[Cell]:
+        """Every block of the chunks of which every layer is ready."""
+        whole = self.chunks[:-1] if self.unready else self.chunks
+        cells = set()
+        for layer, group in enumerate(self.shape.layer_groups):
+            cells |= {(layer, block) for block in range(whole[-1].groups[group].end if whole else 0)}
+        return cells
+
+    @property
+    def wanted(self) -> set[Cell]:
+        """Every block of every layer that must reach the decode engine; null blocks count, but move nothing."""
+        cells = set()
+        for layer, group in enumerate(self.shape.layer_groups):
+            total = blocks_of(self.shape.tokens, self.shape.block_sizes[group])
+            cells |= {(layer, block) for block in range(total - self.shape.wanted[group], total)}
+        return cells
+
+    def send(self, event: Event) -> None:
+        """Deliver one event as the writer does (never to a closed session) and check what comes of it."""
+        if self.state is State.CLOSED:
+            return
+        before = self.state
+        for action in self.session.handle(event):
+            if isinstance(action, protocol.Post):
+                assert before is State.STREAMING
+                assert self.state is State.STREAMING
+                self._check_post(action.write)
+            elif isinstance(action, protocol.Tell):
+                self._check_tell(action)
+            elif isinstance(action, protocol.Delegate):
+                assert self.finished
+                assert not self.ever_posted, "a request that streams never switches"
+                self.delegates += 1
+            elif isinstance(action, protocol.Release):
+                assert self.finished
+                assert self.told or self.delivered
+                self.releases += 1
+        assert self.tells <= 1
+        assert self.delegates <= 1
+        assert self.releases <= 1
+        assert set(self.session.in_flight) == set(self.in_flight)
+        if self.state in (State.CLOSED, State.ABANDONED, State.TELLING, State.TOLD):
+            assert not self.in_flight
+
+    # The scheduler and the forward pass.
+
+    def plan(self, tokens: int) -> None:
+        tables = [self.shape.table(group, self.epoch) for group in range(len(self.shape.block_sizes))]
+        chunk = self._progress.advance(self.computed, tokens, self.shape.tokens, tables)
+        assert chunk is not None
+        self.computed = chunk.end
+        self.chunks.append(chunk)
+        self.unready = set(range(len(self.shape.layer_groups)))
+        self.send(protocol.Planned(chunk))
+
+    def hook(self, layer: int) -> None:
+        """A layer of the newest chunk is ready; again and again if the model calls its hook more than once."""
+        self._ready(layer)
+
+    def sweep(self) -> None:
+        for layer in sorted(self.unready):
+            self._ready(layer)
+
+    def _ready(self, layer: int) -> None:
+        chunk = self.chunks[-1]
+        self.unready.discard(layer)
+        part = chunk.groups[self.shape.layer_groups[layer]]
+        self.ready |= {(layer, block) for block in range(part.end)}
+        if self.session.accepts(protocol.Ready):
+            self.send(protocol.Ready(self.epoch, chunk.index, layer))
+
+    def stale_hook(self, layer: int) -> None:
+        """A layer of an epoch that is over reports late."""
+        if self.session.accepts(protocol.Ready):
+            self.send(protocol.Ready(self.epoch - 1, 0, layer))
+
+    def preempt(self, *, announced: bool) -> None:
+        """The blocks are gone. Without the scheduler's word for it, the next plan must follow at once."""
+        self.epoch += 1
+        self._progress.restart()
+        self.computed, self.chunks, self.unready = 0, [], set()
+        self.ready, self.posted, self.landed = set(), set(), set()
+        if announced:
+            self.send(protocol.Preempted())
+
+    def finish(self) -> None:
+        self.finished = True
+        self.send(protocol.Finished())
+
+    def drop(self) -> None:
+        self.gone = self.disturbed = True
+        self.send(protocol.Evicted() if self.finished else protocol.Aborted())
+
+    # The peer and the network.
+
+    def register(self) -> None:
+        self.registered = True
+        self.send(protocol.Registered(self.registration))
+
+    def land(self, write: int) -> None:
+        landed = self.in_flight.pop(write)
+        if landed.epoch == self.epoch:
+            self.landed |= cells_of(landed)
+        self.send(protocol.Landed(write))
+
+    def lose(self, write: int) -> None:
+        self.disturbed = True
+        self.in_flight.pop(write)
+        self.send(protocol.Lost(write, "cut off"))
+
+    def fail(self) -> None:
+        self.disturbed = True
+        self.send(protocol.Failed("broken"))
+
+    def confirm_tell(self) -> None:
+        self.told = True
+        self.send(protocol.Told())
+
+    def deliver(self) -> None:
+        self.delivered = True
+        self.send(protocol.Delivered())
+
+    # What must hold.
+
+    def _check_post(self, write: Write) -> None:
+        assert write.epoch == self.epoch
+        assert {other.epoch for other in self.in_flight.values()} <= {self.epoch}, "an old WRITE is on the wire"
+        cells = cells_of(write)
+        assert cells, "an empty WRITE"
+        assert cells <= self.wanted
+        assert not cells & self.posted, "posted twice in one epoch"
+        assert cells <= self.ready, "posted before it was ready"
+        if not self.shape.policy.by_layer:
+            assert cells <= self.computed_cells, "posted in the middle of a chunk"
+        assert write.size == LAYER_BYTES * sum(pairs_in(write).values())
+        for part in write.segments:
+            self._check_mapping(part)
+        self.posted |= cells
+        self.ever_posted += 1
+        self.in_flight[write.id] = write
+        assert len(self.in_flight) <= self.shape.policy.max_in_flight
+
+    def _check_mapping(self, part: protocol.Segment) -> None:
+        groups = set(self.shape.layer_groups[part.layers])
+        assert groups == {part.group}
+        table, targets = self.shape.table(part.group, self.epoch), self.shape.targets(part.group)
+        skipped = len(table) - len(targets)
+        whole = upstream_pairs(table, targets)[part.first - skipped : part.end - skipped]
+        assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
+        assert 0 not in part.source + part.target
+
+    def _check_tell(self, action: protocol.Tell) -> None:
+        assert self.state is State.TELLING
+        assert action.registration == self.registration
+        assert self.prompt_ready
+        assert self.landed == self.wanted, "told although something is missing"
+        assert not self.in_flight
+        self.tells += 1
+
+    def drive_home(self) -> None:
+        """Let everything end well from here; the lease runs out on what cannot."""
+        for _ in range(100):
+            if self.state is State.STREAMING:
+                self.send(protocol.Pump())
+            if self.state is State.CLOSED:
+                break
+            if self.state is State.TELLING:
+                self.confirm_tell()
+            elif self.state is State.CONNECTING:
+                self.send(protocol.Connected())
+            elif self.in_flight:
+                self.land(next(iter(self.in_flight)))
+            elif self.running and not self.prompt_ready:
+                if self.computed < self.shape.tokens and not self.unready:
+                    self.plan(self.shape.tokens)
+                self.sweep()
+            elif self.running:
+                self.finish()
+            elif self.state is State.DELEGATED:
+                self.deliver()
+            else:
+                assert self.disturbed, f"stuck in {self.state.name}"
+                self.drop()
+        assert self.state is State.CLOSED
+        assert not self.in_flight
+        assert not self.session.in_flight
+        if not self.disturbed:
+            assert self.releases == 1
+            assert self.tells + self.delegates == 1
+
+
+def cells_of(write: Write) -> set[Cell]:
+    cells: list[Cell] = []
+    for part in write.segments:
+        cells += [
+            (layer, block) for layer in range(*part.layers.indices(1 << 30)) for block in range(part.first, part.end)
+        ]
+    assert len(cells) == len(set(cells)), "a WRITE holds a block twice"
+    return set(cells)
+
+
+def pairs_in(write: Write) -> dict[int, int]:
+    """How many block pairs each layer of a WRITE moves."""
+    counts: dict[int, int] = {}
+    for part in write.segments:
+        for layer in range(*part.layers.indices(1 << 30)):
+            counts[layer] = counts.get(layer, 0) + len(part.source)
+    return counts

@@ -1,0 +1,186 @@
+"""From the hooks of the forward pass to the writer: order, fences, limits, threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from layerpush.prefill import capture
+from layerpush.prefill.capture import Armed, Capture, LayerSaved, NoFences, StepEvent, Swept
+from layerpush.prefill.plan import StepPlan
+from tests.unit.builders import chunks_of
+
+NAMES = {f"layers.{index}": index for index in range(4)}
+PLAN = StepPlan(tuple(chunks_of(8, [8], [[1, 2]], [4])))
+
+
+@dataclass
+class Wakes:
+    count: int = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@dataclass
+class SlowFence:
+    open: bool = False
+    recycled: int = 0
+
+    def passed(self) -> bool:
+        return self.open
+
+    def recycle(self) -> None:
+        self.recycled += 1
+
+
+@dataclass
+class SlowDevice:
+    """Fences that pass when the test says so."""
+
+    fences: list[SlowFence] = field(default_factory=list)
+
+    def record(self) -> SlowFence:
+        self.fences.append(SlowFence())
+        return self.fences[-1]
+
+
+def taken(source: Capture) -> list[StepEvent]:
+    return [event for event, _ in source.take()]
+
+
+def kinds(events: list[StepEvent]) -> list[object]:
+    return [event.layer if isinstance(event, LayerSaved) else type(event) for event in events]
+
+
+def test_events_come_in_order() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(PLAN)
+    for name in ("layers.2", "layers.0"):
+        source.layer_saved(name)
+    source.sweep()
+
+    assert kinds(taken(source)) == [Armed, 2, 0, Swept]
+    assert not source.pending
+
+
+def test_an_idle_step_costs_nothing() -> None:
+    """No chunk, no event, no wake, no fence: decoding requests share the engine."""
+    wakes, device = Wakes(), SlowDevice()
+    source = Capture(NAMES, wakes, device)
+    source.arm(StepPlan())
+    source.layer_saved("layers.0")
+    source.sweep()
+    assert (wakes.count, device.fences, source.pending) == (0, [], False)
+
+
+def test_before_the_first_step_hooks_cost_nothing() -> None:
+    source = Capture(NAMES, Wakes(), SlowDevice())
+    source.layer_saved("layers.0")
+    source.sweep()
+    assert not source.pending
+
+
+def test_a_step_of_preemptions_only_is_announced_but_not_armed() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(StepPlan(preempted=("p-1",)))
+    source.layer_saved("layers.0")
+    source.sweep()
+    assert kinds(taken(source)) == [Armed]
+
+
+def test_one_sweep_ends_a_step() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(PLAN)
+    source.sweep()
+    source.layer_saved("layers.0")
+    source.sweep()
+    assert kinds(taken(source)) == [Armed, Swept]
+
+
+def test_a_layer_without_a_cache_of_its_own_is_no_event() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(PLAN)
+    source.layer_saved("layers.9")
+    assert kinds(taken(source)) == [Armed]
+
+
+def test_every_event_wakes_the_writer() -> None:
+    wakes = Wakes()
+    source = Capture(NAMES, wakes, NoFences())
+    source.arm(PLAN)
+    source.layer_saved("layers.0")
+    source.sweep()
+    assert wakes.count == 3
+
+
+def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
+    device = SlowDevice()
+    source = Capture(NAMES, Wakes(), device)
+    source.arm(PLAN)
+    source.layer_saved("layers.0")
+    source.layer_saved("layers.1")
+    first, second = device.fences
+
+    assert kinds(taken(source)) == [Armed]
+    second.open = True
+    assert taken(source) == []
+    assert source.pending
+    first.open = True
+    assert kinds(taken(source)) == [0, 1]
+    assert (first.recycled, second.recycled) == (1, 1)
+
+
+def test_an_event_behind_a_fence_is_as_old_as_its_passing() -> None:
+    device = SlowDevice()
+    source = Capture(NAMES, Wakes(), device)
+    source.arm(PLAN)
+    source.layer_saved("layers.0")
+    list(source.take())
+    device.fences[0].open = True
+
+    ((event, at),) = source.take()
+    assert at > event.at
+
+
+def test_a_full_queue_drops_layers_and_keeps_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "QUEUE_LIMIT", 3)
+    device = SlowDevice()
+    source = Capture(NAMES, Wakes(), device)
+    source.arm(PLAN)
+    for name in NAMES:
+        source.layer_saved(name)
+    source.sweep()
+    source.arm(PLAN)
+    for fence in device.fences:
+        fence.open = True
+
+    assert kinds(taken(source)) == [Armed, 0, 1, Swept, Armed]
+    assert source.dropped == 2
+    assert len(device.fences) == 3, "a dropped event takes no fence from the pool"
+
+
+def test_one_thread_appends_while_another_takes() -> None:
+    woken = threading.Event()
+    source = Capture(NAMES, woken.set, NoFences())
+    steps, got = 400, list[object]()
+
+    def writer() -> None:
+        while got.count(Swept) < steps:
+            woken.wait(0.05)
+            woken.clear()
+            got.extend(kinds(taken(source)))
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    for _ in range(steps):
+        source.arm(PLAN)
+        for name in NAMES:
+            source.layer_saved(name)
+        source.sweep()
+    thread.join(30)
+
+    assert not thread.is_alive()
+    assert got == [Armed, 0, 1, 2, 3, Swept] * steps

@@ -1,0 +1,127 @@
+"""The `layerpush` command: exit statuses, what goes to stdout, and what is handed to the demo."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import layerpush
+from layerpush import doctor
+from layerpush.cli import app
+from layerpush.doctor import Finding, Verdict
+
+OK = Finding("one", Verdict.OK, "fine")
+WARN = Finding("two", Verdict.WARN, "so so", "consider this")
+FAIL = Finding("three", Verdict.FAIL, "broken", "do that")
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"layerpush {layerpush.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
+def test_help_teaches(arguments: list[str]) -> None:
+    result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    wanted = {"--help": "LayerwisePushConnector", "demo": "Ctrl-C", "doctor": "LAYERPUSH_CALM"}[arguments[0]]
+    assert wanted in result.stdout
+
+
+def test_help_answers_without_loading_vllm_torch_or_nixl() -> None:
+    code = "import sys, layerpush.cli; print(*sys.modules)"
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert not loaded & {"torch", "vllm", "nixl", "aiohttp", "matplotlib", "msgspec"}
+
+
+@pytest.mark.parametrize(("findings", "status"), [([OK], 0), ([OK, WARN], 0), ([OK, WARN, FAIL], 1), ([FAIL, OK], 1)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_doctor_fails_if_a_check_failed(
+    findings: list[Finding], status: int, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: iter(findings))
+    assert runner.invoke(app, ["doctor", *(["--json"] if as_json else [])]).exit_code == status
+
+
+def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: iter([OK, WARN, FAIL]))
+    lines = [line.strip() for line in runner.invoke(app, ["doctor"]).stdout.splitlines() if line.strip()]
+    assert [line.split()[0] for line in lines] == ["ok", "warn", "->", "fail", "->", "1"]
+    assert lines[4] == "-> do that"
+    assert lines[-1] == "1 ok, 1 to consider, 1 failed"
+
+
+def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy() -> list[Finding]:
+        print("a library says hello")
+        return [WARN]
+
+    monkeypatch.setattr(doctor, "examine", noisy)
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert json.loads(result.stdout) == [
+        {"check": "two", "verdict": "warn", "found": "so so", "advice": "consider this"}
+    ]
+
+
+def test_doctor_of_this_installation() -> None:
+    """The real thing: everything that can be checked here works, whatever its warnings."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}
+    environment |= {"LAYERPUSH_CALM": "1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "46099"}
+    done = subprocess.run(
+        [sys.executable, "-m", "layerpush", "doctor", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    findings = json.loads(done.stdout)
+    assert [finding["check"] for finding in findings] == list(doctor.CHECKS)
+    assert [finding for finding in findings if finding["verdict"] == "fail"] == []
+    assert done.returncode == 0
+
+
+def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    received: dict[str, object] = {}
+
+    def run_demo(**arguments: object) -> int:
+        received.update(arguments)
+        return 3
+
+    monkeypatch.setitem(sys.modules, "layerpush.demo.command", types.SimpleNamespace(run_demo=run_demo))
+    line = f"demo --json {tmp_path}/a.json --prompts 2 --prompt-tokens 512 --link 1gbit --keep-logs {tmp_path}/logs"
+    assert runner.invoke(app, line.split()).exit_code == 3
+    assert received == {
+        "json_file": tmp_path / "a.json",
+        "plot": Path("layerpush-demo.png"),
+        "model_dir": None,
+        "prompts": 2,
+        "prompt_tokens": 512,
+        "link": "1gbit",
+        "keep_logs": tmp_path / "logs",
+    }
+
+
+def test_demo_takes_exactly_what_the_command_passes() -> None:
+    from layerpush.demo.command import run_demo
+
+    assert list(inspect.signature(run_demo).parameters) == [
+        "json_file",
+        "plot",
+        "model_dir",
+        "prompts",
+        "prompt_tokens",
+        "link",
+        "keep_logs",
+    ]

@@ -1,0 +1,136 @@
+"""kv_connector_extra_config: what is taken, what is refused, and whether the message helps."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from layerpush.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
+
+OWN_KEYS = {"layerwise", "granularity", "min_write_bytes", "layerwise_min_tokens", "trace_dir"}
+
+
+def test_defaults() -> None:
+    assert LayerPushConfig.from_extra_config({}) == LayerPushConfig(
+        layerwise=True, granularity="layer", min_write_bytes=262144, layerwise_min_tokens=0, trace_dir=None
+    )
+
+
+def test_every_key_is_taken() -> None:
+    extra: dict[str, object] = {
+        "layerwise": False,
+        "granularity": "chunk",
+        "min_write_bytes": 0,
+        "layerwise_min_tokens": 512,
+        "trace_dir": "/tmp/trace",
+    }
+    config = LayerPushConfig.from_extra_config(extra)
+    assert {key: getattr(config, key) for key in extra} == extra
+
+
+def test_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        LayerPushConfig().layerwise = False  # type: ignore[misc]
+
+
+def test_vllms_own_keys_pass_whatever_their_value() -> None:
+    extra = dict.fromkeys(UPSTREAM_KEYS, object())
+    assert LayerPushConfig.from_extra_config(extra) == LayerPushConfig()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "choices"),
+    [
+        ("layerwise", 1, "true or false"),
+        ("layerwise", 0, "true or false"),
+        ("layerwise", None, "true or false"),
+        ("layerwise", "on", "true or false"),
+        ("granularity", "block", '"layer" or "chunk"'),
+        ("granularity", None, '"layer" or "chunk"'),
+        ("granularity", ["layer"], '"layer" or "chunk"'),
+        ("min_write_bytes", -1, "integer >= 0"),
+        ("min_write_bytes", 1.0, "integer >= 0"),
+        ("min_write_bytes", True, "integer >= 0"),
+        ("min_write_bytes", None, "integer >= 0"),
+        ("min_write_bytes", "256k", "integer >= 0"),
+        ("layerwise_min_tokens", -5, "integer >= 0"),
+        ("layerwise_min_tokens", False, "integer >= 0"),
+        ("trace_dir", 3, "non-empty string or null"),
+        ("trace_dir", "", "non-empty string or null"),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_choices(key: str, value: object, choices: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LayerPushConfig.from_extra_config({key: value})
+    assert repr(key) in str(refusal.value)
+    assert repr(value) in str(refusal.value)
+    assert f"choices: {choices}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("min_write_bytes", "262144", "write 262144 without quotes"),
+        ("layerwise", "True", "write true without quotes"),
+        ("granularity", "Chunk", 'write "chunk"'),
+        ("granularity", "layers", 'did you mean "layer"?'),
+    ],
+)
+def test_a_near_miss_is_refused_with_a_hint(key: str, value: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LayerPushConfig.from_extra_config({key: value})
+    assert str(refusal.value).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("layerwize", "layerwise"), ("min_write_byte", "min_write_bytes"), ("num_thread", "num_threads")],
+)
+def test_an_unknown_key_is_refused_with_the_closest_one(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key {key!r}; did you mean {meant!r}"):
+        LayerPushConfig.from_extra_config({key: 1})
+
+
+def test_an_unknown_key_like_no_other_gets_the_list() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LayerPushConfig.from_extra_config({"colour": "red"})
+    assert "did you mean" not in str(refusal.value)
+    assert all(key in str(refusal.value) for key in OWN_KEYS | UPSTREAM_KEYS)
+
+
+def test_config_errors_are_value_errors() -> None:
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_documentation_covers_every_key() -> None:
+    rows = {row.key: row for row in documentation_rows()}
+    assert set(rows) == OWN_KEYS
+    assert all(row.meaning.endswith(".") for row in rows.values())
+    assert rows["granularity"][1:3] == ('"layer" or "chunk"', '"layer"')
+    assert rows["trace_dir"].default == "null"
+    assert documentation_table().count("\n") == len(rows) + 2
+
+
+def test_upstream_keys_are_all_that_vllms_nixl_connectors_read() -> None:
+    """Or an option of vLLM's would be refused by us."""
+    vllm = find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    folder = Path(vllm.origin).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
+    read = {key for file in folder.glob("*.py") for key in _keys_read(file)}
+    assert read == UPSTREAM_KEYS
+
+
+def _keys_read(file: Path) -> set[str]:
+    return {
+        node.args[0].value
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get_from_extra_config"
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }

@@ -1,0 +1,233 @@
+"""Every check of `layerpush doctor`: what it accepts, what it refuses, and that it says what to do."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+
+from layerpush import doctor, plugin
+from layerpush.doctor import Finding, Verdict
+
+OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("LAYERPUSH_CALM", "VLLM_PLUGINS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+    for name in (*names, *UCX_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def answers(
+    returncode: int = 0, stdout: str = "", stderr: str = ""
+) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    return lambda code: subprocess.CompletedProcess([], returncode, stdout, stderr)
+
+
+def expect(finding: Finding, verdict: Verdict, found: str = "", advice: str = "") -> None:
+    assert finding.check == "x"
+    assert finding.verdict is verdict, finding
+    assert found in finding.found
+    assert advice in finding.advice
+    if verdict is not OK:
+        assert finding.advice, "a problem without advice"
+
+
+@pytest.mark.parametrize(("version", "verdict"), [((3, 10), FAIL), ((3, 11), OK), ((3, 13), OK), ((3, 14), FAIL)])
+def test_python(version: tuple[int, int], verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 5, "final", 0))
+    expect(doctor.check_python("x"), verdict, f"{version[0]}.{version[1]}.5")
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("0.31.2", FAIL), ("0.32.0", OK), ("0.33.1rc2+cpu", OK), ("0.34.0", FAIL), ("1.0", FAIL), ("dev", WARN)],
+)
+def test_vllm_version(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version, __spec__=object()))
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    expect(doctor.check_vllm("x"), verdict, version)
+
+
+def test_vllm_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_metadata(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0", __spec__=object()))
+    monkeypatch.setattr(metadata, "version", no_metadata)
+    expect(doctor.check_vllm("x"), OK, "0.32.0", "python -m vllm.entrypoints.openai.api_server")
+
+
+@pytest.mark.parametrize("check", [doctor.check_vllm, doctor.check_nixl])
+def test_not_installed(check: Callable[[str], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    expect(check("x"), FAIL, "not installed", "pip install")
+
+
+def test_companions_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name != "torchcodec")
+    monkeypatch.setattr(doctor, "_run_python", lambda code: answers(int("torchvision" in code))(code))
+    expect(doctor.check_torch_companions("x"), FAIL, "torchvision cannot", "pip uninstall torchvision")
+
+
+def test_companions_that_can_be_loaded_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: True)
+    monkeypatch.setattr(doctor, "_run_python", answers())
+    expect(doctor.check_torch_companions("x"), OK, "torchvision, torchaudio, torchcodec can be loaded")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    expect(doctor.check_torch_companions("x"), OK, "none installed")
+
+
+def test_plugin_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    expect(doctor.check_plugin("x"), FAIL, "no entry point", "pip install")
+
+
+def test_plugin_left_out_by_vllm_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other,another")
+    expect(doctor.check_plugin("x"), FAIL, "VLLM_PLUGINS=other,another", "add layerpush")
+
+
+def test_plugin_that_clashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clash() -> None:
+        raise plugin.ConnectorNameError("taken by theirs.Class")
+
+    monkeypatch.setattr(plugin, "register", clash)
+    expect(doctor.check_plugin("x"), FAIL, "theirs.Class", "every vLLM process stops")
+
+
+def test_nixl_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_run_python", answers(1, stderr="Traceback\nnixlBackendError: NIXL_ERR_BACKEND\n"))
+    expect(doctor.check_nixl("x"), FAIL, "nixlBackendError: NIXL_ERR_BACKEND", "reinstall")
+    monkeypatch.setenv("UCX_TLS", "posix,self")
+    expect(doctor.check_nixl("x"), FAIL, "NIXL_ERR_BACKEND", "check UCX_TLS=posix,self")
+
+
+def test_nixl_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(code: str) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(code, doctor.PROBE_TIMEOUT_S)
+
+    monkeypatch.setattr(doctor, "_run_python", hang)
+    expect(doctor.check_nixl("x"), FAIL, "no agent after", "unset UCX_TLS")
+
+
+def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_run_python", answers(stdout='log line\n{"version": "1.5.1", "plugins": ["POSIX"]}\n'))
+    expect(doctor.check_nixl("x"), FAIL, "without its UCX plugin", "NIXL_PLUGIN_DIR")
+
+
+def test_real_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    expect(doctor.check_nixl("x"), OK, "an agent with UCX was made")
+
+
+def test_real_nixl_with_transports_that_ucx_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "pigeon")
+    expect(doctor.check_nixl("x"), FAIL, "no agent could be made", "UCX_TLS=pigeon")
+
+
+def test_transports_name_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo,mlx5_77:1")
+    expect(doctor.check_transports("x"), FAIL, "UCX_NET_DEVICES=lo,mlx5_77:1", "names mlx5_77:1")
+
+
+@pytest.mark.parametrize("value", ["all", "lo", "^lo"])
+def test_transports_name_a_device_that_is_there(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
+    monkeypatch.setenv("UCX_NET_DEVICES", value)
+    expect(doctor.check_transports("x"), OK, "lo")
+
+
+@pytest.mark.parametrize(
+    ("tls", "verdict"), [("tcp,self", WARN), ("tcp,cuda_copy,self", OK), ("all", OK), ("^sysv", OK), (None, OK)]
+)
+def test_transports_of_a_gpu_machine(tls: str | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+    if tls:
+        monkeypatch.setenv("UCX_TLS", tls)
+    expect(doctor.check_transports("x"), verdict, tls or "", "cuda_copy" if verdict is WARN else "")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "build", "verdict", "advice"),
+    [
+        (False, "cpu", OK, ""),
+        (False, "cuda", FAIL, "layerpush[cpu]"),
+        (False, "", FAIL, "layerpush[cpu]"),
+        (True, "cuda", OK, ""),
+        (True, "cpu", WARN, "layerpush[cuda]"),
+    ],
+)
+def test_device(gpu: bool, build: str, verdict: Verdict, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Fast 9000")
+    platforms = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type=build))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    expect(doctor.check_device("x"), verdict, "2 x Fast 9000" if gpu else "no CUDA device", advice)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cores", "value", "verdict", "advice"),
+    [
+        (False, 2, None, WARN, "export LAYERPUSH_CALM=1"),
+        (False, 2, "0", WARN, "export LAYERPUSH_CALM=1"),
+        (False, 2, "1", OK, ""),
+        (False, 64, None, OK, ""),
+        (True, 2, None, OK, ""),
+        (True, 64, "1", WARN, "unset LAYERPUSH_CALM"),
+        (False, 2, "perhaps", FAIL, "every vLLM process stops"),
+    ],
+)
+def test_calm(
+    gpu: bool, cores: int, value: str | None, verdict: Verdict, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(doctor, "_cores", lambda: cores)
+    if value is not None:
+        monkeypatch.setenv("LAYERPUSH_CALM", value)
+    expect(doctor.check_calm("x"), verdict, "LAYERPUSH_CALM", advice)
+
+
+def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        listener.listen()
+        expect(doctor.check_port("x"), FAIL, f"127.0.0.1:{port}", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+    expect(doctor.check_port("x"), OK, "is free")
+
+
+@pytest.mark.parametrize("value", ["0", "70000", "http", ""])
+def test_port_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", value)
+    expect(doctor.check_port("x"), FAIL, "is no port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+
+
+def test_host_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "192.0.2.1")
+    expect(doctor.check_port("x"), FAIL, "192.0.2.1:5600", "VLLM_NIXL_SIDE_CHANNEL")
+
+
+def test_a_check_that_breaks_is_a_failed_check_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(name: str) -> Finding:
+        raise OSError("libthing.so: cannot open")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"first": breaks, "second": doctor.check_python})
+    first, second = doctor.examine()
+    assert (first.check, first.verdict, first.found) == ("first", FAIL, "OSError: libthing.so: cannot open")
+    assert first.advice
+    assert (second.check, second.verdict) == ("second", OK)

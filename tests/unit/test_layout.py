@@ -1,0 +1,148 @@
+"""Layers to regions to descriptor ids, for the shapes of cache that engines register."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.layout import (
+    CacheLayout,
+    LayerCache,
+    LayerSlots,
+    LayoutError,
+    Region,
+    descriptor_ids,
+    descriptor_offsets,
+    match_layers,
+    named_layers,
+)
+
+BLOCKS, PAGE = 10, 64
+SPAN = BLOCKS * PAGE
+
+
+def own_regions(count: int, bytes_each: int = PAGE) -> list[Region]:
+    return [Region(0x1000 + index * SPAN, bytes_each, BLOCKS) for index in range(count)]
+
+
+def cache(index: int, group: int = 0, page: int = PAGE, start: int | None = None) -> LayerCache:
+    return LayerCache(f"layers.{index}", group, 0x1000 + index * SPAN if start is None else start, SPAN, page)
+
+
+def test_a_region_for_every_layer() -> None:
+    layout = match_layers([cache(index) for index in range(3)], own_regions(3))
+
+    assert [layer.slots for layer in layout.layers] == [(0,), (1,), (2,)]
+    assert layout.index_of == {"layers.0": 0, "layers.1": 1, "layers.2": 2}
+    assert layout.layer_bytes == (PAGE,) * 3
+    assert layout.region_blocks == (BLOCKS,) * 3
+
+
+def test_slots_follow_the_addresses_and_layers_their_own_order() -> None:
+    layout = match_layers([cache(2), cache(0), cache(1)], own_regions(3))
+    assert [(layer.name, layer.slots) for layer in layout.layers] == [
+        ("layers.2", (2,)),
+        ("layers.0", (0,)),
+        ("layers.1", (1,)),
+    ]
+
+
+def test_layers_of_two_groups_may_share_a_region() -> None:
+    """A hybrid model: the same memory holds a full-attention layer's blocks and a sliding-window layer's."""
+    shared = [cache(0, 0, start=0x1000), cache(1, 1, start=0x1000), cache(2, 0, start=0x1000 + SPAN)]
+    layout = match_layers(shared, own_regions(2))
+
+    assert [(layer.group, layer.slots) for layer in layout.layers] == [(0, (0,)), (1, (0,)), (0, (1,))]
+    assert layout.groups == 2
+
+
+def test_keys_and_values_in_two_regions() -> None:
+    halves = [Region(0x1000, PAGE // 2, BLOCKS), Region(0x1000 + SPAN // 2, PAGE // 2, BLOCKS)]
+    layout = match_layers([cache(0)], halves)
+
+    assert layout.layers[0].slots == (0, 1)
+    assert layout.layer_bytes == (PAGE,)
+
+
+def test_a_page_may_be_several_kernel_blocks() -> None:
+    layout = match_layers([cache(0)], own_regions(1), blocks_per_page=4)
+    assert layout.layer_bytes == (4 * PAGE,)
+    assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("packed_bytes", [PAGE * 4, PAGE * 2])
+def test_rows_that_pack_all_layers_cannot_be_told_apart(packed_bytes: int) -> None:
+    rows = [Region(0x1000, packed_bytes, BLOCKS)]
+    with pytest.raises(
+        LayoutError, match=rf"layers.0 has pages of {PAGE} bytes but its regions \[0\] hold {packed_bytes}"
+    ):
+        match_layers([cache(0), cache(1, start=0x1000 + PAGE)], rows)
+
+
+def test_a_layer_in_the_middle_of_a_packed_row_has_no_region() -> None:
+    rows = [Region(0x1000, PAGE * 2, BLOCKS)]
+    with pytest.raises(LayoutError, match=r"layers.1 at 0x1040 lies in no registered region"):
+        match_layers([cache(1, start=0x1000 + PAGE)], rows)
+
+
+def test_a_region_of_nobody_is_an_error() -> None:
+    with pytest.raises(LayoutError, match=r"regions \[1\] belong to no known layer"):
+        match_layers([cache(0)], own_regions(2))
+
+
+def test_no_layer_is_an_error() -> None:
+    with pytest.raises(LayoutError, match="no layer"):
+        match_layers([], [])
+
+
+def test_regions_that_are_too_small_are_an_error() -> None:
+    with pytest.raises(LayoutError, match="hold 32 bytes a block"):
+        match_layers([cache(0)], own_regions(1, PAGE // 2))
+
+
+def test_named_layers_take_their_order() -> None:
+    layout = named_layers(["b", "a"], [0, 1], own_regions(2))
+    assert layout.layers == (LayerSlots("b", 0, (0,)), LayerSlots("a", 1, (1,)))
+    with pytest.raises(LayoutError, match="2 layer names, 1 groups and 2 regions"):
+        named_layers(["b", "a"], [0], own_regions(2))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_ids_are_region_major(sizes: list[int], data: st.DataObject) -> None:
+    """Against counting one by one; regions may have different block counts."""
+    numbers: dict[tuple[int, int], int] = {}
+    for slot, count in enumerate(sizes):
+        for block in range(count):
+            numbers[slot, block] = len(numbers)
+    slots = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=4))
+    blocks = data.draw(st.lists(st.integers(0, min(sizes[slot] for slot in slots) - 1), max_size=8))
+
+    ids = descriptor_ids(descriptor_offsets(sizes), slots, np.asarray(blocks, dtype=np.int32))
+
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [numbers[slot, block] for slot in slots for block in blocks]
+
+
+@given(blocks=st.lists(st.integers(0, 500), max_size=20), per_page=st.integers(1, 5))
+def test_expand_counts_kernel_blocks(blocks: list[int], per_page: int) -> None:
+    layout = CacheLayout((LayerSlots("a", 0, (0,)),), (Region(0, 1, 1),), per_page)
+    expanded = layout.expand(blocks)
+
+    assert expanded.dtype == np.int32
+    assert expanded.tolist() == [block * per_page + part for block in blocks for part in range(per_page)]
+
+
+def test_the_last_id_that_fits_is_right() -> None:
+    offsets = descriptor_offsets([1 << 30, (1 << 30) - 1, 1])
+    assert descriptor_ids(offsets, [2], np.asarray([0], np.int32)).tolist() == [(1 << 31) - 1]
+
+
+def test_more_descriptors_than_an_id_can_count_are_refused() -> None:
+    """Ids are int32: one that wraps would name another layer's block, or none."""
+    with pytest.raises(LayoutError, match="2147483648"):
+        descriptor_offsets([1 << 30, 1 << 30, 1])

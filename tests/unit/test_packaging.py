@@ -1,0 +1,135 @@
+"""What is shipped, what is pinned, and what `make setup` says when the index lacks torch's CPU build."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SHIPPED_SOURCES = ("layerpush", "kernels")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built in a copy of the checkout, without a network."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in (*SHIPPED_SOURCES, "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("bench", "docs", "scripts"):  # must stay out even if they look like packages
+        (tree / name).mkdir()
+        (tree / name / "__init__.py").touch()
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    (tree / "README.md").write_text("# layerpush\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = (tree / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_wheel_has_no_other_top_level_names(wheel: zipfile.ZipFile) -> None:
+    """Above all no `kernels`, which would shadow the Hugging Face package."""
+    version = PROJECT.get("version") or metadata.version("layerpush")
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert top == {"layerpush", "layerpush_kernels", f"layerpush-{version}.dist-info"}
+
+
+def test_wheel_has_every_module(wheel: zipfile.ZipFile) -> None:
+    wanted = {str(file.relative_to(ROOT)) for file in (ROOT / "layerpush").rglob("*.py")}
+    wanted |= {str(file.relative_to(ROOT / "kernels")) for file in (ROOT / "kernels").rglob("*.py")}
+    wanted |= {"layerpush/py.typed", "layerpush_kernels/py.typed"}
+    assert wanted <= set(wheel.namelist())
+
+
+def test_wheel_plugs_into_vllm(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    entries = configparser.ConfigParser()
+    entries.read_string(wheel.read(name).decode())
+    assert dict(entries["vllm.general_plugins"]) == {"layerpush": "layerpush.plugin:register"}
+    assert dict(entries["console_scripts"]) == {"layerpush": "layerpush.cli:app"}
+
+
+def test_everything_imported_is_a_declared_dependency() -> None:
+    """vLLM is not among the dependencies: the extras `cpu` and `cuda` choose the build."""
+    files = [file for folder in SHIPPED_SOURCES for file in (ROOT / folder).rglob("*.py")]
+    imported = {name for file in files for name in top_level_imports(file.read_text())}
+    declared = {Requirement(line).name for line in PROJECT["dependencies"]} | {"vllm", "layerpush", "layerpush_kernels"}
+    assert imported - sys.stdlib_module_names <= declared
+
+
+def top_level_imports(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_kernels_folder_is_no_package() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def lock() -> dict[str, str]:
+    lines = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines)
+    return {canonicalize_name(name): version for name, version in pins.items()}
+
+
+def test_lock_leaves_out_what_breaks_cpu_torch() -> None:
+    assert not lock().keys() & {"torchvision", "torchaudio", "torchcodec"}
+    assert not [name for name in lock() if name.startswith(("nvidia-", "cuda-"))]
+    assert lock()["torch"].endswith("+cpu")
+
+
+@pytest.mark.parametrize("group", ["", "cpu", "dev", "bench", "docs"])
+def test_lock_satisfies_the_project(group: str) -> None:
+    wanted = PROJECT["optional-dependencies"][group] if group else PROJECT["dependencies"]
+    pins = lock()
+    for requirement in map(Requirement, wanted):
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned, f"{requirement.name} is not in the lock"
+        assert requirement.specifier.contains(pinned.split("+")[0]), f"{requirement} but {pinned} is locked"
+
+
+def test_setup_names_pytorchs_index_where_the_cpu_build_is_missing(tmp_path: Path) -> None:
+    for folder in ("scripts", "requirements"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for name in ("pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["scripts/setup"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup" in done.stderr
+    assert not (tmp_path / ".venv/.layerpush-ready").exists()
+
+
+def test_every_make_target_has_its_script() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) - {"help"}
+    scripts = {file.name for file in (ROOT / "scripts").iterdir() if os.access(file, os.X_OK)}
+    assert targets <= scripts
+    assert os.access(ROOT / ".ci/run", os.X_OK)

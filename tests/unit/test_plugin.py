@@ -1,0 +1,164 @@
+"""How layerpush gets into vLLM's processes; what changes a process runs in one of its own, with real vLLM and NIXL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from layerpush import calm, plugin
+from layerpush.config import ConfigError
+
+# vLLM's own way to call us: through the entry point of the installed package.
+LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in (calm.VARIABLE, "VLLM_PLUGINS")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_vllm_finds_the_connector_lazily_and_nothing_is_calmed_unasked() -> None:
+    done = python(
+        LOAD
+        + """
+import sys
+import vllm.distributed.utils as utils
+import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from layerpush import calm, plugin
+
+eager = [name for name in sys.modules if name.split(".")[0].startswith("nixl") or name == "layerpush.connector"]
+assert not eager, eager
+assert not calm.applied()
+assert utils.sched_yield.__module__ == "vllm.distributed.utils"
+assert shm_broadcast.sched_yield is utils.sched_yield
+assert not any(type(finder).__module__ == "layerpush.calm" for finder in sys.meta_path)
+
+registered = KVConnectorFactory._registry["LayerwisePushConnector"]
+plugin.register()  # a second time, as vLLM may
+assert "layerpush.connector" not in sys.modules
+plugin._registered = False
+plugin.register()  # as if the operator had registered our class by hand before: no clash
+assert KVConnectorFactory._registry["LayerwisePushConnector"] is registered
+cls = KVConnectorFactory.get_connector_class_by_name("LayerwisePushConnector")
+assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwisePushConnector"), cls
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_somebody_elses_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
+    done = python(
+        """
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from layerpush import plugin
+
+def try_with(module):
+    KVConnectorFactory._registry.pop(plugin.CONNECTOR_NAME, None)
+    KVConnectorFactory.register_connector(plugin.CONNECTOR_NAME, module, "OrderedDict")
+
+try_with("gone")
+try:
+    plugin.register()
+except plugin.ConnectorNameError as error:
+    print(error)
+try_with("collections")
+"""
+        + LOAD
+        + "print('went on')"
+    )
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    taken = "the name 'LayerwisePushConnector' already belongs to "
+    assert f"{taken}a class that cannot be imported (ModuleNotFoundError" in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"ConnectorNameError: layerpush cannot register its vLLM connector: {taken}collections.OrderedDict" in last
+    assert "VLLM_PLUGINS" in last
+
+
+def test_calm_cures_both_loops_when_asked() -> None:
+    done = python(
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        + LOAD
+        + """
+import sys
+import vllm.distributed.utils as utils
+import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+from layerpush import calm
+
+assert calm.applied()
+assert not any(name.split(".")[0].startswith("nixl") for name in sys.modules)
+assert utils.sched_yield is shm_broadcast.sched_yield
+assert utils.sched_yield.__module__ == "layerpush.calm"
+hooks = [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"]
+calm.apply()
+assert [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"] == hooks
+assert len(hooks) == 1
+
+import inspect, nixl._api
+config = nixl._api.nixlBind.nixlAgentConfig()
+config.pthrDelay = 0
+assert config.pthrDelay == calm.PROGRESS_DELAY_US
+config.pthrDelay = 7
+assert config.pthrDelay == 7
+assert "class nixl_agent" in inspect.getsource(nixl._api)
+""",
+        LAYERPUSH_CALM="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("LAYERPUSH_CALM is set") == 1
+
+
+def test_a_calm_progress_thread_leaves_the_core_alone() -> None:
+    """Real agents; the first one, made before the cure, shows that there is something to cure."""
+    done = python(
+        """
+import time, nixl
+from layerpush import calm
+
+def seconds_used():
+    agent = nixl.nixl_agent(f"calm-test-{calm.applied()}")
+    before = time.process_time()
+    time.sleep(1.0)  # the measured interval
+    return time.process_time() - before
+
+spinning = seconds_used()  # its agent is gone when this returns
+calm.apply()
+print("SECONDS", spinning, seconds_used())
+""",
+        UCX_TLS="tcp,self",
+        UCX_NET_DEVICES="lo",
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("SECONDS"))
+    spinning, calmed = map(float, line.split()[1:])
+    assert spinning > 0.2
+    assert calmed < 0.1
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on", " 1 "])
+def test_calm_is_wanted(value: str) -> None:
+    assert calm.wanted({calm.VARIABLE: value})
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "No", "off"])
+def test_calm_is_not_wanted(value: str) -> None:
+    assert not calm.wanted({calm.VARIABLE: value})
+    assert not calm.wanted({})
+
+
+@pytest.mark.parametrize("value", ["2", "maybe", "y", "enabled"])
+def test_neither_yes_nor_no_is_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calm.VARIABLE, value)
+    with pytest.raises(ConfigError, match=f"LAYERPUSH_CALM={value!r}"):
+        plugin.register()

@@ -1,0 +1,224 @@
+"""Everything that can happen to a few small requests, exhaustively: each order of events, each state of the table."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from layerpush.prefill import protocol, session
+from layerpush.prefill.protocol import TRANSITIONS, Event, IllegalTransitionError, State
+from layerpush.prefill.session import Policy, Session
+from tests.unit.session_world import PushWorld, Shape
+
+Move = Callable[[PushWorld], None]
+Triple = tuple[State, type[Event], State]
+
+SHAPES = {
+    "by layer": Shape(8, (0,), (4,), (2,), Policy(max_in_flight=2)),
+    "two layers": Shape(4, (0, 0), (4,), (1,), Policy(max_in_flight=2)),
+    "preempted twice": Shape(4, (0,), (4,), (1,)),
+    "by chunk": Shape(8, (0, 0), (4,), (2,), Policy(by_layer=False)),
+    "a hit on D": Shape(8, (0, 0), (4,), (1,), Policy(min_write_bytes=15)),
+    "nothing wanted": Shape(8, (0,), (4,), (0,)),
+    "two groups": Shape(8, (0, 1), (4, 8), (2, 1), Policy(max_in_flight=1)),
+    "a sliding window": Shape(8, (0,), (4,), (2,), nulls=(1, 0, 0)),
+    "only watched": Shape(8, (0, 0), (4,), (2,), Policy(streams=False)),
+}
+
+PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["by chunk"]: 1, SHAPES["preempted twice"]: 2}
+PRECAUTIONS: set[Triple] = {
+    # A lease, and so its end, exists only after Finished, which leads out of these.
+    (State.WAITING, protocol.Evicted, State.CLOSED),
+    (State.DEFERRED, protocol.Evicted, State.CLOSED),
+    (State.TOLD, protocol.Evicted, State.CLOSED),
+    (State.ABANDONED, protocol.Evicted, State.CLOSED),
+    # What is finished is not aborted, and its last layer was ready before.
+    (State.DELEGATED, protocol.Aborted, State.CLOSED),
+    (State.DELEGATED, protocol.Ready, State.DELEGATED),
+    # REWINDING always has WRITEs in flight.
+    (State.REWINDING, protocol.Aborted, State.CLOSED),
+    (State.REWINDING, protocol.Evicted, State.CLOSED),
+    (State.REWINDING, protocol.Failed, State.ABANDONED),
+    (State.REWINDING, protocol.Failed, State.CLOSED),
+}
+"""In the table, though nothing leads there."""
+
+
+def moves(world: PushWorld) -> Iterator[Move]:
+    """What may happen next."""
+    if world.state is State.TELLING:
+        yield PushWorld.confirm_tell
+        yield PushWorld.fail
+        return
+    if world.running and not world.unready and world.computed < world.shape.tokens:
+        yield lambda w: w.plan(4)
+    if world.running:
+        for layer in sorted(world.unready):
+            yield lambda w, layer=layer: w.hook(layer)
+        if world.prompt_ready:
+            yield PushWorld.finish
+        if world.epoch < PREEMPTIONS.get(world.shape, 0):
+            yield lambda w: w.preempt(announced=True)
+            yield replan
+    if world.session.accepts(protocol.Pump):
+        yield lambda w: w.send(protocol.Pump())
+    if world.state is State.WAITING:
+        yield PushWorld.register
+    if world.state is State.CONNECTING:
+        yield lambda w: w.send(protocol.Connected())
+        yield lambda w: w.send(protocol.Refused("unequal blocks"))
+    if world.state is State.DELEGATED:
+        yield PushWorld.deliver
+    for write in sorted(world.in_flight):
+        yield lambda w, write=write: w.land(write)
+        yield lambda w, write=write: w.lose(write)
+    if world.session.accepts(protocol.Failed):
+        yield PushWorld.fail
+    if not world.gone:
+        yield PushWorld.drop
+    elif world.session.accepts(protocol.Evicted):
+        yield lambda w: w.send(protocol.Evicted())
+
+
+def replan(world: PushWorld) -> None:
+    """A preemption that only the next plan tells of."""
+    world.preempt(announced=False)
+    world.plan(4)
+
+
+def likeness(world: PushWorld) -> str:
+    """Equal for worlds with the same future."""
+    inner = {name: value for name, value in vars(world.session).items() if name not in ("registration", "_coverage")}
+    outer = {name: value for name, value in vars(world).items() if name not in ("session", "registration", "shape")}
+    outer = {name: sorted(value) if isinstance(value, set) else value for name, value in outer.items()}
+    return f"{inner}{outer}"
+
+
+def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:
+    """Every reachable world, and which transitions were taken on the way."""
+    taken: set[Triple] = set()
+    first = PushWorld(shape)
+    first.plan(4)
+    seen, queue, worlds = {likeness(first)}, deque([first]), [first]
+    while queue:
+        frozen = pickle.dumps(world := queue.popleft())
+        for move in moves(world):
+            after: PushWorld = pickle.loads(frozen)
+            with watched(after, taken):
+                move(after)
+            if (like := likeness(after)) not in seen:
+                seen.add(like)
+                queue.append(after)
+                worlds.append(after)
+    return taken, worlds
+
+
+class watched:
+    """With watched(world, taken): notes the transitions of a world's session."""
+
+    def __init__(self, world: PushWorld, taken: set[Triple]) -> None:
+        self._session, self._taken = world.session, taken
+
+    def __enter__(self) -> None:
+        handle = self._session.handle
+
+        def noting(event: Event) -> list[protocol.Action]:
+            before = self._session.state
+            actions = handle(event)
+            self._taken.add((before, type(event), self._session.state))
+            return actions
+
+        self._session.handle = noting  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        del self._session.handle
+
+
+@cache
+def explored(name: str) -> tuple[set[Triple], list[PushWorld]]:
+    return explore(SHAPES[name])
+
+
+@pytest.fixture(scope="module")
+def homes() -> dict[State, list[PushWorld]]:
+    """Worlds by the state of their session."""
+    by_state: dict[State, list[PushWorld]] = {state: [] for state in State}
+    for name in SHAPES:
+        for world in explored(name)[1]:
+            by_state[world.state].append(world)
+    return by_state
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_order_of_events_keeps_the_account(name: str) -> None:
+    _, worlds = explored(name)
+    assert {world.state for world in worlds} >= {State.WAITING, State.CLOSED}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_from_everywhere_a_push_comes_to_its_end(name: str) -> None:
+    for world in explored(name)[1]:
+        pickle.loads(pickle.dumps(world)).drive_home()
+
+
+def test_the_table_holds_what_can_happen_and_nothing_else() -> None:
+    table = {(at, event, to) for at, row in TRANSITIONS.items() for event, after in row.items() for to in after}
+    taken = set().union(*(transitions for transitions, _ in map(explored, SHAPES)))
+    assert taken <= table
+    assert table - taken <= PRECAUTIONS
+
+
+def test_every_event_has_a_handler_and_every_state_a_row() -> None:
+    events = {kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
+    assert set(session._HANDLERS) == events - {Event}
+    assert set(TRANSITIONS) == set(State)
+
+
+def samples(world: PushWorld) -> list[Event]:
+    """One event of every type, each as sound as it can be."""
+    chunk = world.chunks[-1] if world.chunks else None
+    write = next(iter(world.in_flight), 0)
+    return [
+        *([protocol.Planned(chunk)] if chunk else []),
+        protocol.Ready(world.epoch, 0, 0),
+        protocol.Pump(),
+        protocol.Registered(world.registration),
+        protocol.Connected(),
+        protocol.Refused("no"),
+        protocol.Landed(write),
+        protocol.Lost(write, "no"),
+        protocol.Failed("no"),
+        protocol.Told(),
+        protocol.Delivered(),
+        protocol.Preempted(),
+        protocol.Finished(),
+        protocol.Aborted(),
+        protocol.Evicted(),
+    ]
+
+
+@pytest.mark.parametrize("state", State)
+def test_an_illegal_event_is_refused_and_changes_nothing(state: State, homes: dict[State, list[PushWorld]]) -> None:
+    assert homes[state], "no world reaches this state"
+    for world in homes[state][:: 1 + len(homes[state]) // 50]:
+        before = likeness(world)
+        for event in samples(world):
+            if not world.session.accepts(type(event)):
+                with pytest.raises(IllegalTransitionError, match=f"{type(event).__name__} while {state.name}"):
+                    world.session.handle(event)
+                assert likeness(world) == before
+
+
+@pytest.mark.parametrize(("state", "event"), sorted({(at, event) for at, event, _ in PRECAUTIONS}, key=str))
+def test_precautions_are_handled(state: State, event: type[Event], homes: dict[State, list[PushWorld]]) -> None:
+    if event not in TRANSITIONS[state]:
+        pytest.skip("no longer in the table")
+    for world in homes[state][:: 1 + len(homes[state]) // 50]:
+        after: Session = pickle.loads(pickle.dumps(world.session))
+        sample = next(one for one in samples(world) if type(one) is event)
+        after.handle(sample)
+        assert after.state in TRANSITIONS[state][event]

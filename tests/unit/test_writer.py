@@ -1,0 +1,248 @@
+"""The writer's good days: bytes arrive layer by layer, D is told once, the scheduler gets its blocks back."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerpush.prefill.session import Policy
+from layerpush.prefill.staging import Link
+from layerpush.transport.fake import Faults
+from tests.unit.writer_rig import Prompt, Rig
+
+TOKENS = 22  # five full blocks of four and a partly filled one
+
+
+def prompt_of(name: str = "p-1", first: int = 1, tokens: int = TOKENS) -> Prompt:
+    return Prompt(name, tokens, list(range(first, first + 8)))
+
+
+def test_registered_first_layers_land_while_prefill_runs() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+
+    rig.step((prompt, 9))
+    rig.settle()
+    assert len(rig.fabric.writes) == rig.layers, "one WRITE for each layer of the first chunk"
+    assert decoder.told() == [[]]
+    rig.step((prompt, 9))
+    rig.step((prompt, 9))
+    rig.settle()
+
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+    assert rig.host.released == []
+    rig.finish(prompt)
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
+
+
+def test_the_bytes_are_there_when_the_notification_is_sent() -> None:
+    rig, prompt = Rig(Faults(hold_writes={2: 20, 5: 9, 7: 3})), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    complete: list[bool] = []
+    rig.fabric.faults.at["notify", 0] = lambda fabric: complete.append(decoder.holds(prompt, wanted, rig.layers))
+
+    for _ in range(3):
+        rig.step((prompt, 9))
+    assert not complete
+    rig.settle()
+
+    assert complete == [True]
+    decoder.reuse(wanted)
+    rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()
+
+
+def test_registered_in_the_middle_catches_up() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.asks(prompt, decoder)
+    rig.step((prompt, 12))
+    assert rig.writer.waiting() == ["p-1"]
+    rig.step((prompt, 4), between=lambda: rig.writer.waiting() and rig.writer.register("p-1", wanted))
+    assert rig.writer.waiting() == []
+    rig.step((prompt, 12))
+    rig.settle()
+
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+
+
+def test_a_handshake_in_the_background_delays_the_first_write() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.host.links["D"] = [None]
+    rig.step((prompt, 12))
+    assert rig.fabric.writes == []
+    rig.writer.reconnect("p-1", None)
+    rig.step((prompt, 12))
+    rig.settle()
+
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+
+
+def test_what_the_decode_engine_has_is_not_sent() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=2)
+    rig.step((prompt, 12))
+    assert rig.fabric.writes == []
+    rig.step((prompt, 12))
+    rig.settle()
+
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+    assert decoder.told() == [[b"d-p-1:1"]]
+
+
+def test_a_decode_engine_that_has_everything_is_only_told() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=0)
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert rig.fabric.writes == []
+    assert decoder.told() == [[b"d-p-1:1"]]
+
+
+def test_several_requests_of_a_step_go_to_several_decode_engines() -> None:
+    rig = Rig()
+    prompts = [prompt_of(f"p-{number}", 1 + 8 * number) for number in range(3)]
+    decoders = [rig.decoder(f"D{number}") for number in range(3)]
+    wishes = [rig.asks(prompt, rig.decoders[f"D{n}"], 5 * n + 1) for n, prompt in enumerate(prompts)]
+    for prompt, wanted in zip(prompts, wishes, strict=True):
+        rig.host.pending[prompt.name] = wanted
+    for _ in range(3):
+        rig.step(*((prompt, 9) for prompt in prompts))
+    assert rig.writer.engines_in_use == {"D0", "D1", "D2"}
+    rig.settle()
+
+    for prompt, decoder, wanted in zip(prompts, decoders, wishes, strict=True):
+        assert decoder.told() == [[f"d-{prompt.name}:1".encode()]]
+        assert decoder.holds(prompt, wanted, rig.layers)
+        assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+        rig.finish(prompt)
+    rig.assert_clean()
+
+
+def test_two_requests_to_one_decode_engine_do_not_mix() -> None:
+    rig, one, two = Rig(), prompt_of("p-1", 1), prompt_of("p-2", 20)
+    decoder = rig.decoder()
+    first, second = rig.asks(one, decoder, 1), rig.asks(two, decoder, 20)
+    rig.host.pending.update({"p-1": first, "p-2": second})
+    rig.step((one, 12))
+    rig.step((one, 12), (two, 8))
+    rig.step((two, 16))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1", b"d-p-2:1"]]
+    assert decoder.holds(one, first, rig.layers)
+    assert decoder.holds(two, second, rig.layers)
+
+
+def test_heads_that_are_split_go_to_every_rank_and_every_rank_is_told() -> None:
+    rig, prompt = Rig(Faults(hold_writes={1: 15})), prompt_of()
+    decoder = rig.decoder(ranks=2)
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    for _ in range(3):
+        rig.step((prompt, 9))
+    assert decoder.told() == [[], []]
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"], [b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.finish(prompt)
+    rig.assert_clean()
+    (record,) = rig.trace.records
+    assert {write.remote_rank for write in record.writes} == {0, 1}
+    assert sum(write.bytes for write in record.writes) == rig.layers * len(prompt.blocks) * 16
+
+
+def test_layers_without_a_hook_are_swept() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=8)
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.step((prompt, 8), hooked=[1])
+    rig.settle()
+    rig.finish(prompt)
+    assert decoder.holds(prompt, wanted, rig.layers)
+    (record,) = rig.trace.records
+    assert (record.hooked_layers, record.swept_layers) == (1, 2)
+    assert (rig.writer.counters.hooked_layers, rig.writer.counters.swept_layers) == (1, 2)
+
+
+def test_never_registered_is_handed_over_whole() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    rig.step((prompt, TOKENS))
+    rig.finish(prompt)
+    assert rig.host.unmatched == {"p-1": (prompt.blocks,)}
+    wanted = rig.asks(prompt, decoder)
+    rig.host.delegate("p-1", rig.host.unmatched.pop("p-1"), wanted)
+    assert rig.writer.writes_in_flight("p-1")
+    rig.settle()
+
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert (rig.host.released, rig.host.ended) == (["p-1"], [("p-1", True)])
+    rig.assert_clean()
+    (record,) = rig.trace.records
+    assert (record.mode, record.outcome) == ("request", "completed")
+    assert record.fallback == "no decode engine had registered when prefill finished"
+
+
+def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.host.links["D"] = [Link("D", (), (), refusal="its block size is 8 tokens, ours 4")]
+    rig.step((prompt, TOKENS))
+    assert rig.fabric.writes == []
+    rig.finish(prompt)
+    rig.settle()
+    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_clean()
+    assert rig.trace.records[0].fallback == "its block size is 8 tokens, ours 4"
+
+
+def test_the_record_tells_the_story() -> None:
+    rig, prompt = Rig(policy=Policy(min_write_bytes=1 << 20)), prompt_of()
+    decoder = rig.decoder()
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.step((prompt, 9))
+    rig.step((prompt, 13))
+    rig.settle()
+    rig.finish(prompt)
+
+    (record,) = rig.trace.records
+    assert (record.mode, record.outcome, record.fallback, record.tokens) == ("layer", "completed", None, TOKENS)
+    assert (record.decode_engine_id, record.decode_request_id) == ("D", "d-p-1")
+    assert [(chunk.start_block, chunk.end_block) for chunk in record.chunks] == [(0, 2), (2, 6)]
+    assert len(record.ready) == 2 * rig.layers
+    assert [(write.layers, write.chunks, write.descriptors) for write in record.writes] == [
+        ((0, 2), (0, 0), 2 * rig.layers),
+        ((0, 2), (1, 1), 4 * rig.layers),
+    ]
+    times = [record.t_first_planned, record.t_last_ready, record.t_last_landed, record.t_notified]
+    assert None not in times
+    assert times == sorted(times)  # type: ignore[type-var]
+    counters = rig.writer.counters
+    assert (counters.outcomes, counters.writes, counters.bytes) == ({"completed": 1}, 2, rig.layers * 6 * 16)
+
+
+@pytest.mark.parametrize("when", ["idle", "waiting", "writing"])
+def test_it_sleeps_as_long_as_it_may(when: str) -> None:
+    rig, prompt = Rig(Faults(hold_writes={0: 1000})), prompt_of()
+    decoder = rig.decoder()
+    if when == "idle":
+        assert rig.writer.patience is None
+        return
+    if when == "writing":
+        rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.step((prompt, 8))
+    assert rig.writer.patience is not None
+    assert rig.writer.patience <= (1e-3 if when == "waiting" else 5e-4)
+    assert rig.writer.writes_in_flight("p-1") == (when == "writing")
