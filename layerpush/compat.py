@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.platforms import current_platform
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
 from layerpush.prefill.outbox import RankWrite
@@ -51,9 +52,9 @@ __all__ = [
     "block_sizes",
     "cache_layout",
     "device_of",
+    "engine_fallback",
     "get_base_request_id",
     "is_streamed",
-    "scheduler_fallback",
     "worker_fallback",
 ]
 
@@ -138,6 +139,19 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             self.lease_expired(request_id)
 
     # Writer thread.
+
+    def use_device(self) -> None:
+        """Give this thread the device's context: without one, UCX quietly leaves CUDA IPC out."""
+        if not self.use_host_buffer:
+            current_platform.set_device(self.device_id)
+
+    def tracks(self, request_id: str) -> bool:
+        """Whether the main thread knows what to do with a completion of this request."""
+        return (
+            request_id in self._recving_metadata
+            or request_id in self._reqs_to_send
+            or request_id in self._reqs_to_process
+        )
 
     def take_errands(self) -> Iterator[Callable[[], None]]:
         while self._errands:
@@ -224,21 +238,19 @@ def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups)
 
 
-def scheduler_fallback(scheduler: NixlPushConnectorScheduler) -> str | None:
-    """Why the scheduler alone can tell that this engine must push whole requests."""
-    if scheduler.use_host_buffer:
+def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
+    """Why this engine must push whole requests, as far as its scheduler and its workers both can tell."""
+    if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
-    if scheduler._has_mamba:
+    if side._has_mamba:
         return "the model has Mamba layers, whose state is not written block by block"
     return None
 
 
 def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
     """Why this worker must push whole requests, beside a layout that cannot be told apart by layer."""
-    if worker.use_host_buffer:
-        return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
-    if worker._has_mamba:
-        return "the model has Mamba layers, whose state is not written block by block"
+    if (reason := engine_fallback(worker)) is not None:
+        return reason
     if worker.pcp_size > 1:
         return "prefill context parallelism shards the KV of a layer over ranks"
     if worker._is_csa_linear or worker._scratch_region_indices:

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 from layerpush import compat
 from layerpush.config import LayerPushConfig
+from layerpush.decode.receiver import Receiver
 from layerpush.layout import CacheLayout, LayoutError
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.fences import fences_for
@@ -61,6 +62,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._prepared = threading.Event()
         self._links: dict[str, Link] = {}
         self._served: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._receiver = Receiver(self.tracks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -137,6 +139,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def _push_writer_loop(self) -> None:
         self._prepared.wait()
+        self.use_device()
         while not self._push_writer_stop.is_set():
             self._push_writer_wake.clear()
             try:
@@ -150,7 +153,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._push_writer_wake.wait(self._patience())
 
     def _patience(self) -> float | None:
-        waits_for_peer = bool(self._push_finished_blocks or self._recving_metadata)
+        waits_for_peer = bool(self._push_finished_blocks or self._recving_metadata or self._receiver)
         own = self.writer.patience
         if not waits_for_peer:
             return own
@@ -177,7 +180,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def _drain_notifications(self) -> None:
         for agent, payload in self.transport.notifications():
             if not is_registration(payload):
-                self._pending_completion_notifs.put(payload)
+                self._receiver.accept(payload, time.perf_counter())
                 continue
             try:
                 registration = decode_registration(payload)
@@ -185,6 +188,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 logger.error("layerpush drops a registration from agent %s: %s", agent, error)
                 continue
             self._guarded("a registration", None, partial(self._registered, registration))
+        for payload in self._receiver.due(time.perf_counter()):
+            self._pending_completion_notifs.put(payload)
 
     def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> None:
         try:

@@ -30,9 +30,9 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._config = config
         self._block_sizes = compat.block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
-        fallback = compat.scheduler_fallback(self) if config.layerwise else None
-        self._streams = config.layerwise and fallback is None
-        self._plans = self._streams or (config.trace_dir is not None and compat.scheduler_fallback(self) is None)
+        can_stream = compat.engine_fallback(self) is None
+        self._streams = config.layerwise and can_stream
+        self._plans = can_stream and (config.layerwise or config.trace_dir is not None)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
