@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
@@ -40,7 +42,10 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+logger = init_logger("vllm.layerpush.compat")
+
 LEASE_GRACE_S = 1.0
+LEASE_SLACK_S = 0.1
 
 __all__ = [
     "LayerwiseMetadata",
@@ -55,6 +60,7 @@ __all__ = [
     "engine_fallback",
     "get_base_request_id",
     "is_streamed",
+    "runs_in_microbatches",
     "worker_fallback",
 ]
 
@@ -89,6 +95,9 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         self._errands: deque[Callable[[], None]] = deque()
         self._telemetry: deque[Any] = deque()
         self._probed: list[tuple[ReadSpec, int, int]] | None = None
+        self._lease_lock = threading.Lock()  # never held across a NIXL call
+        self._posting: set[str] = set()
+        self._expired: set[str] = set()
 
     # What a subclass adds.
 
@@ -128,15 +137,21 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         self.errand(partial(super()._send_heartbeats, snapshot))
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
-        """No lease expires while a WRITE reads from the request's blocks."""
+        """No lease expires while a WRITE reads from the request's blocks, and none is posted after it expired.
+
+        What is due, or would be by the time upstream looks at the clock again, is either kept or ended here.
+        """
         now = time.perf_counter()
-        for request_id, expires in self._reqs_to_send.items():
-            if now >= expires and self.has_writes_in_flight(request_id):
-                self._reqs_to_send[request_id] = now + LEASE_GRACE_S
-        leased = set(self._reqs_to_send)
+        with self._lease_lock:
+            due = [request_id for request_id, expires in self._reqs_to_send.items() if expires <= now + LEASE_SLACK_S]
+            for request_id in due:
+                if request_id in self._posting or self.has_writes_in_flight(request_id):
+                    self._reqs_to_send[request_id] = now + LEASE_GRACE_S
+                else:
+                    self._reqs_to_send[request_id] = now
+                    self._expired.add(request_id)
+                    self.lease_expired(request_id)
         super()._reap_expired_send_leases(done_sending)
-        for request_id in leased.difference(self._reqs_to_send):
-            self.lease_expired(request_id)
 
     # Writer thread.
 
@@ -157,6 +172,23 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         while self._errands:
             yield self._errands.popleft()
 
+    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
+        """Start upstream's whole-request push, unless the lease has ended: its completion rides on the WRITE."""
+        with self._lease_lock:
+            if request_id in self._expired:
+                return
+            self._posting.add(request_id)
+        try:
+            self._do_start_push_kv(request_id, blocks, registration)
+        finally:
+            with self._lease_lock:
+                self._posting.discard(request_id)
+
+    def lease_settled(self, request_id: str) -> None:
+        """Nothing of the request is left here that a push could start from."""
+        with self._lease_lock:
+            self._expired.discard(request_id)
+
     def report_sent(self, request_id: str) -> None:
         """Let the main thread's next look report the request as sent, unless a WRITE of it was lost."""
         with self._sending_transfers_lock:
@@ -165,7 +197,11 @@ class WatchedPushWorker(NixlPushConnectorWorker):
     def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
         """Account for one of upstream's WRITEs as upstream would, while its handle is still valid."""
         if landed:
-            telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
+            try:
+                telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
+            except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed
+                logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
+                return
             part.record.descriptors, part.record.bytes = telemetry.descCount, telemetry.totalBytes
             self._telemetry.append(telemetry)
             return
@@ -284,6 +320,11 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
         if (spec := worker._layer_specs.get(name)) is not None
     ]
     return match_layers(sorted(caches, key=_model_order), regions, pages)
+
+
+def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
+    """Whether a step's forward is split, so that a layer's hook fires before all of the layer is computed."""
+    return bool(vllm_config.parallel_config.use_ubatching)
 
 
 def device_of(kv_caches: dict[str, Any]) -> torch.device:

@@ -41,6 +41,12 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         else:
             raise ValueError(f"Unsupported KVConnectorRole: {role}")
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks are about to change hands. Engine's main thread, where the runner calls it at all."""
+        assert isinstance(kv_connector_metadata, compat.LayerwiseMetadata)
+        if self.connector_worker is not None:
+            self.connector_worker.revoke(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. Engine's main thread, before the first layer."""
         super().bind_connector_metadata(connector_metadata)

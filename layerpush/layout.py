@@ -86,7 +86,7 @@ class CacheLayout:
     def region_blocks(self) -> tuple[int, ...]:
         return tuple(region.blocks for region in self.regions)
 
-    def expand(self, blocks: Sequence[int]) -> BlockIds:
+    def expand(self, blocks: tuple[int, ...]) -> BlockIds:
         """Kernel block ids of scheduler blocks: ``[2]`` is ``[4, 5]`` at two kernel blocks a page."""
         pages = np.asarray(blocks, dtype=np.int32)
         if self.blocks_per_page == 1:

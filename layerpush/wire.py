@@ -13,6 +13,7 @@ import msgspec
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 HEARTBEAT_PREFIX = b"HB:"
+MAX_RANK_DIGITS = 6
 
 
 class WireError(ValueError):
@@ -51,6 +52,18 @@ class _FlatRegistration(Registration, frozen=True, kw_only=True):
 
 _decoder = msgspec.msgpack.Decoder(Registration)
 _flat_decoder = msgspec.msgpack.Decoder(_FlatRegistration)
+
+
+def is_understood(notification: bytes) -> bool:
+    """Whether upstream can parse a notification that is no registration; on anything else its main thread raises."""
+    request_id, _, number = notification.rpartition(b":")
+    try:
+        notification.decode()
+    except UnicodeDecodeError:
+        return False
+    if notification.startswith(HEARTBEAT_PREFIX):
+        return True
+    return bool(request_id) and number.isdigit() and len(number) <= MAX_RANK_DIGITS and int(number) > 0
 
 
 def is_registration(notification: bytes) -> bool:

@@ -26,13 +26,22 @@ from layerpush.layout import CacheLayout, LayoutError
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
+from layerpush.prefill.ledger import Ledger
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
 from layerpush.trace import TraceFile
-from layerpush.wire import Registration, WireError, decode_registration, encode_completion, is_registration
+from layerpush.transport.base import TransportError
+from layerpush.wire import (
+    Registration,
+    WireError,
+    decode_registration,
+    encode_completion,
+    is_registration,
+    is_understood,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -48,6 +57,7 @@ T = TypeVar("T")
 NOTIFICATION_POLL_S = 1e-3
 SHUTDOWN_DRAIN_S = 2.0
 SERVED_KEPT = 4096
+COMPLAINT_S = 1.0
 
 
 class LayerwisePushWorker(compat.WatchedPushWorker):
@@ -63,12 +73,17 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._links: dict[str, Link] = {}
         self._served: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._receiver = Receiver(self.tracks)
+        self._ledger = Ledger(compat.get_base_request_id)
+        self._next_complaint = 0.0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         layout, fallback = self._layout(kv_caches)
         config = self._config
-        self._capture = Capture(layout.index_of, self._push_writer_wake.set, fences_for(compat.device_of(kv_caches)))
+        hooked = not compat.runs_in_microbatches(self.vllm_config)
+        if not hooked and config.layerwise:
+            logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
+        self._capture = Capture(layout.index_of, self._wake, fences_for(compat.device_of(kv_caches)), hooked=hooked)
         self._writer = PushWriter(
             Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
             layout,
@@ -109,7 +124,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def arm(self, metadata: compat.LayerwiseMetadata) -> None:
         """A step begins: tell the writer before the first layer runs, and hand it what need not wait for the last."""
-        if self._capture is None:
+        if self._capture is None or (self.pcp_rank > 0 and not self.pcp_dcp_sharded):
             return
         if self._config.layerwise:
             for request in metadata.push_registrations.items():
@@ -118,7 +133,16 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self._capture.finish(request_id, blocks)
             metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         self._capture.arm(metadata.step_plan, metadata.reqs_not_processed)
-        self._push_writer_wake.set()
+        self._wake()
+
+    def revoke(self, metadata: compat.LayerwiseMetadata) -> None:
+        """A step will take these requests' blocks away, and may overwrite them before ``arm``."""
+        if self._capture is not None:
+            self._capture.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
+
+    def _wake(self) -> None:
+        if not self._push_writer_wake.is_set():
+            self._push_writer_wake.set()
 
     def layer_saved(self, layer_name: str) -> None:
         if self._capture is not None:
@@ -139,7 +163,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def _push_writer_loop(self) -> None:
         self._prepared.wait()
-        self.use_device()
+        self._guarded("using the device", None, self.use_device)
         while not self._push_writer_stop.is_set():
             self._push_writer_wake.clear()
             try:
@@ -167,18 +191,23 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         assert self._capture is not None
         for request_id in _drained(self._evict_finished_inbox):
             self._push_finished_blocks.pop(request_id, None)
-            self._pending_d_registrations.pop(request_id, None)
+            self._ledger.drop(request_id)
             self.writer.evicted(request_id)
+            self.lease_settled(request_id)
         for request_id, data in _drained(self._reg_send_inbox):
-            self._guarded("a registration", None, partial(self._send_registration_to_p, request_id, data))
+            if not self._guarded("a registration", None, partial(self._send_registration_to_p, request_id, data)):
+                self._failed_recv_reqs.put(request_id)
         for request_id, blocks, data in _drained(self._deferred_push_inbox):
             if request_id in self.writer:
-                self._guarded("a deferred push", request_id, partial(self._do_start_push_kv, request_id, blocks, data))
+                self._guarded("a deferred push", request_id, partial(self.push_whole, request_id, blocks, data))
         for request_id, blocks in _drained(self._finished_blocks_inbox):
             self._capture.finish(request_id, blocks)
 
     def _drain_notifications(self) -> None:
-        for agent, payload in self.transport.notifications():
+        for agent, payload in self._arrived():
+            if not is_registration(payload) and not is_understood(payload):
+                logger.error("layerpush drops a notification from agent %s that is none: %r", agent, payload[:64])
+                continue
             if not is_registration(payload):
                 self._receiver.accept(payload, time.perf_counter())
                 continue
@@ -191,13 +220,25 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         for payload in self._receiver.due(time.perf_counter()):
             self._pending_completion_notifs.put(payload)
 
-    def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> None:
+    def _arrived(self) -> list[tuple[str, bytes]]:
+        try:
+            return self.transport.notifications()
+        except TransportError as error:
+            now = time.perf_counter()
+            if now >= self._next_complaint:
+                self._next_complaint = now + COMPLAINT_S
+                logger.error("layerpush cannot read NIXL notifications, and goes on trying: %s", error)
+            return []
+
+    def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
         try:
             call()
         except Exception as error:  # upstream's code may raise anything; the push fails, the writer thread lives on
             logger.exception("layerpush: %s failed (request %s)", what, request_id)
             if request_id is not None:
                 self.writer.fail(request_id, f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _registered(self, registration: Registration) -> None:
         """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id.
@@ -216,7 +257,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             request_id, blocks = finished
             self._guarded("a push", request_id, partial(self.delegate, request_id, blocks, registration))
             return
-        self._pending_d_registrations[registration.request_id] = registration
+        self._keep(registration)
 
     # Writer thread: what the writer asks of its host.
 
@@ -241,7 +282,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self.errand(partial(self.writer.reconnect, request_id, None if error is None else str(error)))
 
     def take_registration(self, request_id: str) -> Registration | None:
-        registration: Registration | None = self._pop_matching_registration(request_id)
+        registration = self._ledger.take(request_id, time.perf_counter())
         if registration is not None:
             self._serve(registration)
         return registration
@@ -254,7 +295,11 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def keep_registration(self, registration: Registration) -> None:
         self._served.pop(registration.key, None)
-        self._pending_d_registrations[registration.request_id] = registration
+        self._keep(registration)
+
+    def _keep(self, registration: Registration) -> None:
+        for dropped in self._ledger.add(registration, time.perf_counter()):
+            logger.warning("layerpush forgets the registration of %s: no such request came", dropped.request_id)
 
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
         registration = registration or self.take_registration(request_id)
@@ -262,7 +307,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._push_finished_blocks[request_id] = blocks
         else:
             self._serve(registration)
-            self._do_start_push_kv(request_id, blocks, msgspec.to_builtins(registration))
+            self.push_whole(request_id, blocks, msgspec.to_builtins(registration))
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
         self.whole_write_ended(request_id, part, landed)
@@ -281,7 +326,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        return self.writer.engines_in_use.union(super()._engines_with_inflight_transfers())
+        receiving = list(self._recving_metadata.values())  # the main thread changes it meanwhile
+        return self.writer.engines_in_use.union(meta.remote.engine_id for meta in receiving if meta.remote is not None)
 
     def shutdown(self) -> None:
         thread = getattr(self, "_push_writer_thread", None)

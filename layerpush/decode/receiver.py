@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from layerpush.wire import HEARTBEAT_PREFIX
 
 HOLD_S = 10.0
+HELD = 65536
 
 
 class Receiver:
     """Passes notifications on in order of arrival, but holds a completion until its request is known.
 
     ``knows`` says whether the worker's main thread tracks a request; it is called on the writer thread. A completion
-    that is still unknown after ``hold`` seconds is passed on all the same, for upstream to log and count.
+    that is still unknown after ``hold`` seconds is passed on all the same, for upstream to log and count; so is the
+    oldest when too many are held.
     """
 
     def __init__(self, knows: Callable[[str], bool], hold: float = HOLD_S) -> None:
@@ -38,7 +40,9 @@ class Receiver:
         """Take what can be passed on now."""
         for _ in range(len(self._held)):
             deadline, payload = self._held.popleft()
-            if now >= deadline or payload.startswith(HEARTBEAT_PREFIX) or self._knows(_request_id(payload)):
+            crowded = len(self._held) >= HELD
+            heartbeat = payload.startswith(HEARTBEAT_PREFIX)
+            if crowded or heartbeat or now >= deadline or self._knows(_request_id(payload)):
                 yield payload
             else:
                 self._held.append((deadline, payload))

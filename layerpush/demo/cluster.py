@@ -19,7 +19,7 @@ MODES: Mapping[str, Mapping[str, object]] = {
 }
 BLOCK_SIZE = 32
 TOKENS_PER_STEP = 512
-DEMO_SHAPE = ModelShape(hidden=576, heads=12, kv_heads=6)
+DEMO_SHAPE = ModelShape(hidden=576, heads=12, kv_heads=6, max_positions=32768)
 
 
 @dataclass(frozen=True)

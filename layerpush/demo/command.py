@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
@@ -87,7 +87,8 @@ def run_demo(
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return BROKEN
     if json_file is not None:
-        figures = report.as_json() | provenance(SEED) | {"seconds": time.monotonic() - started_at}
+        run = {"link": link, "seconds": round(time.monotonic() - started_at), "model": asdict(DEMO_SHAPE)}
+        figures = report.as_json() | provenance(SEED) | run
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     return _show(console, report, plot, json_file, time.monotonic() - started_at)

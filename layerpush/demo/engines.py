@@ -22,7 +22,7 @@ from layerpush.demo.ports import PortAllocator
 
 Role = Literal["plain", "prefill", "decode"]
 KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 
 

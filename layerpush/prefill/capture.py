@@ -11,6 +11,7 @@ request before, whether or not the writer has seen it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -69,19 +70,23 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The scheduler finished a request and holds its blocks for the push; after ``step`` no step computes it."""
+    """The scheduler finished a request and holds its blocks for the push; ``step`` is the last that computed it."""
 
     step: int
     request_id: str
     blocks: tuple[list[int], ...]
-    at: float
 
 
-StepEvent = Armed | LayerSaved | Swept | Done
+StepEvent = Armed | LayerSaved | Swept
 
 
 class Capture:
-    def __init__(self, layer_index: dict[str, int], wake: Callable[[], None], fences: FenceSource) -> None:
+    """``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those."""
+
+    def __init__(
+        self, layer_index: dict[str, int], wake: Callable[[], None], fences: FenceSource, *, hooked: bool = True
+    ) -> None:
+        self._hooked = hooked
         self._layer_index = layer_index
         self._wake = wake
         self._fences = fences
@@ -90,26 +95,36 @@ class Capture:
         self._step = 0
         self._void: dict[str, int] = {}
         self._revoked: deque[tuple[str, Event]] = deque()
+        self._done: deque[Done] = deque()
+        self._last_step: dict[str, int] = {}
+        self._void_lock = threading.Lock()  # held for a few dict operations, never across a call
         self.dropped = 0
 
     def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
         """Announce a step before its first layer runs, and whose blocks it takes away. An empty step costs nothing."""
+        self.revoke(plan.preempted, aborted)
         self._step += 1
-        for request_id in plan.preempted:
-            self._revoke(request_id, Preempted(), self._step)
-        for request_id in aborted:
-            self._revoke(request_id, Aborted(), self._step)
         self._armed = bool(plan.chunks)
         if plan.chunks:
+            self._last_step.update((chunk.request_id, self._step) for chunk in plan.chunks)
             self._put(Armed(self._step, plan.chunks, time.perf_counter()), None)
+
+    def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
+        """These requests lose their blocks before the next step runs. Main thread."""
+        for request_id in preempted:
+            self._revoke(request_id, Preempted())
+        for request_id in aborted:
+            self._last_step.pop(request_id, None)
+            self._revoke(request_id, Aborted())
 
     def expire(self, request_id: str) -> None:
         """The request's lease is over. Main thread, before its blocks are freed."""
-        self._revoke(request_id, Evicted(), self._step + 1)
+        self._revoke(request_id, Evicted())
 
     def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
-        self._put(Done(self._step, request_id, blocks, time.perf_counter()), None)
+        self._done.append(Done(self._last_step.pop(request_id, 0), request_id, blocks))
+        self._wake()
 
     def revoked(self) -> Iterator[tuple[str, Event]]:
         """Take what was revoked since the last call. Writer thread."""
@@ -120,15 +135,23 @@ class Capture:
         """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
         return self._void.get(request_id, 0) > step
 
-    def forget_void(self, step: int) -> None:
-        """Every step before ``step`` has been taken: what they had armed needs no more telling. Writer thread."""
-        for request_id, since in list(self._void.items()):
-            if since <= step:
-                del self._void[request_id]
+    def done(self, swept: int) -> list[Done]:
+        """Take the finished requests whose last step is ``swept`` or before. They need not wait for later steps,
+        but must not overtake their own: their KV is whole only after its sweep. Writer thread.
+        """
+        finished = [self._done.popleft() for _ in range(len(self._done))]
+        self._done.extend(late for late in finished if late.step > swept)
+        return [done for done in finished if done.step <= swept]
+
+    def forget_void(self) -> None:
+        """Forget what is void if every step and every revocation has been taken. Writer thread."""
+        with self._void_lock:
+            if not self._queue and not self._revoked and not self._done:
+                self._void.clear()
 
     def layer_saved(self, name: str) -> None:
         """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache."""
-        if not self._armed:
+        if not self._armed or not self._hooked:
             return
         index = self._layer_index.get(name)
         if index is None:
@@ -160,11 +183,14 @@ class Capture:
     def pending(self) -> bool:
         return bool(self._queue)
 
-    def _revoke(self, request_id: str, event: Event, since: int) -> None:
-        self._void[request_id] = since
-        self._revoked.append((request_id, event))
+    def _revoke(self, request_id: str, event: Event) -> None:
+        with self._void_lock:
+            self._void[request_id] = self._step + 1
+            self._revoked.append((request_id, event))
         self._wake()
 
     def _put(self, event: StepEvent, fence: Fence | None) -> None:
+        worth_waking = fence is None or not self._queue
         self._queue.append((event, fence))
-        self._wake()
+        if worth_waking:  # otherwise the writer is polling the fence before this one
+            self._wake()

@@ -38,6 +38,7 @@ class Outbox:
         self._transport = transport
         self._planner = DirectPlanner(layout)
         self._unreleased: list[RankWrite] = []
+        self._next_release = 0.0
 
     @property
     def has_leftovers(self) -> bool:
@@ -54,12 +55,13 @@ class Outbox:
                 handle = self._transport.post_write(route, local, remote)
                 record.t_posted = time.perf_counter()
                 posted.parts.append(RankWrite(handle, record))
-        except (TransportError, ArithmeticError, LookupError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  whatever went wrong, the session must hear that this WRITE is lost
             posted.lost = f"a WRITE could not be posted: {error}"
         return posted
 
     def poll(self, write: PostedWrite, on_end: Callable[[RankWrite, bool], None] | None = None) -> bool:
         """Make progress; True when the WRITE has ended. ``on_end(part, landed)`` sees each handle before it goes."""
+        ended: list[tuple[RankWrite, bool]] = []
         pending = []
         for part in write.parts:
             state, reason = self._state_of(part)
@@ -70,18 +72,23 @@ class Outbox:
                 part.record.t_landed = time.perf_counter()
             else:
                 write.lost = write.lost or reason
-            if on_end is not None:
-                on_end(part, state is WriteState.LANDED)
-            self.release(part)
+            ended.append((part, state is WriteState.LANDED))
         write.parts = pending
+        for part, landed in ended:
+            if on_end is not None:
+                on_end(part, landed)
+            self.release(part)
         return not pending
 
     def release(self, part: RankWrite) -> None:
         if not self._released(part):
             self._unreleased.append(part)
 
-    def release_leftovers(self) -> None:
-        self._unreleased = [part for part in self._unreleased if not self._released(part)]
+    def release_leftovers(self, now: float, every: float) -> None:
+        """Try again, at most ``every`` so many seconds, to give back what could not be given back."""
+        if self._unreleased and now >= self._next_release:
+            self._next_release = now + every
+            self._unreleased = [part for part in self._unreleased if not self._released(part)]
 
     def _state_of(self, part: RankWrite) -> tuple[WriteState, str]:
         try:

@@ -86,8 +86,11 @@ class PromptProgress:
     ) -> ChunkPlan | None:
         """Plan the step that computes tokens ``[start, start + scheduled)``; None when it adds no prompt token.
 
-        ``tables`` holds the request's whole block table of each group.
+        ``tables`` holds the request's whole block table of each group. A step that begins before what was planned
+        means that computed tokens were thrown away: everything is planned again, in a new epoch.
         """
+        if start < min(self.planned_tokens, prompt_tokens):
+            self.restart()
         end = min(start + scheduled, prompt_tokens)
         if end <= start or end <= self.planned_tokens:
             return None

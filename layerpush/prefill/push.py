@@ -23,6 +23,7 @@ class Push:
     delegated: PostedWrite | None = None
     blocks: BlockIds | None = None
     step: int = 0
+    stirred: bool = True
 
     @property
     def request_id(self) -> str:

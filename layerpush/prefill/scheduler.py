@@ -60,7 +60,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         if not self._prompts:
             return StepPlan()
-        preempted = tuple(request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts)
+        revoked = {request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts}
         chunks = []
         blocks = output.kv_connector_block_state
         assert blocks is not None
@@ -73,7 +73,10 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
             if table is None:
                 continue
             tables = self.kv_cache_config.select_transfer_block_ids(table)
+            epoch = progress.epoch
             chunk = progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables)
+            if progress.epoch != epoch:
+                revoked.add(request_id)
             if chunk is not None:
                 chunks.append(chunk)
-        return StepPlan(tuple(chunks), preempted)
+        return StepPlan(tuple(chunks), tuple(revoked))

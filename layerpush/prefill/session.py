@@ -39,6 +39,8 @@ from layerpush.wire import Registration
 
 S = State
 
+PAIRS_KEPT = 8
+
 
 class Session:
     """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
@@ -65,7 +67,7 @@ class Session:
         self._rewind(0)
 
     def handle(self, event: Event) -> list[Action]:
-        """Apply one event. Raises ``IllegalTransitionError`` or ``CoverageError`` and leaves the state as it was."""
+        """Apply one event. Raises ``IllegalTransitionError`` or ``CoverageError``; ``Failed`` must follow then."""
         allowed = TRANSITIONS[self.state].get(type(event))
         if allowed is None:
             raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
@@ -89,6 +91,7 @@ class Session:
     def _rewind(self, epoch: int) -> None:
         self.epoch = epoch
         self._tables: list[list[int]] = []
+        self._pairs: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._chunk_ends: list[tuple[int, ...]] = []
         self._ready_layers: list[set[int]] = []
         self._complete: tuple[int, ...] = ()
@@ -246,6 +249,15 @@ class Session:
             if last and (last.layers.stop, last.group, last.first, last.end) == (layer, group, first, end):
                 segments[-1] = Segment(slice(last.layers.start, layer + 1), group, first, end, last.source, last.target)
                 continue
+            source, target = self._paired(group, first, end)
+            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
+        return tuple(segments)
+
+    def _paired(self, group: int, first: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Our blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
+        key = (group, first, end)
+        if key not in self._pairs:
+            skipped = self._alignments[group].skipped
             pairs = [
                 (source, target)
                 for source, target in zip(
@@ -256,8 +268,9 @@ class Session:
                 if source != NULL_BLOCK and target != NULL_BLOCK
             ]
             source, target = zip(*pairs, strict=True) if pairs else ((), ())
-            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
-        return tuple(segments)
+            self._pairs = {key: (source, target)} if len(self._pairs) > PAIRS_KEPT else self._pairs
+            self._pairs[key] = (source, target)
+        return self._pairs[key]
 
     def _reach(self, layer: int) -> int:
         """Up to which block a layer may be posted now."""

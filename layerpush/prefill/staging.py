@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ class DirectPlanner:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
+        self._expand = lru_cache(maxsize=64)(layout.expand)
         self._local_offsets = descriptor_offsets(layout.region_blocks)
         self._remote_offsets: dict[tuple[int, ...], NDArray[np.int32]] = {}
 
@@ -48,7 +50,7 @@ class DirectPlanner:
         local, remote = [], []
         for part in write.segments:
             slots = [slot for layer in self._layout.layers[part.layers] for slot in layer.slots]
-            source, target = self._layout.expand(part.source), self._layout.expand(part.target)
+            source, target = self._expand(part.source), self._expand(part.target)
             _check("this engine", source, slots, self._layout.region_blocks)
             _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
             local.append(descriptor_ids(self._local_offsets, slots, source))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from layerpush.layout import CacheLayout
-from layerpush.prefill.capture import Armed, Capture, LayerSaved, Swept
+from layerpush.prefill.capture import Armed, Capture, LayerSaved
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
@@ -52,6 +52,7 @@ logger = logging.getLogger("vllm.layerpush.writer")
 FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
 PEER_POLL_S = 1e-3
+RELEASE_RETRY_S = 1.0
 
 
 class PushWriter:
@@ -78,6 +79,7 @@ class PushWriter:
         self._pushes: dict[str, Push] = {}
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
+        self._current = self._swept = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pushes
@@ -90,7 +92,8 @@ class PushWriter:
         self._absorb()
         self._poll()
         for push in list(self._pushes.values()):
-            if push.session.state is State.STREAMING:
+            if push.stirred and push.session.state is State.STREAMING:
+                push.stirred = False
                 self._dispatch(push, Pump())
 
     @property
@@ -100,9 +103,9 @@ class PushWriter:
             return FENCE_POLL_S
         if any(push.in_flight for push in self._pushes.values()):
             return WRITE_POLL_S
-        if self._outbox.has_leftovers or any(push.awaits_peer for push in self._pushes.values()):
+        if any(push.awaits_peer for push in self._pushes.values()):
             return PEER_POLL_S
-        return None
+        return RELEASE_RETRY_S if self._outbox.has_leftovers else None
 
     def writes_in_flight(self, request_id: str) -> bool:
         """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
@@ -190,13 +193,15 @@ class PushWriter:
             elif isinstance(event, LayerSaved):
                 if event.layer not in self._step_layers:
                     self._layer_ready(event.layer, at, hooked=True)
-            elif isinstance(event, Swept):
+            else:
                 for layer in range(len(self._layer_groups)):
                     if layer not in self._step_layers:
                         self._layer_ready(layer, at, hooked=False)
-                self._step = []
-            elif not self._capture.is_void(event.request_id, event.step):
-                self.finished(event.request_id, event.blocks)
+                self._step, self._swept = [], self._current
+        for done in self._capture.done(self._swept):
+            if not self._capture.is_void(done.request_id, done.step):
+                self.finished(done.request_id, done.blocks)
+        self._capture.forget_void()
 
     def _absorb_revoked(self) -> None:
         for request_id, event in self._capture.revoked():
@@ -207,6 +212,7 @@ class PushWriter:
 
     def _begin_step(self, event: Armed, at: float) -> None:
         self._absorb_revoked()
+        self._current = event.step
         self._step, self._step_layers = [], set()
         for chunk in event.chunks:
             if self._capture.is_void(chunk.request_id, event.step):
@@ -223,7 +229,6 @@ class PushWriter:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
                     self._dispatch(push, Registered(registration))
-        self._capture.forget_void(event.step)
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
@@ -249,6 +254,7 @@ class PushWriter:
         return push
 
     def _dispatch(self, push: Push, event: Event) -> None:
+        push.stirred |= not isinstance(event, Pump)
         try:
             actions = push.session.handle(event) if push.session.state is not State.CLOSED else []
             for action in actions:
@@ -340,15 +346,24 @@ class PushWriter:
         self._host.release(push.request_id)
 
     def _poll(self) -> None:
-        self._outbox.release_leftovers()
+        self._outbox.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
         for push in list(self._pushes.values()):
-            for write in list(push.writes):
-                if self._outbox.poll(write, partial(self._part_ended, push)):
-                    self._ended(push, write)
-            if push.delegated is not None and self._outbox.poll(push.delegated, partial(self._delegated_ended, push)):
-                push.session.failure = push.session.failure or push.delegated.lost
-                push.delegated = None
-                self._dispatch(push, Delivered())
+            if not push.in_flight:
+                continue
+            try:
+                self._poll_push(push)
+            except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
+                self._fail(push, f"{type(error).__name__}: {error}")
+
+    def _poll_push(self, push: Push) -> None:
+        for write in list(push.writes):
+            if self._outbox.poll(write, partial(self._part_ended, push)):
+                self._ended(push, write)
+        delegated = push.delegated
+        if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push)):
+            push.session.failure = push.session.failure or delegated.lost
+            push.delegated = None
+            self._dispatch(push, Delivered())
 
     def _ended(self, push: Push, write: PostedWrite) -> None:
         push.writes.remove(write)

@@ -64,7 +64,7 @@ class NixlTransport:
         """Make progress on a WRITE. A WRITE that ``FAILED`` may have landed in part."""
         self._require_live(handle)
         try:
-            return _STATES[self._agent.check_xfer_state(handle)]
+            return _STATES.get(self._agent.check_xfer_state(handle), WriteState.FAILED)
         except self._errors as error:
             lost = _translated(error, "a WRITE was cut off")
             if isinstance(lost, PeerLostError):

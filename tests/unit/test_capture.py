@@ -10,6 +10,7 @@ import pytest
 from layerpush.prefill import capture
 from layerpush.prefill.capture import Armed, Capture, LayerSaved, NoFences, StepEvent, Swept
 from layerpush.prefill.plan import StepPlan
+from layerpush.prefill.protocol import Aborted, Evicted, Preempted
 from tests.unit.builders import chunks_of
 
 NAMES = {f"layers.{index}": index for index in range(4)}
@@ -83,12 +84,70 @@ def test_before_the_first_step_hooks_cost_nothing() -> None:
     assert not source.pending
 
 
-def test_a_step_of_preemptions_only_is_announced_but_not_armed() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
-    source.arm(StepPlan(preempted=("p-1",)))
+def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
+    wakes = Wakes()
+    source = Capture(NAMES, wakes, NoFences())
+    source.arm(StepPlan(preempted=("p-1",)), ["p-2"])
     source.layer_saved("layers.0")
     source.sweep()
-    assert kinds(taken(source)) == [Armed]
+    assert taken(source) == []
+    assert list(source.revoked()) == [("p-1", Preempted()), ("p-2", Aborted())]
+    assert list(source.revoked()) == []
+    assert wakes.count == 2
+
+
+def test_what_takes_blocks_away_outruns_fences() -> None:
+    source = Capture(NAMES, Wakes(), SlowDevice())
+    source.arm(PLAN)
+    source.layer_saved("layers.0")
+    source.arm(StepPlan(), ["p-1"])
+    assert list(source.revoked()) == [("p-1", Aborted())]
+    assert source.is_void("p-1", step=1)
+
+
+def test_a_step_is_void_only_for_what_was_armed_before() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(PLAN)
+    source.arm(PLAN, ["p-1"])
+    (first, second) = [event.step for event in taken(source) if isinstance(event, Armed)]
+    assert source.is_void("p-1", first)
+    assert not source.is_void("p-1", second)
+    assert not source.is_void("p-2", first)
+    source.forget_void()
+    assert source.is_void("p-1", first), "forgotten while a revocation was still to be taken"
+    assert list(source.revoked()) == [("p-1", Aborted())]
+    source.forget_void()
+    assert not source.is_void("p-1", first)
+
+
+def test_the_end_of_a_lease_voids_everything_so_far() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    source.arm(PLAN)
+    source.finish("p-1", ([1, 2],))
+    source.expire("p-1")
+    (armed,) = taken(source)
+    assert isinstance(armed, Armed)
+    (done,) = source.done(swept=armed.step)
+    assert source.is_void("p-1", armed.step)
+    assert source.is_void("p-1", done.step)
+    assert list(source.revoked()) == [("p-1", Evicted())]
+
+
+def test_finished_comes_after_the_steps_of_its_request() -> None:
+    device = SlowDevice()
+    source = Capture(NAMES, Wakes(), device)
+    source.arm(PLAN)
+    source.sweep()
+    source.finish("p-1", ([1, 2],))
+    (armed,) = taken(source)
+    assert isinstance(armed, Armed)
+    assert source.done(swept=armed.step - 1) == []
+    source.arm(PLAN)
+    device.fences[0].open = True
+    assert kinds(taken(source)) == [Swept, Armed]
+    (done,) = source.done(swept=armed.step)
+    assert (done.request_id, done.step) == ("p-1", armed.step)
+    assert source.done(swept=armed.step) == []
 
 
 def test_one_sweep_ends_a_step() -> None:

@@ -143,8 +143,15 @@ def test_a_chunk_inside_one_block_completes_none() -> None:
 def test_a_step_that_was_planned_is_not_planned_again() -> None:
     progress = PromptProgress("p-1", (16,))
     assert progress.advance(0, 32, 64, [[1, 2]]) is not None
-    assert progress.advance(0, 32, 64, [[1, 2]]) is None
     assert progress.advance(32, 0, 64, [[1, 2]]) is None
+
+
+def test_computed_tokens_that_were_thrown_away_are_planned_again() -> None:
+    progress = PromptProgress("p-1", (16,))
+    assert progress.advance(0, 32, 64, [[1, 2]]) is not None
+    again = progress.advance(16, 48, 64, [[1, 5, 6, 7]])
+    assert again is not None
+    assert (again.epoch, again.index, again.groups[0].first, again.groups[0].blocks) == (1, 0, 0, (1, 5, 6, 7))
 
 
 def test_a_request_that_is_only_watched_says_so() -> None:
