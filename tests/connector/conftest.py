@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from layerpush.demo.ports import PortAllocator
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LAYERPUSH_CALM": "1",
@@ -18,7 +20,8 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-PORTS = iter(range(46700, 46800))
+PORTS = PortAllocator(range(26700, 26800))
+"""Below the ports that the system gives to sockets that connect: vLLM waits for ever when its own is taken."""
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +47,7 @@ def world(model: Path) -> Iterator[None]:
 
     register()
     with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:46799", 0, "gloo")
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORTS.take()}", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
     yield
     parallel_state.destroy_model_parallel()
@@ -62,8 +65,8 @@ def engine(world: None, model: Path) -> Iterator[Callable[..., Any]]:
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
-        port, packed = next(PORTS), options.pop("packed", False)
-        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, packed))
+        port, layout = PORTS.take(), options.pop("layout", "LBHNC")
+        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, layout))
         return engines[-1]
 
     cores = os.sched_getaffinity(0)

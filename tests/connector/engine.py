@@ -55,42 +55,39 @@ def config_of(
     return EngineArgs(model=str(model), kv_transfer_config=transfer, **(arguments | options)).create_engine_config()
 
 
-def cache_config(packed: bool) -> KVCacheConfig:
+def cache_config(layout: str = "LBHNC") -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
     page = spec.page_size_bytes
-    strides = (page, page * LAYERS) if packed else (page * BLOCKS, page)
+    strides = (page * BLOCKS, page) if layout == "LBHNC" else (page, page * LAYERS)
     tensor = KVCacheTensor(
         size=LAYERS * page * BLOCKS, layers=NAMES, offset=0, layer_stride=strides[0], block_stride=strides[1]
     )
-    return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(NAMES, spec)], kv_cache_layout=layout_name(packed))
+    return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(NAMES, spec)], kv_cache_layout=layout)
 
 
-def layout_name(packed: bool) -> str:
-    """Layers one after the other, or rows that hold a block of every layer."""
-    return "BLHNC" if packed else "LBHNC"
+def allocate(layout: str) -> dict[str, torch.Tensor]:
+    """``[blocks, heads, tokens, 2 * head size]`` for every layer, K and V side by side, out of one allocation.
 
-
-def allocate(packed: bool) -> dict[str, torch.Tensor]:
-    """``[blocks, heads, tokens, 2 * head size]`` for every layer, K and V side by side, out of one allocation."""
-    cell = (HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
-    if packed:
-        rows = torch.full((BLOCKS, LAYERS, *cell), -1.0)
-        return {name: rows[:, layer] for layer, name in enumerate(NAMES)}
-    return dict(zip(NAMES, torch.full((LAYERS, BLOCKS, *cell), -1.0), strict=True))
+    The layout names the allocation's axes from the outermost: layers, blocks, heads, tokens, content.
+    """
+    sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK_SIZE, "C": 2 * HEAD_SIZE}
+    whole = torch.full([sizes[axis] for axis in layout], -1.0)
+    whole = whole.permute([layout.index(axis) for axis in "LBHNC"])
+    return dict(zip(NAMES, whole, strict=True))
 
 
 class Engine:
     """``step`` is one iteration of the engine's loop. ``hooks`` may name the layers whose hook is called."""
 
-    def __init__(self, config: VllmConfig, port: int, packed: bool = False) -> None:
+    def __init__(self, config: VllmConfig, port: int, layout: str = "LBHNC") -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         self.config, self.port = config, port
-        caches = cache_config(packed)
+        caches = cache_config(layout)
         config.cache_config.num_gpu_blocks = BLOCKS
-        config.cache_config.kv_cache_layout = layout_name(packed)
+        config.cache_config.kv_cache_layout = layout
         self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE)
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
-        self.caches = allocate(packed)
+        self.caches = allocate(layout)
         self.worker.register_kv_caches(self.caches)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.requests: dict[str, Request] = {}

@@ -32,7 +32,7 @@ def test_a_bad_setting_is_named(
 
     config = config_of(model, "kv_producer", "bad", extra)
     with pytest.raises(ConfigError) as refused:
-        LayerwisePushConnector(config, KVConnectorRole[role], cache_config(packed=False))
+        LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
     for word in words:
         assert word in str(refused.value)
 
@@ -43,7 +43,7 @@ def test_decode_context_parallelism_is_refused(world: None, model: Path) -> None
     config = config_of(model, "kv_producer", "dcp")
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ValueError, match="decode_context_parallel_size"):
-        LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config(packed=False))
+        LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
 
 
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
@@ -52,7 +52,7 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 def test_a_fallback_is_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
-        p = engine("kv_producer", packed=True)
+        p = engine("kv_producer", layout="BHLNC")
         for number in range(3):
             p.prefill(f"r-{number}", 40)
             p.step()
@@ -68,7 +68,7 @@ def test_layers_are_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -
 
 def test_switched_off_it_says_nothing(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
-        engine("kv_producer", {"layerwise": False}, packed=True)
+        engine("kv_producer", {"layerwise": False}, layout="BHLNC")
     assert said(caplog, "layerpush pushes") == []
 
 

@@ -1,20 +1,19 @@
 """Engines, reference and clean-up checks that all end-to-end tests share."""
 
-import os
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e import probes
+from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
-from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference
 from tests.e2e.models import ModelShelf
 
-FIRST_PORT = int(os.environ.get("LAYERPUSH_E2E_PORT", "46400"))
-PORTS = 300
+PORTS = (20000, 29999)
+# Attributes that remember finished requests on purpose, the last few thousand of them.
+BOUNDED_MEMORIES = ("._served{key}",)
 COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
 
 
@@ -29,9 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     scratch = tmp_path_factory.mktemp("e2e")
-    engines = Fleet(ModelShelf(scratch), scratch, FIRST_PORT, FIRST_PORT + PORTS - 1)
-    yield engines
-    engines.stop()
+    hosts = Fleet(ModelShelf(scratch), scratch, PORTS, engines.FAVOURITES)
+    yield hosts
+    hosts.stop()
 
 
 @pytest.fixture(scope="session")
@@ -42,20 +41,41 @@ def _reference_cache() -> dict[str, Reference]:
 @pytest.fixture
 def reference(fleet: Fleet, _reference_cache: dict[str, Reference]) -> Reference:
     """The plain engine. Its answers are remembered over a restart of its process."""
-    (host,) = fleet.get(EngineSpec("R", "R", None))
+    (host,) = fleet.get(engines.R)
     known = _reference_cache.setdefault("R", Reference(host))
     known.host = host
     return known
 
 
+class LogReader:
+    """Hands out what hosts have logged since it was last asked."""
+
+    def __init__(self) -> None:
+        self._read: dict[EngineHost, int] = {}
+
+    def new_text(self, host: EngineHost) -> str:
+        log = host.log()
+        start = self._read.get(host, 0)
+        self._read[host] = len(log)
+        return log[start:]
+
+    def complaints(self, host: EngineHost) -> list[str]:
+        """The lines of the new text that an operator would have to look into."""
+        return [line for line in self.new_text(host).splitlines() if any(words in line for words in COMPLAINTS)]
+
+
+@pytest.fixture(scope="session")
+def logs() -> LogReader:
+    return LogReader()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_left_behind(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[None]:
+def _nothing_left_behind(fleet: Fleet, logs: LogReader) -> Iterator[None]:
     """After every test: engines idle, all blocks free, no table mentions a request of the test, no error in a log."""
-    marks = {host: host.log_size() for host in fleet.live()}
     for host in fleet.live():
+        logs.new_text(host)
         host.forget_requests()
     yield
-    tolerated = request.node.get_closest_marker("complaints")
     for host in fleet.live():
         if host.broken:
             fleet.discard(host)
@@ -66,13 +86,12 @@ def _nothing_left_behind(fleet: Fleet, request: pytest.FixtureRequest) -> Iterat
         except AssertionError:
             fleet.discard(host)
             raise
-        log = host.log()[marks.get(host, 0) :]
-        if tolerated is None:
-            assert not any(complaint in log for complaint in COMPLAINTS), f"{host.engine_id} complained:\n{log}"
+        complaints = logs.complaints(host)
+        assert complaints == [], f"{host.engine_id} complained:\n{host.log_tail()}"
 
 
 def check_nothing_left(host: EngineHost) -> None:
     assert host.call(probes.request_statuses) == {}
     assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
-    left = host.call(probes.wait_until_forgotten, host.request_ids(), 2.0)
+    left = host.call(probes.wait_until_forgotten, host.request_ids(), BOUNDED_MEMORIES, 2.0)
     assert left == [], f"{host.engine_id} still mentions finished requests at {left}"

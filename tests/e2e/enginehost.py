@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.context
 import os
 import pathlib
+import random
 import signal
 import socket
 import sys
@@ -247,8 +249,12 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def free_ports(first: int, last: int) -> Callable[[], int]:
-    """A function that hands out free loopback ports, each once."""
-    candidates = iter(range(first, last + 1))
+    """A function that hands out free loopback ports, each once, from a random start so that sessions rarely meet.
+
+    The range should lie outside the system's ephemeral ports, which NIXL's own listeners take at any moment.
+    """
+    start = random.randrange(first, last + 1)
+    candidates = itertools.chain(range(start, last + 1), range(first, start))
 
     def take() -> int:
         for port in candidates:

@@ -2,22 +2,28 @@
 
 import pathlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from tests.e2e.enginehost import EngineHost, free_ports
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 
-MAX_LIVE = 5
+MAX_LIVE = 6
 
 
 class Fleet:
-    """Hosts by spec. A host that broke is replaced; beyond `MAX_LIVE` the least recently used one is stopped."""
+    """Hosts by spec. A host that broke is replaced; beyond `MAX_LIVE` the least recently used ones are stopped.
 
-    def __init__(self, models: ModelShelf, scratch: pathlib.Path, first_port: int, last_port: int) -> None:
+    `favourites` are stopped last: they serve most of the tests.
+    """
+
+    def __init__(
+        self, models: ModelShelf, scratch: pathlib.Path, ports: tuple[int, int], favourites: Collection[EngineSpec]
+    ) -> None:
         self._models = models
+        self._favourites = favourites
         self._scratch = scratch
-        self._take_port = free_ports(first_port, last_port)
+        self._take_port = free_ports(*ports)
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
@@ -48,7 +54,7 @@ class Fleet:
             self._hosts.popitem()[1].stop()
 
     def _make_room(self, count: int, keep: set[EngineSpec]) -> None:
-        idle = [spec for spec in self._hosts if spec not in keep]
+        idle = sorted((spec for spec in self._hosts if spec not in keep), key=self._favourites.__contains__)
         excess = idle[: max(0, len(self._hosts) + count - MAX_LIVE)]
         for spec in excess:
             self._hosts[spec].begin_stop()

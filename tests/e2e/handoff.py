@@ -111,8 +111,8 @@ def send(
     """Start one handoff.
 
     early: D's registration has left D before P gets the prompt.
-    mid: P has computed `after_steps` chunks and waits until the registration has left D.
-    after_last_step: the same, after P's last prefill step.
+    mid: P has computed `after_steps` chunks and goes on when it has the registration.
+    after_last_step: P has just computed its last chunk; it goes on when the registration has left D.
     late: P has finished, D gets P's params (sequential dispatch).
     together: both at once, as a proxy does (concurrent dispatch).
     """
@@ -128,8 +128,8 @@ def send(
             p.add(handoff.to_p())
             p.step(after_steps)
             assert p.call(probes.computed_tokens, handoff.request_id) == after_steps * PREFILL_TOKENS_PER_STEP
-            d.add(handoff.to_d())
-            handoff.await_registration()
+            (decode_id,) = d.add(handoff.to_d())
+            p.poll_until(probes.is_mentioned, decode_id)
             p.run()
         case "after_last_step":
             p.hold()
@@ -143,6 +143,9 @@ def send(
             p.add(handoff.to_p())
             finished = p.peek_output(handoff.request_id)
             assert finished.kv_transfer_params is not None
+            p.hold()
+            p.step()  # the step that tells P's worker that the request is finished, if it has not been told
+            p.run()
             d.add(handoff.to_d(finished.kv_transfer_params))
         case "together":
             d.add(handoff.to_d())

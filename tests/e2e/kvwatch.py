@@ -45,7 +45,7 @@ class KvWatch:
         self._layers = layers
         self._block_size = block_size
         self._tables: dict[str, tuple[int, Tables]] = {}
-        self._poisoned: set[str] = set()
+        self._registered: dict[str, set[int]] = {}
         self.digests: dict[str, KvDigest] = {}
         self._schedule = scheduler.schedule
         scheduler.schedule = self._schedule_and_watch
@@ -55,7 +55,7 @@ class KvWatch:
         for request_id in finished:
             if (table := self._tables.pop(request_id, None)) is not None:
                 self.digests[request_id] = self._digest(*table)
-            self._poisoned.discard(request_id)
+            self._registered.pop(request_id, None)
 
     def _schedule_and_watch(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
@@ -70,30 +70,38 @@ class KvWatch:
 
     def _watch_decode(self, request_id: str, request: Any, *, scheduled: bool) -> None:
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
-            if request_id not in self._poisoned:
-                self._poisoned.add(request_id)
-                self._poison(self._scheduler.kv_cache_manager.get_blocks(request_id))
+            if request_id not in self._registered:
+                blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_unhashed_block_ids_all_groups()
+                self._registered[request_id] = {block for group in blocks for block in group}
+                self._poison(blocks)
         elif scheduled and request_id not in self.digests:
-            self.digests[request_id] = self._digest(request.num_prompt_tokens, self._block_tables(request_id))
+            tables = self._block_tables(request_id)
+            registered = self._registered.get(request_id, set())
+            self.digests[request_id] = self._digest(request.num_prompt_tokens, tables, registered)
 
-    def _poison(self, blocks: Any) -> None:
-        registered = blocks.get_unhashed_block_ids_all_groups()
+    def _poison(self, blocks: Tables) -> None:
         for layer in self._layers:
-            layer.cache[torch.tensor(registered[layer.group], dtype=torch.long)] = POISON
+            layer.cache[torch.tensor(blocks[layer.group], dtype=torch.long)] = POISON
 
     def _block_tables(self, request_id: str) -> Tables:
         return [list(table) for table in self._scheduler.kv_cache_manager.get_block_ids(request_id)]
 
-    def _digest(self, tokens: int, tables: Tables) -> KvDigest:
-        return KvDigest(tokens, tuple(self._digest_layer(layer, tokens, tables[layer.group]) for layer in self._layers))
+    def _digest(self, tokens: int, tables: Tables, only: set[int] | None = None) -> KvDigest:
+        rows = (self._digest_layer(layer, tokens, tables[layer.group], only) for layer in self._layers)
+        return KvDigest(tokens, tuple(rows))
 
-    def _digest_layer(self, layer: WatchedLayer, tokens: int, table: list[int]) -> tuple[bytes | None, ...]:
-        """One cell per block; None for blocks behind the layer's window."""
+    def _digest_layer(
+        self, layer: WatchedLayer, tokens: int, table: list[int], only: set[int] | None
+    ) -> tuple[bytes | None, ...]:
+        """One cell per block; None for blocks behind the layer's window and for those not in `only`."""
         size = self._block_size
         first = 0 if layer.window is None else max(0, tokens - layer.window) // size
         cells: list[bytes | None] = [None] * first
         token_axis = layer.cache.shape.index(size, 1)
         for block in range(first, -(-tokens // size)):
+            if only is not None and table[block] not in only:
+                cells.append(None)
+                continue
             slots = layer.cache[table[block]].movedim(token_axis - 1, 0)[: tokens - block * size]
             cells.append(
                 hashlib.blake2b(slots.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import deque
@@ -20,7 +21,8 @@ def free_blocks(host: HostedEngine) -> int:
 
 
 def reset_prefix_cache(host: HostedEngine) -> bool:
-    return host.llm.reset_prefix_cache()
+    done: bool = host.llm.reset_prefix_cache()
+    return done
 
 
 def registration_sent(host: HostedEngine, base_request_id: str) -> bool:
@@ -30,11 +32,11 @@ def registration_sent(host: HostedEngine, base_request_id: str) -> bool:
 def computed_tokens(host: HostedEngine, request_id: str) -> int:
     """How many tokens of a live request are computed; -1 for a request that the scheduler no longer knows."""
     request = host.scheduler.requests.get(host.internal_id(request_id))
-    return -1 if request is None else request.num_computed_tokens
+    return -1 if request is None else int(request.num_computed_tokens)
 
 
 def preemptions(host: HostedEngine, request_id: str) -> int:
-    return host.scheduler.requests[host.internal_id(request_id)].num_preemptions
+    return int(host.scheduler.requests[host.internal_id(request_id)].num_preemptions)
 
 
 def request_statuses(host: HostedEngine) -> dict[str, str]:
@@ -61,10 +63,20 @@ def mentions(host: HostedEngine, texts: list[str]) -> list[str]:
     return found
 
 
-def wait_until_forgotten(host: HostedEngine, texts: list[str], timeout: float) -> list[str]:
-    """Poll `mentions` until it is empty or the time is over; other threads clean up a little after the last step."""
+def is_mentioned(host: HostedEngine, text: str) -> bool:
+    return bool(mentions(host, [text]))
+
+
+def log_an_error(host: HostedEngine) -> None:
+    logging.getLogger("vllm.engine").error("this is a test of the log check")
+
+
+def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[str, ...], timeout: float) -> list[str]:
+    """Poll `mentions` until only `allowed` paths are left, or the time is over: other threads clean up a bit later."""
     deadline = time.monotonic() + timeout
-    while (found := mentions(host, texts)) and time.monotonic() < deadline:
+    while found := [path for path in mentions(host, texts) if not any(part in path for part in allowed)]:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.005)
     return found
 

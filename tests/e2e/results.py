@@ -18,22 +18,26 @@ class Finished:
 class KvDigest:
     """blake2b of one request's prompt KV: `cells[layer][block]`, only the slots that hold prompt tokens.
 
-    None for blocks that the layer no longer looks at (sliding window).
+    None for blocks that the layer no longer looks at (sliding window) and, on D, for blocks from its own prefix cache.
     """
 
     tokens: int
     cells: tuple[tuple[bytes | None, ...], ...]
 
     def differing(self, other: "KvDigest") -> list[tuple[int, int]]:
-        """(layer, block index) of every cell that differs. ValueError when the two do not describe the same shape."""
-        ours, theirs = [len(row) for row in self.cells], [len(row) for row in other.cells]
-        if ours != theirs or self.tokens != other.tokens:
-            raise ValueError(
-                f"digests of different shape: {self.tokens} tokens {ours} and {other.tokens} tokens {theirs}"
-            )
-        return [
-            (layer, block)
-            for layer, (row, other_row) in enumerate(zip(self.cells, other.cells, strict=True))
-            for block, (cell, other_cell) in enumerate(zip(row, other_row, strict=True))
-            if cell != other_cell
+        """(layer, block index) of every cell that both have and that differs.
+
+        ValueError when the two do not describe the same prompt, or have no cell in common.
+        """
+        shapes = [[len(row) for row in digest.cells] for digest in (self, other)]
+        if shapes[0] != shapes[1] or self.tokens != other.tokens:
+            raise ValueError(f"digests of different prompts: {self.tokens} and {other.tokens} tokens, {shapes}")
+        pairs = [
+            ((layer, block), ours, theirs)
+            for layer, rows in enumerate(zip(self.cells, other.cells, strict=True))
+            for block, (ours, theirs) in enumerate(zip(*rows, strict=True))
+            if ours is not None and theirs is not None
         ]
+        if not pairs:
+            raise ValueError("the digests have no cell in common")
+        return [place for place, ours, theirs in pairs if ours != theirs]

@@ -1,5 +1,7 @@
 """The configuration keys: what each changes, and what it must not change."""
 
+from typing import Any
+
 import pytest
 
 from tests.e2e import engines
@@ -68,7 +70,7 @@ def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int)
     [({"granularity": "block"}, "'granularity' is 'block'"), ({"layer_wise": True}, "unknown key 'layer_wise'")],
 )
 @pytest.mark.parametrize("role", ["P", "D"])
-def test_bad_configuration_stops_the_engine(fleet: Fleet, role: str, extra: dict[str, object], message: str) -> None:
+def test_bad_configuration_stops_the_engine(fleet: Fleet, role: str, extra: dict[str, Any], message: str) -> None:
     spec = EngineSpec("bad-config", "P" if role == "P" else "D", transfer(LAYERWISE, **extra))
     with pytest.raises(HostDied, match=message) as death:
         fleet.get(spec)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.e2e import engines, probes
-from tests.e2e.conftest import check_nothing_left
+from tests.e2e.conftest import LogReader, check_nothing_left
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.e2e.streamchecks import check_streamed
@@ -49,6 +49,13 @@ def test_a_leak_is_noticed(fleet: Fleet) -> None:
     assert p.call(probes.mentions, [handoff.request_id])
     d.add(handoff.to_d())
     handoff.outcome()
+
+
+def test_an_error_in_a_log_is_noticed(fleet: Fleet, logs: LogReader) -> None:
+    (p,) = fleet.get(engines.P_LAYER)
+    assert logs.complaints(p) == []
+    p.call(probes.log_an_error)
+    assert len(logs.complaints(p)) == 1
 
 
 def test_poison_would_be_seen(fleet: Fleet) -> None:

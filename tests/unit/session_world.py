@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from layerpush.prefill import protocol
 from layerpush.prefill.plan import ChunkPlan, PromptProgress
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Event, State, Write
-from layerpush.prefill.session import Policy, Session
+from layerpush.prefill.session import Session
 from tests.unit.builders import blocks_of, registration, upstream_pairs
 
 Cell = tuple[int, int]
@@ -77,7 +78,12 @@ class PushWorld:
     @property
     def running(self) -> bool:
         """The request is in the scheduler's hands and the writer is not inside a notification."""
-        return not self.finished and not self.gone and self.state is not State.TELLING
+        return self.revocable and self.state is not State.TELLING
+
+    @property
+    def revocable(self) -> bool:
+        """The scheduler may take the blocks away, even while the writer is about to tell."""
+        return not self.finished and not self.gone
 
     @property
     def prompt_ready(self) -> bool:
@@ -166,6 +172,8 @@ class PushWorld:
         self._progress.restart()
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
+        if self.state is State.TELLING:
+            self.tells -= 1  # withdrawn before it was sent
         if announced:
             self.send(protocol.Preempted())
 

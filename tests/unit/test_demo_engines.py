@@ -16,7 +16,7 @@ import pytest
 
 from layerpush.demo.engines import EngineFailedError, EngineGroup, EngineSpec
 from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.ports import PortAllocator, is_free
+from layerpush.demo.ports import DEMO_PORTS, PortAllocator, is_free
 
 # A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
 SERVER = """
@@ -174,13 +174,18 @@ def test_only_the_first_signal_raises():
 
 
 def test_ports_are_handed_out_once_and_only_when_free():
-    wanted = [port for port in range(46390, 46400) if is_free(port)]
+    wanted = [port for port in DEMO_PORTS[-10:] if is_free(port)]
     with contextlib.closing(socket.create_server(("127.0.0.1", wanted[0]))):
         ports = PortAllocator(wanted)
         taken = [ports.take() for _ in wanted[1:]]
         assert sorted(taken) == wanted[1:]
         with pytest.raises(RuntimeError, match="no free TCP port"):
             ports.take()
+
+
+def test_the_ports_are_not_those_that_the_kernel_hands_out():
+    lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(DEMO_PORTS) < lowest_ephemeral
 
 
 def test_the_command_names_the_connector_and_its_module():

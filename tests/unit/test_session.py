@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from layerpush.prefill import protocol
 from layerpush.prefill.coverage import CoverageError
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import IllegalTransitionError, Post, State, Write
-from layerpush.prefill.session import Policy, Session
+from layerpush.prefill.session import Session
 from tests.unit.builders import blocks_of, chunks_of, registration, upstream_pairs
 from tests.unit.session_world import PushWorld, Shape
 

@@ -10,8 +10,9 @@ from functools import cache
 import pytest
 
 from layerpush.prefill import protocol, session
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import TRANSITIONS, Event, IllegalTransitionError, State
-from layerpush.prefill.session import Policy, Session
+from layerpush.prefill.session import Session
 from tests.unit.session_world import PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
@@ -53,7 +54,6 @@ def moves(world: PushWorld) -> Iterator[Move]:
     if world.state is State.TELLING:
         yield PushWorld.confirm_tell
         yield PushWorld.fail
-        return
     if world.running and not world.unready and world.computed < world.shape.tokens:
         yield lambda w: w.plan(4)
     if world.running:
@@ -62,8 +62,9 @@ def moves(world: PushWorld) -> Iterator[Move]:
         if world.prompt_ready:
             yield PushWorld.finish
         if world.epoch < PREEMPTIONS.get(world.shape, 0):
-            yield lambda w: w.preempt(announced=True)
             yield replan
+    if world.revocable and world.epoch < PREEMPTIONS.get(world.shape, 0):
+        yield lambda w: w.preempt(announced=True)
     if world.session.accepts(protocol.Pump):
         yield lambda w: w.send(protocol.Pump())
     if world.state is State.WAITING:
@@ -76,7 +77,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
     for write in sorted(world.in_flight):
         yield lambda w, write=write: w.land(write)
         yield lambda w, write=write: w.lose(write)
-    if world.session.accepts(protocol.Failed):
+    if world.session.accepts(protocol.Failed) and world.state is not State.TELLING:
         yield PushWorld.fail
     if not world.gone:
         yield PushWorld.drop

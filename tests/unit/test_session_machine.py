@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layerpush.prefill import protocol
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import State
-from layerpush.prefill.session import Policy
 from tests.unit.builders import blocks_of
 from tests.unit.session_world import PushWorld, Shape
 
@@ -103,7 +103,7 @@ class PushMachine(RuleBasedStateMachine):
         if dice == 0:
             self.world.lose(data.draw(st.sampled_from(sorted(self.world.in_flight))))
 
-    @precondition(lambda self: self.world.running and self.world.chunks)
+    @precondition(lambda self: self.world.revocable and self.world.chunks)
     @rule()
     def preempt(self) -> None:
         self.world.preempt(announced=True)
@@ -120,7 +120,7 @@ class PushMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         self.world.finish()
 
-    @precondition(lambda self: not self.world.gone and self.world.state is not State.TELLING)
+    @precondition(lambda self: not self.world.gone)
     @rule(dice=st.integers(0, 3))
     def drop(self, dice: int) -> None:
         if dice == 0:

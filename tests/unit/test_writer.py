@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.prefill.session import Policy
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.staging import Link
 from layerpush.transport.fake import Faults
 from tests.unit.writer_rig import Prompt, Rig

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from layerpush.prefill.session import Policy
-from layerpush.prefill.writer import HandshakeError
+from layerpush.prefill.host import HandshakeError
+from layerpush.prefill.policy import Policy
 from layerpush.transport.fake import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
@@ -163,7 +163,8 @@ def test_preempted_twice_between_steps() -> None:
 def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
-    rig.writer.aborted("p-1")
+    rig.abort(prompt)
+    rig.writer.turn()
     assert "p-1" in rig.writer, "until its WRITEs have ended"
     assert rig.writer.writes_in_flight("p-1")
     posted = len(rig.fabric.writes)
@@ -179,7 +180,7 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
     rig, prompt = story()
     wanted = rig.host.pending[prompt.name]
     rig.step((prompt, 9))
-    rig.writer.aborted("p-1")
+    rig.abort(prompt)
     rig.settle()
     assert rig.host.kept == [wanted]
 
@@ -197,7 +198,7 @@ def test_only_the_registration_of_an_unfinished_push_is_kept(told_first: bool) -
     rig.step((prompt, TOKENS))
     if told_first:
         rig.settle()
-    rig.writer.aborted("p-1")
+    rig.abort(prompt)
     rig.settle()
     assert len(rig.host.kept) == (0 if told_first else 1)
     assert told(rig) == [[b"d-p-1:1"] if told_first else []]
@@ -207,7 +208,7 @@ def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
     rig, prompt = story(Faults(hold_writes={2: 10}))
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
-    rig.writer.evicted("p-1")
+    rig.expire(prompt)
     rig.settle()
     assert told(rig) == [[]]
     assert rig.host.released == []
@@ -267,7 +268,7 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
         for prompt in list(running):
             if draw.random() < 0.03:
                 running.remove(prompt)
-                rig.writer.aborted(prompt.name)
+                rig.abort(prompt)
             elif prompt.computed == prompt.tokens:
                 running.remove(prompt)
                 finished.append(prompt)
@@ -277,7 +278,8 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
         rig.writer.turn()
         _check_told(rig, prompts, wishes)
     for prompt in finished:
-        rig.writer.evicted(prompt.name)
+        if prompt.name not in rig.host.released:
+            rig.expire(prompt)
     rig.settle()
     assert set(rig.host.released) <= {prompt.name for prompt in finished}
     assert len(rig.host.released) == len(set(rig.host.released))

@@ -73,35 +73,116 @@ def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens:
     rig.assert_clean()
 
 
-def abort(rig: Rig) -> None:
-    rig.writer.aborted("p-1")
-
-
-def test_an_abort_does_not_overtake_its_own_step() -> None:
+@pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
+@pytest.mark.parametrize("seen", [False, True], ids=["abort first", "step first"])
+def test_an_abort_does_not_overtake_its_own_step(wait: bool, seen: bool) -> None:
     """Else the step would open a push again that nobody ends, and tell D of blocks that P has given away."""
     rig, prompt = rig_of()
-    unseen_step(rig, prompt)
-    abort(rig)
-    rig.scribble(prompt.table)
-    rig.settle()
-
-    assert rig.decoders["D"].told() == [[]]
-    rig.assert_clean()
-
-
-def test_an_abort_does_not_overtake_a_step_behind_a_fence() -> None:
-    rig, prompt = rig_of()
-    device = SlowDevice()
+    device = SlowDevice(done=not wait)
     rig.capture._fences = device
-    other = Prompt("p-2", TOKENS, list(range(20, 28)))
-    unseen_step(rig, other)
+    unseen_step(rig, Prompt("p-2", TOKENS, list(range(20, 28))))
     unseen_step(rig, prompt)
-    rig.writer.turn()
-    abort(rig)
-    rig.writer.turn()
-    device.done = True
+    if seen:
+        rig.writer.turn()
+    rig.abort(prompt)
     rig.scribble(prompt.table)
+    if not seen:
+        rig.writer.turn()
+    device.done = True
     rig.settle()
 
     assert rig.decoders["D"].told() == [[]]
     assert "p-1" not in rig.writer
+    assert not rig.p._live
+
+
+def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
+    rig, prompt = rig_of()
+    wanted = rig.host.pending[prompt.name]
+    unseen_step(rig, prompt, 9)
+    again = Prompt("p-1", TOKENS, list(range(30, 38)))
+    chunk = again.chunk(TOKENS)
+    rig.capture.arm(StepPlan((chunk,)), ["p-1"])
+    for layer in range(rig.layers):
+        rig._compute(again, chunk, layer)
+    rig.capture.sweep()
+    rig.settle()
+    if rig.host.kept:
+        rig.writer.register("p-1", rig.host.kept.pop())
+        rig.settle()
+
+    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
+    assert rig.decoders["D"].holds(again, wanted, rig.layers)
+
+
+@pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
+def test_what_was_queued_before_a_preemption_is_not_sent(wait: bool) -> None:
+    rig, prompt = rig_of()
+    wanted = rig.host.pending[prompt.name]
+    device = SlowDevice(done=not wait)
+    rig.capture._fences = device
+    unseen_step(rig, prompt, 9)
+    rig.scribble(prompt.table)
+    for first in (20, 40):
+        prompt.preempted(list(range(first, first + 8)))
+        chunk = prompt.chunk(12)
+        rig.capture.arm(StepPlan((chunk,), ("p-1",)))
+        for layer in range(rig.layers):
+            rig._compute(prompt, chunk, layer)
+        rig.capture.sweep()
+        if first == 20:
+            rig.scribble(prompt.table)
+    rig.writer.turn()
+    device.done = True
+    rig.settle()
+    unseen_step(rig, prompt, TOKENS)
+    rig.settle()
+
+    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
+    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+
+
+@pytest.mark.parametrize("how", ["aborted", "preempted", "expired"])
+def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> None:
+    """The completion is checked against the scheduler's newest word, not against the last turn's."""
+    rig, prompt = rig_of()
+    wanted = rig.host.pending[prompt.name]
+    rig.fabric.faults.hold_writes = dict.fromkeys(range(rig.layers), 8)
+    rig.step((prompt, TOKENS))
+    if how == "expired":
+        rig.finish(prompt)
+    assert rig.writer.writes_in_flight("p-1")
+    rig.writer._absorb()  # this turn has looked already, when the scheduler takes the blocks away
+    if how == "aborted":
+        rig.abort(prompt)
+    elif how == "expired":
+        rig.expire(prompt)
+    else:
+        prompt.preempted(list(range(30, 38)))
+        chunk = prompt.chunk(TOKENS)
+        rig.capture.arm(StepPlan((chunk,), ("p-1",)))
+    for _ in range(30):
+        rig.writer._poll()
+    assert rig.decoders["D"].told() == [[]]
+    if how != "preempted":
+        rig.settle()
+        rig.assert_clean()
+        return
+    for layer in range(rig.layers):
+        rig._compute(prompt, chunk, layer)
+    rig.capture.sweep()
+    rig.settle()
+    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
+    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+
+
+def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
+    rig, prompt = rig_of()
+    del rig.host.pending[prompt.name]
+    rig.step((prompt, TOKENS))
+    rig.capture.finish("p-1", (prompt.blocks,))
+    rig.expire(prompt)
+    rig.settle()
+    assert rig.host.unmatched == {}
+    assert rig.host.released == []
+    rig.assert_clean()

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerpush.prefill.capture import Capture, NoFences
+from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
+from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import BlockIds
-from layerpush.prefill.session import Policy
 from layerpush.prefill.staging import Link
-from layerpush.prefill.writer import Identity, PushWriter
+from layerpush.prefill.writer import PushWriter
 from layerpush.trace import PushRecord, TraceFile, WriteRecord
 from layerpush.transport.base import Route
 from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
@@ -226,7 +227,16 @@ class Rig:
         self.writer.turn()
 
     def finish(self, prompt: Prompt) -> None:
-        self.writer.finished(prompt.name, (prompt.blocks,))
+        """The scheduler has finished the request, and the writer has heard of it."""
+        self.capture.finish(prompt.name, (prompt.blocks,))
+        self.writer.turn()
+
+    def abort(self, prompt: Prompt) -> None:
+        """The scheduler has dropped the request and freed its blocks; the writer may not have heard of it."""
+        self.capture.arm(StepPlan(), [prompt.name])
+
+    def expire(self, prompt: Prompt) -> None:
+        self.capture.expire(prompt.name)
 
     def settle(self, turns: int = 60) -> None:
         """Let the wire run empty."""

@@ -1,0 +1,55 @@
+"""Random traffic on a P that is short of blocks: every order of events that a test above did not think of."""
+
+import random
+
+import pytest
+
+from tests.e2e import engines, probes
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
+
+P_BUSY = EngineSpec(
+    "P-busy",
+    "P",
+    transfer(LAYERWISE, min_write_bytes=1 << 16, trace_dir=TRACE),
+    (
+        ("enable_prefix_caching", True),
+        ("max_model_len", 2048),
+        ("max_num_batched_tokens", 150),
+        ("num_gpu_blocks_override", 120),
+        ("scheduler_reserve_full_isl", False),
+    ),
+)
+HANDOFFS = 30
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
+    """Prompts share prefixes; P and D engines are told, stepped and let go in a random order."""
+    rng = random.Random(seed)
+    p, *decoders = fleet.get(P_BUSY, engines.D_CACHING, engines.D_STOCK)
+    for host in (p, decoders[0]):
+        host.call(probes.reset_prefix_cache)
+    handoffs = [Handoff(new_id(), random_prompt(rng, seed), p, rng.choice(decoders)) for _ in range(HANDOFFS)]
+    told: list[tuple[int, EngineHost, Handoff]] = []
+    for number, handoff in enumerate(handoffs):
+        told += [(number + rng.randrange(4), host, handoff) for host in (handoff.p, handoff.d)]
+    for host in (p, *decoders):
+        host.hold()
+    for _, host, handoff in sorted(told, key=lambda event: event[0]):
+        host.add(handoff.to_p() if host is p else handoff.to_d())
+        for busy in rng.sample([p, *decoders], 2):
+            busy.step(rng.randrange(4))
+    for host in (p, *decoders):
+        host.run()
+    for handoff in handoffs:
+        check(handoff.outcome(), reference)
+        assert handoff.push().outcome == "completed"
+
+
+def random_prompt(rng: random.Random, seed: int) -> list[int]:
+    """One of three prefixes, or none, and a tail of its own."""
+    prefix = prompt(rng.choice([64, 200, 480]), seed=120 + seed) if rng.random() < 0.6 else []
+    return prefix + rng.choices(range(3, 1024), k=rng.choice([1, 31, 32, 33, 90, 149, 150, 151, 400, 700]))
