@@ -70,8 +70,12 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The scheduler finished a request and holds its blocks for the push; ``step`` is the last that computed it."""
+    """The scheduler finished a request and holds its blocks for the push.
 
+    ``computed`` is the last step that was armed for it, 0 if none was; ``step`` is the last that was armed at all.
+    """
+
+    computed: int
     step: int
     request_id: str
     blocks: tuple[list[int], ...]
@@ -123,7 +127,7 @@ class Capture:
 
     def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
-        self._done.append(Done(self._last_step.pop(request_id, 0), request_id, blocks))
+        self._done.append(Done(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
         self._wake()
 
     def revoked(self) -> Iterator[tuple[str, Event]]:
@@ -140,8 +144,8 @@ class Capture:
         but must not overtake their own: their KV is whole only after its sweep. Writer thread.
         """
         finished = [self._done.popleft() for _ in range(len(self._done))]
-        self._done.extend(late for late in finished if late.step > swept)
-        return [done for done in finished if done.step <= swept]
+        self._done.extend(late for late in finished if late.computed > swept)
+        return [done for done in finished if done.computed <= swept]
 
     def forget_void(self) -> None:
         """Forget what is void if every step and every revocation has been taken. Writer thread."""
@@ -190,7 +194,6 @@ class Capture:
         self._wake()
 
     def _put(self, event: StepEvent, fence: Fence | None) -> None:
-        worth_waking = fence is None or not self._queue
         self._queue.append((event, fence))
-        if worth_waking:  # otherwise the writer is polling the fence before this one
+        if fence is None or len(self._queue) == 1:  # otherwise the writer is polling the fence before this one
             self._wake()

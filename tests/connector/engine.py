@@ -138,7 +138,7 @@ class Engine:
 
     def step(self, hooks: list[str] | None = None, between: Callable[[str], None] | None = None) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        if output.preempted_req_ids and output.kv_connector_metadata is not None:
+        if output.preempted_req_ids:
             self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         for name in NAMES if output.total_num_scheduled_tokens else ():

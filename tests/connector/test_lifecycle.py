@@ -31,7 +31,7 @@ def step_until(*engines: Engine, done: Callable[[], object]) -> None:
 
 def registered(p: Engine) -> None:
     """Wait until a decode engine's registration has reached P's worker, which looks for it at every step."""
-    step_until(p, done=lambda: p.worker.connector_worker._pending_d_registrations)
+    step_until(p, done=lambda: len(p.worker.connector_worker._ledger))
 
 
 def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:

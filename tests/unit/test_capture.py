@@ -243,3 +243,16 @@ def test_one_thread_appends_while_another_takes() -> None:
 
     assert not thread.is_alive()
     assert got == [Armed, 0, 1, 2, 3, Swept] * steps
+
+
+def test_only_the_first_fence_wakes_the_writer() -> None:
+    """It polls that one, and finds the others behind it."""
+    wakes = Wakes()
+    source = Capture(NAMES, wakes, SlowDevice())
+    source.arm(PLAN)
+    assert kinds(taken(source)) == [Armed]
+    before = wakes.count
+    source.layer_saved("layers.0")
+    assert wakes.count == before + 1
+    source.layer_saved("layers.1")
+    assert wakes.count == before + 1

@@ -186,3 +186,17 @@ def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
     assert rig.host.unmatched == {}
     assert rig.host.released == []
     rig.assert_clean()
+
+
+def test_a_prompt_without_plans_that_is_sent_again_after_an_abort_is_heard_of() -> None:
+    """It is too short to be planned; another request keeps the queue behind a fence, so nothing void is forgotten."""
+    rig, prompt = rig_of()
+    device = SlowDevice()
+    rig.capture._fences = device
+    unseen_step(rig, Prompt("p-2", TOKENS, list(range(20, 28))))
+    rig.abort(prompt)
+    rig.writer.turn()
+    rig.capture.arm(StepPlan())
+    rig.capture.finish("p-1", (prompt.blocks,))
+    rig.settle()
+    assert rig.host.released == ["p-1"]
