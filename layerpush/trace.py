@@ -76,6 +76,7 @@ class PushRecord(msgspec.Struct, kw_only=True):
         """A preempted prompt is computed again: what was ready is not. WRITEs stay, they were real."""
         self.epoch = epoch
         self.chunks, self.ready = [], []
+        self.hooked_layers = self.swept_layers = 0
 
 
 class TraceFile:

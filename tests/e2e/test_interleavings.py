@@ -16,16 +16,16 @@ P_BUSY = EngineSpec(
     transfer(LAYERWISE, min_write_bytes=1 << 16, trace_dir=TRACE),
     (
         ("enable_prefix_caching", True),
-        ("max_model_len", 2048),
+        ("max_model_len", 1400),
         ("max_num_batched_tokens", 150),
-        ("num_gpu_blocks_override", 120),
+        ("num_gpu_blocks_override", 70),
         ("scheduler_reserve_full_isl", False),
     ),
 )
 HANDOFFS = 30
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [10, 11, 12])
 def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
     """Prompts share prefixes; P and D engines are told, stepped and let go in a random order."""
     rng = random.Random(seed)
@@ -35,13 +35,13 @@ def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
     handoffs = [Handoff(new_id(), random_prompt(rng, seed), p, rng.choice(decoders)) for _ in range(HANDOFFS)]
     told: list[tuple[int, EngineHost, Handoff]] = []
     for number, handoff in enumerate(handoffs):
-        told += [(number + rng.randrange(4), host, handoff) for host in (handoff.p, handoff.d)]
+        told += [(number + rng.randrange(3), p, handoff), (number + rng.choice([0, 1, 2, 9]), handoff.d, handoff)]
     for host in (p, *decoders):
         host.hold()
     for _, host, handoff in sorted(told, key=lambda event: event[0]):
         host.add(handoff.to_p() if host is p else handoff.to_d())
-        for busy in rng.sample([p, *decoders], 2):
-            busy.step(rng.randrange(4))
+        for busy in (p, rng.choice(decoders)):
+            busy.step(rng.randrange(6))
     for host in (p, *decoders):
         host.run()
     for handoff in handoffs:

@@ -294,3 +294,15 @@ def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, object]) -> N
             prompt = next(prompt for prompt in prompts if prompt.name == name)
             assert rig.decoders["D"].holds(prompt, wishes[name], rig.layers), (number, name)  # type: ignore[arg-type]
             rig.decoders["D"].reuse(wishes[name])  # type: ignore[arg-type]
+
+
+def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
+    """The push stays in the table, so that its blocks count as being read and its handle is given back."""
+    rig, prompt = Rig(Faults(hold_writes={0: 5})), Prompt("p-1", TOKENS, list(range(1, 9)))
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig.writer.finished("p-1", (prompt.blocks,))  # never planned, as where layerwise is off: pushed whole
+    rig.expire(prompt)
+    rig.writer.turn()
+    assert rig.writer.writes_in_flight("p-1")
+    rig.settle()
+    rig.assert_clean()
