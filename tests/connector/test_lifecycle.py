@@ -101,6 +101,7 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
     run(p, STEPS)
     assert p.finished == ["r-1"]
     assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "held for the decode engine"
+    step_until(p, done=lambda: p.worker.connector_worker._push_finished_blocks)  # P's writer has heard of it
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     blocks = d.blocks("r-1")
