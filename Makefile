@@ -1,6 +1,6 @@
 # Every target is a script of the same name in scripts/, for people and CI alike. ARGS goes to it: make test ARGS="tests/unit -k config"
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo test check bench soak docs clean
 
 help: ## this list
 	@echo 'layerpush: make TARGET [ARGS="..."]'
@@ -20,6 +20,9 @@ check: ## ruff, mypy --strict, import contracts
 
 bench: ## measure layer against chunk against whole-request push
 	@scripts/bench $(ARGS)
+
+soak: ## real engines under load and random faults for MINUTES=10; every answer and every pushed block is checked
+	@scripts/soak $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 docs: ## build the documentation into build/site
 	@scripts/docs $(ARGS)

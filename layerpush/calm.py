@@ -10,14 +10,11 @@ Both cures cost a little latency where cores are plentiful (up to 1 ms per trans
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from layerpush.afterimport import AfterImport
 from layerpush.config import ConfigError
 
 VARIABLE = "LAYERPUSH_CALM"
@@ -59,7 +56,8 @@ def apply() -> None:
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
-    _calm_nixl()
+    # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
+    _NixlHook().install()
     uncured = _calm_vllm()
     for name in uncured:
         logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
@@ -94,16 +92,6 @@ def _sleep_briefly() -> None:
     time.sleep(YIELD_SECONDS)
 
 
-def _calm_nixl() -> None:
-    """Patch NIXL if it is imported, else when it is.
-
-    Importing it here would cost every process, and fix its UCX environment before vLLM has set it.
-    """
-    for name in _NIXL_APIS & sys.modules.keys():
-        _delay_progress_thread(sys.modules[name])
-    sys.meta_path.insert(0, _NixlHook())
-
-
 def _delay_progress_thread(api: ModuleType) -> None:
     """Let agents made through `api` (NIXL's `_api` module) give their progress thread a delay where they ask for 0."""
     bindings: Any = api.nixlBind
@@ -120,32 +108,8 @@ def _delay_progress_thread(api: ModuleType) -> None:
     bindings.nixlAgentConfig = CalmAgentConfig
 
 
-class _NixlHook(MetaPathFinder):
-    """Finds NIXL's API module with the other finders, and patches it right after its code ran."""
+class _NixlHook(AfterImport):
+    names = _NIXL_APIS
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _NIXL_APIS:
-            return None
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _PatchingLoader(spec.loader)
-                return spec
-        return None
-
-
-class _PatchingLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+    def patch(self, module: ModuleType) -> None:
         _delay_progress_thread(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # get_source and the like, for tracebacks and inspect

@@ -6,16 +6,21 @@ Facts about the base worker and scheduler are read here and handed on as layerpu
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
     NixlConnectorMetadata,
     RemoteMeta,
     ReqMeta,
@@ -28,6 +33,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.peers import Address
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import StepPlan
 from layerpush.prefill.staging import Link
@@ -37,44 +43,71 @@ from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.layerpush.compat")
 
 LEASE_GRACE_S = 1.0
 LEASE_SLACK_S = 0.1
+DEPARTED_KEPT = 1024
 
 __all__ = [
+    "GET_META_MSG",
     "LayerwiseMetadata",
     "NixlBaseConnector",
     "NixlConnectorMetadata",
     "NixlPushConnector",
     "NixlPushConnectorScheduler",
+    "StagedRegistration",
     "WatchedPushWorker",
+    "agent_of_handshake",
+    "awaits_scheduling",
     "block_sizes",
     "cache_layout",
     "device_of",
     "engine_fallback",
     "get_base_request_id",
+    "handshake_query",
     "is_streamed",
+    "prompt_digest",
+    "registration_timeout",
     "runs_in_microbatches",
+    "take_staged_registration",
+    "withdraw_receive",
     "worker_fallback",
 ]
 
 
 class LayerwiseMetadata(NixlConnectorMetadata):
-    """Upstream's metadata of a step, and the step's plan for pushes."""
+    """Upstream's metadata of a step, and what layerpush's scheduler has to tell its workers beside it."""
 
     step_plan: StepPlan = StepPlan()
+    prompt_digests: Mapping[str, str] = MappingProxyType({})
+    """Of requests that this prefill engine has begun with, by their ids."""
+    cancelled: Mapping[str, str] = MappingProxyType({})
+    """Pushes that this decode engine gives up: its request ids, and why."""
 
     @classmethod
-    def extending(cls, metadata: NixlConnectorMetadata, plan: StepPlan) -> LayerwiseMetadata:
+    def extending(
+        cls,
+        metadata: NixlConnectorMetadata,
+        plan: StepPlan,
+        prompt_digests: Mapping[str, str],
+        cancelled: Mapping[str, str],
+    ) -> LayerwiseMetadata:
         extended = cls.__new__(cls)
         extended.__dict__.update(metadata.__dict__)
         extended.step_plan = plan
+        extended.prompt_digests = prompt_digests
+        extended.cancelled = cancelled
         return extended
 
 
@@ -98,6 +131,7 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         self._lease_lock = threading.Lock()  # never held across a NIXL call
         self._posting: set[str] = set()
         self._expired: set[str] = set()
+        self._departed: dict[str, Any] = {}
 
     # What a subclass adds.
 
@@ -125,6 +159,11 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             self.xfer_stats.record_transfer(self._telemetry.popleft())
         return super().get_transfer_results()
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """None: a failed load is named by its request. By then others may have these blocks, and would suffer."""
+        super().get_block_ids_with_load_errors()
+        return set()
+
     def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
         """Heartbeats are NIXL calls, so the writer sends them; the scheduler may change its own copy meanwhile."""
         if not metadata.heartbeat_by_engine:
@@ -135,6 +174,15 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             for engine_id, info in metadata.heartbeat_by_engine.items()
         }
         self.errand(partial(super()._send_heartbeats, snapshot))
+
+    def _handle_heartbeat(self, payload: str) -> None:
+        """Extend leases. A router that asks both engines at once knows no more of P's request than its base id."""
+        named = set(payload.split(","))
+        bases = {get_base_request_id(name) for name in named}
+        for request_id in self._reqs_to_send:
+            if request_id in named or get_base_request_id(request_id) in bases:
+                expires = max(self._reqs_to_send[request_id], time.perf_counter() + self._lease_extension)
+                self._reqs_to_send[request_id] = expires
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         """No lease expires while a WRITE reads from the request's blocks, and none is posted after it expired.
@@ -160,14 +208,6 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         if not self.use_host_buffer:
             current_platform.set_device(self.device_id)
 
-    def tracks(self, request_id: str) -> bool:
-        """Whether the main thread knows what to do with a completion of this request."""
-        return (
-            request_id in self._recving_metadata
-            or request_id in self._reqs_to_send
-            or request_id in self._reqs_to_process
-        )
-
     def take_errands(self) -> Iterator[Callable[[], None]]:
         while self._errands:
             yield self._errands.popleft()
@@ -190,9 +230,70 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             self._expired.discard(request_id)
 
     def report_sent(self, request_id: str) -> None:
-        """Let the main thread's next look report the request as sent, unless a WRITE of it was lost."""
+        """Let the main thread's next look report the request as over: it was sent, or never will be."""
         with self._sending_transfers_lock:
+            self._send_failures.discard(request_id)
             self._sending_transfers[request_id] = []
+
+    # Writer thread: connections (layerpush.peers.Network).
+
+    def handshake(self, address: Address) -> Future[Any] | None:
+        pending: Future[Any] | None = self._ensure_handshake(
+            address.engine_id,
+            address.host,
+            address.port,
+            address.tp_size,
+            pp_size=address.pp_size,
+            notif_agents_only=address.notify_only,
+        )
+        return pending
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+        with self._handshake_lock:
+            return tuple(map(_agent_name, (self._remote_agents.get(engine_id) or {}).values()))
+
+    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+        with self._handshake_lock:
+            ranks: dict[tuple[int, int], str] = self._remote_agents.get(engine_id) or {}
+        return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), (0, 0))
+
+    def disconnect(self, engine_id: str) -> None:
+        if not self.agents_of(engine_id):
+            return
+        assert self.transfer_topo is not None
+        if not self._departed:
+            # The main thread may be about to account for a load from this engine: a KeyError there ends ours.
+            self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
+        self._departed.pop(engine_id, None)
+        self._departed[engine_id] = self.transfer_topo.get_engine_info(engine_id)
+        while len(self._departed) > DEPARTED_KEPT:
+            self._departed.pop(next(iter(self._departed)))
+        self._cleanup_remote_engine(engine_id, log_eviction=False)
+
+    def touch_engine(self, engine_id: str) -> None:
+        """The engine is in use: it is not stale."""
+        self._engine_last_active[engine_id] = time.perf_counter()
+
+    def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
+        """Raises ``LookupError`` for a block that a connected decode engine does not have."""
+        assert self.transfer_topo is not None
+        pages = self.transfer_topo.get_engine_info(engine_id).remote_physical_blocks_per_logical
+        limit = min(self.dst_region_num_blocks[engine_id]) // pages
+        last = max((block for group in blocks for block in group), default=0)
+        if last >= limit:
+            raise LookupError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
+
+    # Writer thread: loads (layerpush.decode.desk.Loads).
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._recving_metadata
+
+    def loaded(self, completions: list[bytes]) -> None:
+        for completion in completions:
+            self._pending_completion_notifs.put(completion)
+
+    def failed(self, request_id: str) -> None:
+        self._failed_recv_reqs.put(request_id)
 
     def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
         """Account for one of upstream's WRITEs as upstream would, while its handle is still valid."""
@@ -263,10 +364,106 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         return None
 
 
+def _agent_name(name: str | bytes) -> str:
+    """NIXL names an agent that was added in bytes, and the sender of a notification in a string."""
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
+    """What is known of an engine, or was when the connection to it ended."""
+    try:
+        return connected(engine_id, pp_rank)
+    except KeyError:
+        return departed[engine_id]
+
+
 def is_streamed(request: Any) -> bool:
     """Whether a vLLM request is to be pushed from this engine."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode"))
+
+
+def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
+    """What a side channel is asked for a rank's agent."""
+    return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
+
+
+class _HandshakeAnswer(msgspec.Struct):
+    """``NixlHandshakePayload``, as far as it is needed to tell incarnations of an engine apart."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+class _AgentDescription(msgspec.Struct):
+    """``NixlAgentMetadata``, likewise; the rest, which may be long, is skipped and not built."""
+
+    engine_id: str
+    agent_metadata: bytes
+
+
+def agent_of_handshake(payload: bytes) -> bytes:
+    """NIXL's own description of an agent, which has its name in it, from a side channel's answer.
+
+    Raises ``msgspec.MsgspecError`` or ``ValueError`` for any other bytes.
+    """
+    handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
+    return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription).agent_metadata
+
+
+def registration_timeout(scheduler: NixlPushConnectorScheduler) -> float:
+    """Seconds that a decode engine waits for a push, upstream's ``push_registration_timeout``."""
+    return float(scheduler._push_registration_timeout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedRegistration:
+    """``message`` may be extended until the step's metadata is built; ``blocks`` are those that it names."""
+
+    message: dict[str, Any]
+    blocks: list[KVCacheBlock]
+
+
+def take_staged_registration(
+    scheduler: NixlPushConnectorScheduler, request_id: str, blocks: KVCacheBlocks
+) -> StagedRegistration | None:
+    """A registration that upstream has just staged for these blocks, once for each; None when it staged none.
+
+    Upstream's own watch over it ends here: it would only log, and forget the request.
+    """
+    if scheduler._push_registration_deadlines.pop(request_id, None) is None:
+        return None
+    message = scheduler._push_pending_registrations[request_id]
+    tables = scheduler.kv_cache_config.select_transfer_block_ids(blocks.blocks)
+    registered = [
+        block
+        for ids, table in zip(map(set, message["local_block_ids"]), tables, strict=True)
+        for block in table
+        if block.block_id in ids and not block.is_null
+    ]
+    return StagedRegistration(message, registered)
+
+
+def prompt_digest(scheduler: NixlPushConnectorScheduler, request: Request) -> str | None:
+    """Equal on both sides of a push for equal prompts; None where that cannot be said."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or scheduler._prefill_backoff():
+        return None
+    digest = hashlib.blake2b(array("i", request.prompt_token_ids).tobytes(), digest_size=16)
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    for name in (adapter, *(feature.identifier for feature in request.mm_features)):
+        digest.update(b"\0" + name.encode())
+    return digest.hexdigest()
+
+
+def awaits_scheduling(request: Any) -> bool:
+    """Whether a decode engine has not come to registering this request's blocks."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def withdraw_receive(scheduler: NixlPushConnectorScheduler, request_id: str) -> None:
+    """Workers shall not await what nobody was asked for: upstream's would, for ever."""
+    scheduler._reqs_need_recv.pop(request_id, None)
 
 
 def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:

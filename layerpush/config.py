@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from msgspec import Meta
 
+from layerpush.hosts import MAX_HOST_CHARS, HostError, check_entry
+
 # What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
     {
@@ -62,6 +64,24 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Directory for one JSONL trace per P worker, one line per finished push; `null`: no trace.",
         ),
     ] = None
+    peer_timeout_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Seconds of silence after which D gives up the loads that it awaits from a P.",
+        ),
+    ] = 20
+    write_timeout_s: Annotated[
+        int,
+        Meta(ge=1, description="Seconds that one WRITE may take before P gives up the push that it belongs to."),
+    ] = 60
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
+        Meta(
+            description="Host names, IP addresses and networks (CIDR) that requests and peers may make this engine "
+            "connect to; `null`: any.",
+        ),
+    ] = None
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> LayerPushConfig:
@@ -74,10 +94,17 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         for key in extra:
             if key not in rows and key not in UPSTREAM_KEYS:
                 raise ConfigError(_unknown_key(key, [*rows, *UPSTREAM_KEYS]))
-        own = {key: value for key, value in extra.items() if key in rows}
-        for key, value in own.items():
-            _check(key, value, rows[key].type, _annotations()[key])
-        return cls(**own)  # type: ignore[arg-type]  # checked one by one above
+        own = {
+            key: _converted(key, value, rows[key].type, _annotations()[key])
+            for key, value in extra.items()
+            if key in rows
+        }
+        for entry in own.get("allowed_hosts") or ():
+            try:
+                check_entry(entry)
+            except HostError as error:
+                raise ConfigError(f"kv_connector_extra_config: 'allowed_hosts': {error}") from None
+        return cls(**own)
 
 
 class DocumentationRow(NamedTuple):
@@ -129,14 +156,16 @@ def _choices(annotation: Any) -> str:
             words.append(f"integer >= {meta.ge}")
         elif get_origin(option) is Annotated:
             words.append("non-empty string")
+        elif get_origin(option) is tuple:
+            words.append("list of host names, IP addresses and networks")
         else:
             words.append({bool: "true or false", int: "integer", str: "string", type(None): "null"}[option])
     return " or ".join(words)
 
 
-def _check(key: str, value: object, choices: str, annotation: Any) -> None:
+def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
     try:
-        msgspec.convert(value, annotation, strict=True)
+        return msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError:
         message = f"kv_connector_extra_config: {key!r} is {value!r} ({type(value).__name__}); choices: {choices}"
         raise ConfigError(message + _hint(value, annotation)) from None
@@ -147,13 +176,13 @@ def _hint(value: object, annotation: Any) -> str:
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()
-    for meant in ({"true": True, "false": False}.get(word), int(word) if word.isdecimal() else None, word):
+    for meant in ({"true": True, "false": False}.get(word), int(word) if word.isdecimal() else None, word, [word]):
         try:
             msgspec.convert(meant, annotation, strict=True)
         except msgspec.ValidationError:
             continue
         if meant is not None:
-            quotes = "" if isinstance(meant, str) else " without quotes"
+            quotes = " without quotes" if isinstance(meant, bool | int) else ""
             return f"; write {msgspec.json.encode(meant).decode()}{quotes}"
     options = [option for option in get_args(get_args(annotation)[0]) if isinstance(option, str)]
     close = difflib.get_close_matches(word, options, n=1)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from layerpush.decode.report import DecodeReport
 
 
 class LayerwisePushConnector(compat.NixlPushConnector):
@@ -40,6 +43,16 @@ class LayerwisePushConnector(compat.NixlPushConnector):
             self.connector_worker = LayerwisePushWorker(vllm_config, self.engine_id, kv_cache_config, config)
         else:
             raise ValueError(f"Unsupported KVConnectorRole: {role}")
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Scheduler's thread, before the first request."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.bind(gpu_block_pool)
+
+    def build_connector_worker_meta(self) -> DecodeReport | None:
+        """What the scheduler must know beside the loads that have ended. Main thread, after these were taken."""
+        assert self.connector_worker is not None
+        return self.connector_worker.report()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks are about to change hands. Engine's main thread, where the runner calls it at all."""

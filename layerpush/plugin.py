@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerpush import calm
+from layerpush.admission import AdmissionHook
 
 CONNECTOR_NAME = "LayerwisePushConnector"
 CONNECTOR_MODULE = "layerpush.connector"
@@ -16,9 +17,10 @@ class ConnectorNameError(RuntimeError):
 
 
 def register() -> None:
-    """Make `"kv_connector": "LayerwisePushConnector"` known to vLLM; apply the CPU cures if LAYERPUSH_CALM asks.
+    """Make `"kv_connector": "LayerwisePushConnector"` known to vLLM, and have its requests checked where they come in.
 
-    Idempotent, and lazy: neither the connector nor NIXL is imported until vLLM creates a connector of that name.
+    Also applies the CPU cures if LAYERPUSH_CALM asks. Idempotent, and lazy: neither the connector nor NIXL is imported
+    until vLLM creates a connector of that name, and the front end is patched when vLLM imports it.
 
     vLLM only logs an entry point that cannot be imported, and later says `Unsupported connector type`; what this
     function raises stops the vLLM process instead. So whatever can go wrong goes wrong in here, not at import.
@@ -45,6 +47,7 @@ def register() -> None:
                 f"layerpush cannot register its vLLM connector: the name {CONNECTOR_NAME!r} already belongs to "
                 f"{holder}. Uninstall one of the two plugins, or name the ones to load in VLLM_PLUGINS."
             ) from taken
+    AdmissionHook(CONNECTOR_NAME).install()
     _registered = True
 
 

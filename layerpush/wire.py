@@ -1,38 +1,78 @@
 """Messages between a prefill and a decode worker, as bytes and as structs.
 
-The registration is upstream vLLM's ``PUSH_REG`` notification (a msgpack map that a stock ``NixlPushConnector``
-sends and understands), the completion is its ``<decode request id>:<prefill world size>``. Keys that are not
-named here are ignored, so a newer peer may add some.
+Three notifications are upstream vLLM's, and a stock ``NixlPushConnector`` sends and understands them: the registration
+(``PUSH_REG``, a msgpack map), the completion ``<decode request id>:<prefill world size>`` and the heartbeat
+``HB:<prefill request id>,...``. The others are ours: a msgpack map behind ``LAYERPUSH:``, sent only to a peer that has
+offered to speak them. Keys that are not named here are ignored, so a newer peer may add some. Whatever a peer sends,
+``read`` returns a message whose every field is of its type and within its bounds, or raises ``WireError``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION = 1
+"""The newest version of our messages that this release speaks. A registration offers it."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 HEARTBEAT_PREFIX = b"HB:"
+PEER_PREFIX = b"LAYERPUSH:"
+
+MAX_NOTIFICATION_BYTES = 4 << 20
+MAX_BLOCKS = 1 << 20
+MAX_GROUPS = 1024
+MAX_HEARTBEAT_IDS = 1 << 16
+MAX_ID_CHARS = 1024
+MAX_HOST_CHARS = 255
+MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
+NULL_BLOCK = 0
+
+# What could forge a line of a log or hide a part of one: control characters, line ends, changes of direction.
+_FORGERS = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_CLEAN = rf"\A[^{_FORGERS}]+\Z"
+# A request id that is or starts with one of these would make a completion that reads as something else.
+_UNAMBIGUOUS = rf"\A(?!(?:PUSH_REG|HB|LAYERPUSH)(?::|\Z))[^{_FORGERS}]+\Z"
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_UNAMBIGUOUS)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_CLEAN)]
+Host = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS, pattern=_CLEAN)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+TpSize = Annotated[int, Meta(ge=1, le=1024)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Reason = Annotated[str, Meta(max_length=4 * MAX_REASON_CHARS)]
+Block = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
+Groups = Annotated[tuple[Blocks, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class WireError(ValueError):
-    """A peer sent bytes that are no message of ours. The text says what is wrong with them."""
+    """This is no message, or none that a peer would read. The text says why, in one line that is fit for a log."""
 
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True):
+class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a decode worker wants one request's blocks.
 
     ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
-    uncached blocks only, in token order.
+    uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
+    0 if none; ``prefill_request_id`` is what the prefill engine calls the request, if the worker knows;
+    ``prompt_digest`` tells prompts apart whose requests have the same base id.
     """
 
-    request_id: str
-    decode_engine_id: str
-    decode_host: str
-    decode_port: int
-    decode_tp_size: int
-    local_block_ids: tuple[tuple[int, ...], ...]
+    request_id: RequestId
+    decode_engine_id: Name
+    decode_host: Host
+    decode_port: Port
+    decode_tp_size: TpSize
+    local_block_ids: Groups
+    layerpush: Count = 0
+    prefill_request_id: RequestId | None = None
+    prompt_digest: Name | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -47,27 +87,133 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 class _FlatRegistration(Registration, frozen=True, kw_only=True):
     """One cache group whose list was not wrapped in a list of groups: upstream accepts it, so do we."""
 
-    local_block_ids: tuple[int, ...]  # type: ignore[assignment]
+    local_block_ids: Blocks  # type: ignore[assignment]
 
 
+class Completion(msgspec.Struct, frozen=True):
+    """One prefill rank of ``world_size`` has written everything. The request id is the decode engine's."""
+
+    request_id: str
+    world_size: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The decode engine still wants these requests of the prefill engine; none: it only says that it lives."""
+
+    request_ids: tuple[str, ...]
+
+
+class _PeerMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
+    """Sent between layerpush workers only. A request id is always the decode engine's."""
+
+
+class Accepted(_PeerMessage, frozen=True):
+    """P has the registration and speaks our messages."""
+
+    request_id: RequestId
+
+
+class Fail(_PeerMessage, frozen=True):
+    """The push will not complete. ``drained``: none of the sender's WRITEs for it is on the wire."""
+
+    request_id: RequestId
+    epoch: Count
+    reason: Reason
+    drained: bool
+
+
+class Cancel(_PeerMessage, frozen=True):
+    """D wants the request's blocks back. Says who asks as a registration does: it may come without one."""
+
+    request_id: RequestId
+    decode_engine_id: Name
+    decode_host: Host
+    decode_port: Port
+    decode_tp_size: TpSize
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Which request of which decode engine this is."""
+        return self.decode_engine_id, self.request_id
+
+
+class Cancelled(_PeerMessage, frozen=True):
+    """Nothing of the request is on the wire from this sender, nor will be."""
+
+    request_id: RequestId
+
+
+class Ping(_PeerMessage, frozen=True):
+    """Asks for a ``Pong`` of the same number."""
+
+    decode_engine_id: Name
+    number: Count
+
+
+class Pong(_PeerMessage, frozen=True):
+    number: Count
+
+
+PeerMessage = Accepted | Fail | Cancel | Cancelled | Ping | Pong
+Message = Registration | PeerMessage | Completion | Heartbeat
+
+_clean = re.compile(_CLEAN)
+_pattern = re.compile(r"matching regex '.*'")
 _decoder = msgspec.msgpack.Decoder(Registration)
 _flat_decoder = msgspec.msgpack.Decoder(_FlatRegistration)
+_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+
+
+def read(notification: bytes) -> Message:
+    """What a peer said. Raises ``WireError`` and nothing else, whatever the bytes."""
+    if len(notification) > MAX_NOTIFICATION_BYTES:
+        raise WireError(f"a notification has {len(notification)} bytes, more than {MAX_NOTIFICATION_BYTES}")
+    if notification.startswith(REGISTRATION_PREFIX):
+        return decode_registration(notification)
+    if notification.startswith(PEER_PREFIX):
+        return _read_peer_message(notification)
+    if notification.startswith(HEARTBEAT_PREFIX):
+        return _read_heartbeat(notification)
+    return _read_completion(notification)
+
+
+def encode(message: PeerMessage) -> bytes:
+    """One of our own messages; a reason is cut down to one line. Raises ``WireError`` for what no peer would read."""
+    if isinstance(message, Fail):
+        message = msgspec.structs.replace(message, reason=one_line(message.reason))
+    return _checked(PEER_PREFIX + _packed(message))
+
+
+def encode_registration(registration: Registration, **extra: object) -> bytes:
+    """The notification that a decode worker sends; ``extra`` keys ride along for peers that know them."""
+    return _checked(REGISTRATION_PREFIX + _packed({**msgspec.to_builtins(registration), **extra}))
+
+
+def encode_completion(decode_request_id: str, prefill_world_size: int) -> bytes:
+    """What tells a decode worker that one prefill rank has written everything."""
+    return f"{decode_request_id}:{prefill_world_size}".encode()
+
+
+def encode_heartbeat(prefill_request_ids: Sequence[str]) -> bytes:
+    """What extends the leases of these requests on a prefill engine."""
+    return HEARTBEAT_PREFIX + ",".join(prefill_request_ids).encode()
 
 
 def is_understood(notification: bytes) -> bool:
     """Whether upstream can parse a notification that is no registration; on anything else its main thread raises."""
-    request_id, _, number = notification.rpartition(b":")
     try:
-        notification.decode()
-    except UnicodeDecodeError:
+        return isinstance(read(notification), Completion | Heartbeat)
+    except WireError:
         return False
-    if notification.startswith(HEARTBEAT_PREFIX):
-        return True
-    return bool(request_id) and number.isdigit() and len(number) <= MAX_RANK_DIGITS and int(number) > 0
 
 
 def is_registration(notification: bytes) -> bool:
     return notification.startswith(REGISTRATION_PREFIX)
+
+
+def one_line(text: str, limit: int = MAX_REASON_CHARS) -> str:
+    """Text of unknown origin, made fit for a line of a log."""
+    return "".join(char if char.isprintable() else "?" for char in text[:limit])
 
 
 def decode_registration(notification: bytes) -> Registration:
@@ -76,11 +222,12 @@ def decode_registration(notification: bytes) -> Registration:
     try:
         registration = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"a PUSH_REG notification cannot be read: {error}") from error
-    if any(block < 0 for group in registration.local_block_ids for block in group):
-        raise WireError(f"PUSH_REG for {registration.request_id!r} names a negative block id")
-    if registration.decode_tp_size < 1:
-        raise WireError(f"PUSH_REG for {registration.request_id!r} has decode_tp_size={registration.decode_tp_size}")
+        raise _unreadable("a PUSH_REG notification", error) from error
+    if registration.blocks > MAX_BLOCKS:
+        raise WireError(f"PUSH_REG for {registration.request_id!r}: local_block_ids holds {registration.blocks} blocks")
+    for group in registration.local_block_ids:
+        if len(set(group)) < len(group) - max(group.count(NULL_BLOCK) - 1, 0):
+            raise WireError(f"PUSH_REG for {registration.request_id!r}: local_block_ids names a block twice")
     return registration
 
 
@@ -92,26 +239,62 @@ def _decode(payload: memoryview) -> Registration:
             flat = _flat_decoder.decode(payload)
         except msgspec.ValidationError:
             raise grouped_error from None
-        return Registration(
-            request_id=flat.request_id,
-            decode_engine_id=flat.decode_engine_id,
-            decode_host=flat.decode_host,
-            decode_port=flat.decode_port,
-            decode_tp_size=flat.decode_tp_size,
-            local_block_ids=(flat.local_block_ids,),
-        )
+        return Registration(**{**msgspec.structs.asdict(flat), "local_block_ids": (flat.local_block_ids,)})
 
 
-def encode_registration(registration: Registration, **extra: object) -> bytes:
-    """The notification that a decode worker sends; ``extra`` keys ride along for peers that know them."""
-    return REGISTRATION_PREFIX + msgspec.msgpack.encode({**msgspec.to_builtins(registration), **extra})
+def _read_peer_message(notification: bytes) -> PeerMessage:
+    try:
+        message = _peer_decoder.decode(memoryview(notification)[len(PEER_PREFIX) :])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable("a LAYERPUSH notification", error) from error
+    if isinstance(message, Fail):
+        return msgspec.structs.replace(message, reason=one_line(message.reason))
+    return message
 
 
-def encode_completion(decode_request_id: str, prefill_world_size: int) -> bytes:
-    """What tells a decode worker that one prefill rank has written everything."""
-    return f"{decode_request_id}:{prefill_world_size}".encode()
+def _read_completion(notification: bytes) -> Completion:
+    request_id, _, number = notification.rpartition(b":")
+    text = _text(request_id, "a notification")
+    if not number.isdigit() or len(number) > MAX_RANK_DIGITS or int(number) == 0:
+        raise WireError(f"a notification is none of ours nor of upstream's: {notification[:64]!r}")
+    if not _is_id(text):
+        raise WireError(f"the request id of a completion is empty, too long or not clean: {notification[:64]!r}")
+    return Completion(text, int(number))
 
 
-def encode_heartbeat(prefill_request_ids: Sequence[str]) -> bytes:
-    """What extends the leases of these requests on a prefill engine."""
-    return HEARTBEAT_PREFIX + ",".join(prefill_request_ids).encode()
+def _read_heartbeat(notification: bytes) -> Heartbeat:
+    """An id that is none is left out: one client's odd request must not end the leases of all others."""
+    parts = _text(notification[len(HEARTBEAT_PREFIX) :], "a heartbeat").split(",")
+    if len(parts) > MAX_HEARTBEAT_IDS:
+        raise WireError(f"a heartbeat names {len(parts)} requests, more than {MAX_HEARTBEAT_IDS}")
+    return Heartbeat(tuple(part for part in parts if _is_id(part)))
+
+
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise _unreadable(where, error) from error
+
+
+def _is_id(text: str) -> bool:
+    return len(text) <= MAX_ID_CHARS and _clean.match(text) is not None
+
+
+def _unreadable(what: str, error: Exception) -> WireError:
+    text = _pattern.sub("without control characters or a prefix of ours", str(error))
+    # what is wrong stands in front, the field at the end
+    short = text if len(text) <= 300 else f"{text[:150]}...{text[-100:]}"
+    return WireError(f"{what} cannot be read: {one_line(short)}")
+
+
+def _packed(message: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(message)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise WireError(f"a message cannot be sent: {one_line(str(error), 300)}") from error
+
+
+def _checked(notification: bytes) -> bytes:
+    read(notification)
+    return notification

@@ -1,17 +1,17 @@
-"""The worker's half: glue between vLLM's push worker and layerpush's writer.
+"""``LayerwisePushWorker``: vLLM's push worker, with a writer that pushes layers during prefill, and desks for peers.
 
-Threads. The engine's main thread calls the public methods; it only appends to queues, and it never calls NIXL once
-the caches are registered. The writer thread (``nixl-push-writer``, started by the base class) runs
-``_push_writer_loop`` and makes every NIXL call but those of a handshake; see ``compat.WatchedPushWorker``.
-``LockedAgent`` keeps those two apart; the main thread never takes its lock.
+Three kinds of thread meet here. The engine's main thread runs the hooks of a step and only appends to queues. The
+writer thread (upstream's ``nixl-push-writer``) runs everything else. The handshake executor and the prober finish
+work that the writer started and hand it back as errands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,32 +20,42 @@ import msgspec
 from vllm.logger import init_logger
 
 from layerpush import compat
+from layerpush.complaints import Complaints
 from layerpush.config import LayerPushConfig
-from layerpush.decode.receiver import Receiver
+from layerpush.decode.desk import DecodeDesk
+from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
+from layerpush.peers import Address, Peers
 from layerpush.prefill.capture import Capture
+from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
-from layerpush.prefill.ledger import Ledger
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
+from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
+from layerpush.probe import Prober
 from layerpush.trace import TraceFile
 from layerpush.transport.base import TransportError
 from layerpush.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Completion,
+    Fail,
+    Heartbeat,
+    Ping,
+    Pong,
     Registration,
     WireError,
-    decode_registration,
     encode_completion,
-    is_registration,
-    is_understood,
+    read,
 )
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -55,9 +65,9 @@ logger = init_logger("vllm.layerpush.worker")
 T = TypeVar("T")
 
 NOTIFICATION_POLL_S = 1e-3
+IDLE_POLL_S = 50e-3
 SHUTDOWN_DRAIN_S = 2.0
-SERVED_KEPT = 4096
-COMPLAINT_S = 1.0
+DIGESTS_KEPT = 1 << 16
 
 
 class LayerwisePushWorker(compat.WatchedPushWorker):
@@ -71,10 +81,22 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._capture: Capture | None = None
         self._prepared = threading.Event()
         self._links: dict[str, Link] = {}
-        self._served: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._receiver = Receiver(self.tracks)
-        self._ledger = Ledger(compat.get_base_request_id)
-        self._next_complaint = 0.0
+        self._digests: dict[str, str] = {}
+        self._reports: deque[tuple[str, str]] = deque()
+        self._complaints = Complaints(logger)
+        self._prober = Prober()
+        self._peers = Peers(self, self.transport, config.allowed_hosts)
+        self._decode_desk = DecodeDesk(
+            engine_id,
+            self._peers,
+            PeerWatch(config.peer_timeout_s),
+            self._probe_peer,
+            self,
+            self._complaints,
+            self.world_size,
+            config.peer_timeout_s,
+        )
+        self._prefill_desk: PrefillDesk | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -96,7 +118,12 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._capture,
             self,
             self._trace,
+            config.write_timeout_s,
         )
+        self._prefill_desk = PrefillDesk(
+            self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
+        )
+        self._peers.on_lost = self._prefill_desk.peer_lost
         self._prepared.set()
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
@@ -120,18 +147,28 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         assert self._writer is not None, "register_kv_caches comes first"
         return self._writer
 
+    @property
+    def prefill_desk(self) -> PrefillDesk:
+        assert self._prefill_desk is not None, "register_kv_caches comes first"
+        return self._prefill_desk
+
     # Main thread: hooks of a step.
 
     def arm(self, metadata: compat.LayerwiseMetadata) -> None:
         """A step begins: tell the writer before the first layer runs, and hand it what need not wait for the last."""
         if self._capture is None or (self.pcp_rank > 0 and not self.pcp_dcp_sharded):
             return
-        if self._config.layerwise:
-            for request in metadata.push_registrations.items():
-                self._reg_send_inbox.put(request)
-            for request_id, blocks in metadata.push_finished_blocks.items():
-                self._capture.finish(request_id, blocks)
-            metadata.push_registrations, metadata.push_finished_blocks = {}, {}
+        self._digests.update(metadata.prompt_digests)
+        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
+            while len(self._digests) > DIGESTS_KEPT:
+                self._digests.pop(next(iter(self._digests)), None)
+        for request in metadata.push_registrations.items():
+            self._reg_send_inbox.put(request)
+        for request_id, blocks in metadata.push_finished_blocks.items():
+            self._capture.finish(request_id, blocks)
+        metadata.push_registrations, metadata.push_finished_blocks = {}, {}
+        if metadata.cancelled:
+            self.errand(partial(self._cancel_loads, dict(metadata.cancelled)))
         self._capture.arm(metadata.step_plan, metadata.reqs_not_processed)
         self._wake()
 
@@ -139,6 +176,16 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         """A step will take these requests' blocks away, and may overwrite them before ``arm``."""
         if self._capture is not None:
             self._capture.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
+
+    def report(self) -> DecodeReport | None:
+        """Loads that were given up while somebody may still write, and such as are over now, since the last report."""
+        if not self._reports:
+            return None
+        report = DecodeReport()
+        while self._reports:
+            kind, request_id = self._reports.popleft()
+            (report.parked if kind == "parked" else report.cleared)[request_id] = {self.tp_rank}
+        return report
 
     def _wake(self) -> None:
         if not self._push_writer_wake.is_set():
@@ -167,68 +214,75 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         while not self._push_writer_stop.is_set():
             self._push_writer_wake.clear()
             try:
-                self._run_errands()
-                self._drain_inboxes()
-                self._drain_notifications()
-                self.writer.turn()
+                self._turn()
             except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
                 logger.exception("layerpush: the writer's turn failed")
                 self.writer.fail_all(f"{type(error).__name__}: {error}")
             self._push_writer_wake.wait(self._patience())
 
-    def _patience(self) -> float | None:
-        waits_for_peer = bool(self._push_finished_blocks or self._recving_metadata or self._receiver)
-        own = self.writer.patience
-        if not waits_for_peer:
-            return own
-        return NOTIFICATION_POLL_S if own is None else min(own, NOTIFICATION_POLL_S)
-
-    def _run_errands(self) -> None:
+    def _turn(self) -> None:
         for errand in self.take_errands():
             self._guarded("an errand", None, errand)
+        self._drain_inboxes()
+        self._drain_notifications()
+        self.writer.turn()
+        now = time.perf_counter()
+        self._peers.tick(now)
+        self.prefill_desk.tick(now)
+        self._decode_desk.tick(now)
+
+    def _patience(self) -> float:
+        own = self.writer.patience
+        peers = NOTIFICATION_POLL_S if self._decode_desk.is_waiting else IDLE_POLL_S
+        return peers if own is None else min(own, peers)
 
     def _drain_inboxes(self) -> None:
         assert self._capture is not None
         for request_id in _drained(self._evict_finished_inbox):
-            self._push_finished_blocks.pop(request_id, None)
-            self._ledger.drop(request_id)
             self.writer.evicted(request_id)
             self.lease_settled(request_id)
         for request_id, data in _drained(self._reg_send_inbox):
-            if not self._guarded("a registration", None, partial(self._send_registration_to_p, request_id, data)):
-                self._failed_recv_reqs.put(request_id)
+            self._guarded("a registration", None, partial(self._await_push, request_id, data))
         for request_id, blocks, data in _drained(self._deferred_push_inbox):
-            if request_id in self.writer:
+            if self.writer.is_delegated(request_id):
                 self._guarded("a deferred push", request_id, partial(self.push_whole, request_id, blocks, data))
         for request_id, blocks in _drained(self._finished_blocks_inbox):
             self._capture.finish(request_id, blocks)
 
     def _drain_notifications(self) -> None:
         for agent, payload in self._arrived():
-            if not is_registration(payload) and not is_understood(payload):
-                logger.error("layerpush drops a notification from agent %s that is none: %r", agent, payload[:64])
-                continue
-            if not is_registration(payload):
-                self._receiver.accept(payload, time.perf_counter())
-                continue
             try:
-                registration = decode_registration(payload)
+                message = read(payload)
             except WireError as error:
-                logger.error("layerpush drops a registration from agent %s: %s", agent, error)
+                self._complain("bad notification", f"layerpush drops what agent {agent} sent: {error}")
                 continue
-            self._guarded("a registration", None, partial(self._registered, registration))
-        for payload in self._receiver.due(time.perf_counter()):
-            self._pending_completion_notifs.put(payload)
+            self._guarded(f"{type(message).__name__} from {agent}", None, partial(self._take, agent, message, payload))
+
+    def _take(self, agent: str, message: Any, payload: bytes) -> None:
+        now = time.perf_counter()
+        match message:
+            case Registration():
+                self.prefill_desk.registered(agent, message, now)
+            case Cancel():
+                self.prefill_desk.cancelled(agent, message, now)
+            case Ping():
+                self.prefill_desk.pinged(agent, message)
+            case Heartbeat():
+                self._pending_completion_notifs.put(payload)
+            case Pong():
+                self._decode_desk.heard(agent, None, now)
+            case Accepted() | Fail() | Cancelled() | Completion():
+                self._decode_desk.heard(agent, message, now)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
         try:
             return self.transport.notifications()
         except TransportError as error:
-            now = time.perf_counter()
-            if now >= self._next_complaint:
-                self._next_complaint = now + COMPLAINT_S
-                logger.error("layerpush cannot read NIXL notifications, and goes on trying: %s", error)
+            self._complain("notifications", f"layerpush cannot read NIXL notifications, and goes on trying: {error}")
             return []
+
+    def _complain(self, kind: str, text: str) -> None:
+        self._complaints.add(kind, text, time.perf_counter())
 
     def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
         try:
@@ -240,36 +294,61 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             return False
         return True
 
-    def _registered(self, registration: Registration) -> None:
-        """Match a registration: a running prefill first, then a finished one, else keep it. Exact id, then base id.
+    # Writer thread: a decode engine's side.
 
-        Every rank of a decode engine registers with every rank of ours; the first one counts for all of them.
-        """
-        if registration.key in self._served:
-            return
-        request_id = _match(registration.request_id, self.writer.waiting())
-        if request_id is not None:
-            self._serve(registration)
-            self.writer.register(request_id, registration)
-            return
-        finished = self._pop_matching_finished_blocks(registration.request_id)
-        if finished is not None:
-            request_id, blocks = finished
-            self._guarded("a push", request_id, partial(self.delegate, request_id, blocks, registration))
-            return
-        self._keep(registration)
+    def _await_push(self, request_id: str, data: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        try:
+            registration = msgspec.convert(data, Registration)
+            address = Address(
+                data["remote_engine_id"],
+                data["remote_host"],
+                data["remote_port"],
+                data["remote_tp_size"],
+                data.get("remote_pp_size", 1),
+                notify_only=True,
+            )
+            extra = {key: value for key, value in data.items() if key.startswith("remote_")}
+            self._decode_desk.await_push(registration, address, extra, now)
+        except (msgspec.ValidationError, WireError, LookupError) as error:
+            self._decode_desk.refuse(request_id, f"it cannot be registered: {error}", now)
+
+    def _cancel_loads(self, cancelled: dict[str, str]) -> None:
+        self._drain_inboxes()  # a registration and its end may come in one step
+        now = time.perf_counter()
+        for request_id, reason in cancelled.items():
+            if reason == ABORTED:
+                self._decode_desk.dropped(request_id, reason, now)
+            else:
+                self._decode_desk.overdue(request_id, reason, now)
+
+    def parked(self, request_id: str) -> None:
+        self._reports.append(("parked", request_id))
+
+    def cleared(self, request_id: str) -> None:
+        self._reports.append(("cleared", request_id))
+
+    def _probe_peer(self, agent: str, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
+        """Have somebody ask the engine's side channel about its agent; the answer comes back to the writer thread."""
+        pp_rank, tp_rank = self.rank_of(address.engine_id, agent)
+
+        def asked(_: Any, verdict: Any) -> None:
+            self.errand(lambda: on_verdict(verdict, time.perf_counter()))
+
+        self._prober.start((address.engine_id, agent), address.host, address.port, agent, tp_rank, asked, pp_rank)
 
     # Writer thread: what the writer asks of its host.
 
     def connect(self, request_id: str, registration: Registration) -> Link | None:
         engine_id = registration.decode_engine_id
-        pending = self._ensure_handshake(
-            engine_id, registration.decode_host, registration.decode_port, registration.decode_tp_size
-        )
-        if pending is not None:
-            pending.add_done_callback(partial(self._handshake_over, request_id))
+        if not self.agents_of(engine_id):
+
+            def connected(error: str | None, _: float) -> None:
+                self.writer.reconnect(request_id, error)
+
+            self._peers.reach(address_of(registration), connected, time.perf_counter())
             return None
-        self._engine_last_active[engine_id] = time.perf_counter()
+        self.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:
             link = self._links[engine_id] = self.probe(engine_id)
@@ -277,37 +356,34 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
 
-    def _handshake_over(self, request_id: str, future: Future[Any]) -> None:
-        error = future.exception()
-        self.errand(partial(self.writer.reconnect, request_id, None if error is None else str(error)))
-
     def take_registration(self, request_id: str) -> Registration | None:
-        registration = self._ledger.take(request_id, time.perf_counter())
-        if registration is not None:
-            self._serve(registration)
-        return registration
+        return self.prefill_desk.take(request_id, time.perf_counter())
 
-    def _serve(self, registration: Registration) -> None:
-        """Remember, for a while, that this registration has its push: another copy of it must find no other one."""
-        self._served[registration.key] = None
-        while len(self._served) > SERVED_KEPT:
-            self._served.popitem(last=False)
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        def connected(error: str | None, _: float) -> None:
+            if not self.writer.is_delegated(request_id):
+                return
+            if error is not None:
+                self.writer.fail(request_id, error)
+                return
+            self._guarded("a push", request_id, partial(self._push_whole, request_id, blocks, registration))
 
-    def keep_registration(self, registration: Registration) -> None:
-        self._served.pop(registration.key, None)
-        self._keep(registration)
+        self._peers.reach(address_of(registration), connected, time.perf_counter())
 
-    def _keep(self, registration: Registration) -> None:
-        for dropped in self._ledger.add(registration, time.perf_counter()):
-            logger.warning("layerpush forgets the registration of %s: no such request came", dropped.request_id)
+    def _push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        self.check_targets(registration.decode_engine_id, registration.local_block_ids)
+        self.push_whole(request_id, blocks, msgspec.to_builtins(registration))
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
-        registration = registration or self.take_registration(request_id)
-        if registration is None:
-            self._push_finished_blocks[request_id] = blocks
-        else:
-            self._serve(registration)
-            self.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+        retract = partial(self.prefill_desk.retract, retraction, withdrawn, time.perf_counter())
+        self._guarded("a retraction", None, retract)
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        ended = partial(self.prefill_desk.ended, request_id, failure, time.perf_counter())
+        self._guarded("an ending", None, ended)
+
+    def peer_lost(self, decode_engine_id: str) -> None:
+        self.prefill_desk.peer_lost(decode_engine_id)
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
         self.whole_write_ended(request_id, part, landed)
@@ -326,8 +402,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        receiving = list(self._recving_metadata.values())  # the main thread changes it meanwhile
-        return self.writer.engines_in_use.union(meta.remote.engine_id for meta in receiving if meta.remote is not None)
+        return self.writer.engines_in_use | self._decode_desk.engines_in_use
 
     def shutdown(self) -> None:
         thread = getattr(self, "_push_writer_thread", None)
@@ -337,20 +412,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._push_writer_wake.set()
             thread.join(timeout=SHUTDOWN_DRAIN_S)
             if self._writer is not None and not thread.is_alive():
+                self._writer.fail_all("the prefill engine shuts down")
                 left = self._writer.drain(SHUTDOWN_DRAIN_S)
                 if left:
                     logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
+        if hasattr(self, "_prober"):
+            self._prober.close()
         if hasattr(self, "_trace"):
             self._trace.close()
         super().shutdown()
-
-
-def _match(wanted: str, candidates: list[str]) -> str | None:
-    """Upstream's rule: the exact id, else the same id without the engine's random suffix."""
-    if wanted in candidates:
-        return wanted
-    base = compat.get_base_request_id(wanted)
-    return next((candidate for candidate in candidates if compat.get_base_request_id(candidate) == base), None)
 
 
 def _drained(inbox: queue.Queue[T]) -> Iterator[T]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.e2e.fixtures"]
 TESTS = Path(__file__).parent
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.wire import Registration
@@ -27,11 +28,17 @@ class Host(Protocol):
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
 
-    def keep_registration(self, registration: Registration) -> None:
-        """Its request was aborted here; the decode engine still waits, and the request may come again."""
-
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
+
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+        """Tell the decode engine that no completion will come; ``withdrawn``: as it asked for. Raises nothing."""
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        """A request's push is over here, or never began; ``failure`` says why no completion was sent."""
+
+    def peer_lost(self, decode_engine_id: str) -> None:
+        """The connection to a decode engine is gone. Raises nothing."""
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
         """One of upstream's WRITEs is over; its handle is still valid."""

@@ -9,44 +9,69 @@ from layerpush.wire import Registration
 KEPT = 4096
 KEPT_S = 480.0
 
+Key = tuple[str, str]
+
 
 class Ledger:
     """Bounded in number and in time: what nobody asks for within ``kept_s`` seconds is forgotten.
 
-    ``base_id`` strips the suffix that an engine adds to the id its router gave. Of several registrations with one
-    base id the newest is meant: a router that tries again leaves the older ones behind.
+    ``is_for`` says whether a registration may mean a request. Of several that may, the newest does: a router that
+    tries again leaves older ones behind. Stock decode engines never withdraw those, so they end with it.
     """
 
-    def __init__(self, base_id: Callable[[str], str], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
-        self._base_id = base_id
+    def __init__(self, is_for: Callable[[Registration, str], bool], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
+        self._is_for = is_for
         self._kept = kept
         self._kept_s = kept_s
-        self._entries: dict[str, tuple[float, Registration]] = {}
+        self._entries: dict[Key, tuple[float, Registration]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
     def add(self, registration: Registration, now: float) -> list[Registration]:
         """Keep a registration; returns those that had to go for it, too old or too many."""
-        self._entries.pop(registration.request_id, None)
-        self._entries[registration.request_id] = (now + self._kept_s, registration)
-        dropped = [entry for deadline, entry in self._entries.values() if deadline <= now]
-        excess = len(self._entries) - len(dropped) - self._kept
-        if excess > 0:
-            dropped += [entry for deadline, entry in self._entries.values() if deadline > now][:excess]
-        for entry in dropped:
-            del self._entries[entry.request_id]
+        self._entries.pop(registration.key, None)
+        self._entries[registration.key] = (now + self._kept_s, registration)
+        dropped = self.expire(now)
+        while len(self._entries) > self._kept:
+            dropped.append(self._entries.pop(next(iter(self._entries)))[1])
+        return dropped
+
+    def expire(self, now: float) -> list[Registration]:
+        """Forget and return what is too old."""
+        dropped = []
+        while self._entries:
+            key, (deadline, registration) = next(iter(self._entries.items()))
+            if deadline > now:
+                break
+            dropped.append(registration)
+            del self._entries[key]
         return dropped
 
     def take(self, request_id: str, now: float) -> Registration | None:
-        """The registration of this request: its exact id, else the newest with its base id, ending older ones."""
-        exact = self._entries.pop(request_id, None)
-        if exact is not None and exact[0] > now:
-            return exact[1]
-        base = self._base_id(request_id)
-        same = [key for key in self._entries if self._base_id(key) == base]
-        found = [self._entries.pop(key) for key in same]
-        return found[-1][1] if found and found[-1][0] > now else None
+        """The registration of this request: the one that names it exactly, else the newest that may mean it."""
+        meant = self.meaning(request_id, now)
+        if not meant:
+            return None
+        exact = [entry for entry in meant if request_id in (entry.request_id, entry.prefill_request_id)]
+        taken = (exact or meant)[-1]
+        for entry in meant:
+            if entry is taken or not entry.layerpush:
+                del self._entries[entry.key]
+        return taken
 
-    def drop(self, request_id: str) -> None:
-        self._entries.pop(request_id, None)
+    def meaning(self, request_id: str, now: float) -> list[Registration]:
+        """Every registration that may mean this request, oldest first."""
+        current = [entry for deadline, entry in self._entries.values() if deadline > now]
+        return [entry for entry in current if self._is_for(entry, request_id)]
+
+    def drop(self, key: Key) -> None:
+        self._entries.pop(key, None)
+
+    def drop_engine(self, engine_id: str) -> None:
+        """A decode engine has ended, and all that it asked for."""
+        for key in [key for key in self._entries if key[0] == engine_id]:
+            del self._entries[key]

@@ -11,7 +11,7 @@ from layerpush.layout import CacheLayout
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.staging import DirectPlanner, Link
 from layerpush.trace import WriteRecord
-from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteHandle, WriteState
 
 logger = logging.getLogger("vllm.layerpush.outbox")
 
@@ -31,6 +31,7 @@ class PostedWrite:
     id: int
     parts: list[RankWrite]
     lost: str | None = None
+    peer_lost: bool = False
 
 
 class Outbox:
@@ -57,6 +58,7 @@ class Outbox:
                 posted.parts.append(RankWrite(handle, record))
         except Exception as error:  # noqa: BLE001  whatever went wrong, the session must hear that this WRITE is lost
             posted.lost = f"a WRITE could not be posted: {error}"
+            posted.peer_lost = isinstance(error, PeerLostError)
         return posted
 
     def poll(self, write: PostedWrite, on_end: Callable[[RankWrite, bool], None] | None = None) -> bool:
@@ -64,7 +66,7 @@ class Outbox:
         ended: list[tuple[RankWrite, bool]] = []
         pending = []
         for part in write.parts:
-            state, reason = self._state_of(part)
+            state, reason = self._state_of(write, part)
             if state is WriteState.PENDING:
                 pending.append(part)
                 continue
@@ -90,10 +92,11 @@ class Outbox:
             self._next_release = now + every
             self._unreleased = [part for part in self._unreleased if not self._released(part)]
 
-    def _state_of(self, part: RankWrite) -> tuple[WriteState, str]:
+    def _state_of(self, write: PostedWrite, part: RankWrite) -> tuple[WriteState, str]:
         try:
             return self._transport.poll(part.handle), "a WRITE ended in an error"
         except TransportError as error:
+            write.peer_lost |= isinstance(error, PeerLostError)
             return WriteState.FAILED, f"a WRITE was cut off: {error}"
 
     def _released(self, part: RankWrite) -> bool:

@@ -101,7 +101,16 @@ class Told(Event):
 
 @dataclass(frozen=True, slots=True)
 class Delivered(Event):
-    """Upstream's whole-request WRITEs have all ended."""
+    """Upstream's whole-request WRITEs have all ended; ``lost`` says why one of them did not land."""
+
+    lost: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn(Event):
+    """The decode engine wants its blocks back. ``busy``: upstream's whole-request WRITEs are on the wire."""
+
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,19 @@ class Delegate(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Retract(Action):
+    """Tell the decode engine that this epoch's completion will never come.
+
+    ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again.
+    """
+
+    registration: Registration
+    epoch: int
+    reason: str
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Release(Action):
     """Report the request as sent: the scheduler may free its blocks."""
 
@@ -191,6 +213,7 @@ class IllegalTransitionError(AssertionError):
 S = State
 _ANY_ENDING = {S.DRAINING, S.ABANDONED, S.CLOSED}
 _DROPPED = {S.DRAINING, S.CLOSED}
+_GIVEN_UP = {S.ABANDONED, S.CLOSED}
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
@@ -200,21 +223,21 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     },
     S.CONNECTING: {
         Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Pump: {S.CONNECTING}, Preempted: {S.CONNECTING},
-        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: {S.ABANDONED, S.CLOSED},
+        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, Withdrawn: _GIVEN_UP,
         Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
     },
     S.STREAMING: {
         Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING}, Pump: {S.STREAMING, S.TELLING},
-        Landed: {S.STREAMING, S.TELLING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING,
+        Landed: {S.STREAMING, S.TELLING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, Withdrawn: _ANY_ENDING,
         Preempted: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING}, Aborted: _DROPPED, Evicted: _DROPPED,
     },
     S.REWINDING: {
         Planned: {S.REWINDING}, Ready: {S.REWINDING}, Pump: {S.REWINDING}, Preempted: {S.REWINDING},
-        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Finished: {S.REWINDING},
-        Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
+        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
+        Finished: {S.REWINDING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
     },
     S.TELLING: {
-        Told: {S.TOLD, S.CLOSED}, Failed: {S.ABANDONED, S.CLOSED},
+        Told: {S.TOLD, S.CLOSED}, Failed: _GIVEN_UP,
         Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
     },
     S.TOLD: {
@@ -223,14 +246,16 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     },
     S.DEFERRED: {
         Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, Pump: {S.DEFERRED}, Preempted: {S.DEFERRED},
-        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, Withdrawn: {S.ABANDONED}, Aborted: {S.CLOSED},
+        Evicted: {S.CLOSED},
     },
     S.DELEGATED: {
-        Ready: {S.DELEGATED}, Pump: {S.DELEGATED}, Delivered: {S.CLOSED}, Evicted: {S.CLOSED}, Aborted: {S.CLOSED},
+        Ready: {S.DELEGATED}, Pump: {S.DELEGATED}, Registered: {S.DELEGATED}, Delivered: {S.CLOSED},
+        Failed: {S.CLOSED}, Withdrawn: {S.DELEGATED, S.CLOSED}, Evicted: {S.CLOSED}, Aborted: {S.CLOSED},
     },
     S.DRAINING: {
         Planned: {S.DRAINING}, Ready: {S.DRAINING}, Pump: {S.DRAINING}, Preempted: {S.DRAINING},
-        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING},
+        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
         Finished: {S.DRAINING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
     },
     S.ABANDONED: {

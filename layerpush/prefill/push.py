@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from layerpush.prefill.outbox import PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
-from layerpush.prefill.protocol import State
+from layerpush.prefill.protocol import Retract, State
 from layerpush.prefill.session import Session
 from layerpush.prefill.staging import Link
 from layerpush.trace import ChunkRecord, PushRecord
@@ -24,6 +24,9 @@ class Push:
     blocks: BlockIds | None = None
     step: int = 0
     stirred: bool = True
+    withdrawn: bool = False
+    overdue: bool = False
+    retraction: Retract | None = None
 
     @property
     def request_id(self) -> str:
@@ -41,7 +44,12 @@ class Push:
 
     @property
     def awaits_peer(self) -> bool:
-        return self.session.state in (State.WAITING, State.CONNECTING)
+        return self.is_unclaimed or self.session.state in (State.CONNECTING, State.DELEGATED)
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """No decode engine has registered yet, and one may."""
+        return self.session.state in (State.WAITING, State.DELEGATED) and self.session.registration is None
 
     def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""

@@ -1,27 +1,40 @@
-"""The scheduler's half of a prefill engine: engine step -> StepPlan."""
+"""The scheduler's half of an engine of either role: engine step -> StepPlan, and the pushes that it awaits."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from layerpush import compat
 from layerpush.config import LayerPushConfig
+from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.scheduler import AwaitedPushes
+from layerpush.doorkeeper import Doorkeeper
+from layerpush.listener import listen
 from layerpush.prefill.plan import PromptProgress, StepPlan
+from layerpush.wire import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.layerpush.scheduler")
 
 
 class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
-    """Upstream's push scheduler, and a plan of every step for the workers. Runs in the scheduler's thread."""
+    """Upstream's push scheduler; a plan of every step for the workers; and an eye on every push that is awaited.
+
+    Runs in the scheduler's thread. ``bind`` comes before the first request.
+    """
+
+    _nixl_handshake_listener = staticmethod(listen)
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
@@ -30,13 +43,37 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._config = config
         self._block_sizes = compat.block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
+        self._prompt_digests: dict[str, str] = {}
+        self._awaited: AwaitedPushes | None = None
+        assert vllm_config.kv_transfer_config is not None
+        self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
         can_stream = compat.engine_fallback(self) is None
         self._streams = config.layerwise and can_stream
         self._plans = can_stream and (config.layerwise or config.trace_dir is not None)
 
+    def bind(self, block_pool: BlockPool) -> None:
+        """The pool that the engine's KV cache blocks come from."""
+        self._awaited = AwaitedPushes(compat.registration_timeout(self), block_pool)
+
+    @property
+    def awaited(self) -> AwaitedPushes:
+        assert self._awaited is not None, "bind comes first"
+        return self._awaited
+
+    def on_new_request(self, request: Request) -> None:
+        self._doorkeeper.admit(request, time.perf_counter())
+        super().on_new_request(request)
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if not self._plans or not compat.is_streamed(request):
+        staged = compat.take_staged_registration(self, request.request_id, blocks)
+        if staged is not None:
+            self._await(request, staged)
+        if not compat.is_streamed(request):
+            return
+        if not request.num_preemptions and (digest := compat.prompt_digest(self, request)) is not None:
+            self._prompt_digests[request.request_id] = digest
+        if not self._plans:
             return
         known = self._prompts.get(request.request_id)
         if known is not None:
@@ -47,15 +84,41 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
             progress = PromptProgress(request.request_id, self._block_sizes, streams)
             self._prompts[request.request_id] = (request, progress)
 
+    def _await(self, request: Request, staged: compat.StagedRegistration) -> None:
+        staged.message.update(
+            layerpush=PROTOCOL_VERSION,
+            prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
+            prompt_digest=compat.prompt_digest(self, request),
+        )
+        self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> compat.LayerwiseMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, compat.NixlConnectorMetadata)
-        return compat.LayerwiseMetadata.extending(metadata, self._plan(scheduler_output))
+        cancelled = self.awaited.cancelled(time.perf_counter())
+        for request_id, reason in cancelled.items():
+            if reason != ABORTED:
+                logger.warning("layerpush gives up the KV cache of request %s: %s", request_id, reason)
+        digests, self._prompt_digests = self._prompt_digests, {}
+        return compat.LayerwiseMetadata.extending(metadata, self._plan(scheduler_output), digests, cancelled)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, DecodeReport)
+        self.awaited.reported(connector_output.finished_recving or (), report)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request.request_id, None)
+        never_registered = compat.awaits_scheduling(request)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        if never_registered:
+            compat.withdraw_receive(self, request.request_id)
+        self.awaited.finished(request.request_id)
         return outcome
+
+    def has_pending_push_work(self) -> bool:
+        return bool(super().has_pending_push_work()) or self.awaited.needs_steps
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         if not self._prompts:

@@ -9,7 +9,8 @@ The invariants, each enforced where it matters:
 - a block is posted once an epoch and only after its layer is ready (``_pump``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - the decode engine is told once, and only with full coverage (``_settle``);
-- a session that failed or was aborted ends only after its WRITEs have ended (``DRAINING``).
+- a session that failed, was aborted or withdrawn ends only after its WRITEs have ended (``DRAINING``), and only then
+  says that it has drained (``_retract``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from layerpush.prefill.protocol import (
     IllegalTransitionError,
     Post,
     Release,
+    Retract,
     Segment,
     State,
     Tell,
@@ -54,6 +56,8 @@ class Session:
         self.failure: str | None = None
         self.cancelled = False
         self.finished = False
+        self.told = False
+        self.withdrawn = False
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
         self._policy = policy
@@ -148,7 +152,12 @@ class Session:
         return self._settle(actions)
 
     def _on_registered(self, event: protocol.Registered, actions: list[Action]) -> State:
+        if self.registration is not None:
+            raise IllegalTransitionError(f"{self.request_id}: registered twice")
         self.registration = event.registration
+        if self.state is S.DELEGATED:
+            actions.append(Delegate(event.registration))
+            return S.DELEGATED
         if not self._policy.streams:
             return S.DEFERRED
         actions.append(Connect(event.registration))
@@ -176,7 +185,7 @@ class Session:
     def _on_landed(self, event: protocol.Landed, actions: list[Action]) -> State:
         write = self.in_flight.pop(event.write)
         if self.state is S.DRAINING:
-            return self._drained()
+            return self._drained(actions)
         if self.state is S.REWINDING:
             return self.state if self.in_flight else S.STREAMING
         assert self._coverage is not None
@@ -185,18 +194,31 @@ class Session:
             self._coverage.land(part.layers, part.first - skipped, part.end - skipped)
         return self._settle(actions)
 
-    def _on_lost(self, event: protocol.Lost, _: list[Action]) -> State:
+    def _on_lost(self, event: protocol.Lost, actions: list[Action]) -> State:
         self.in_flight.pop(event.write)
-        return self._fail(event.reason)
+        return self._fail(event.reason, actions)
 
-    def _on_failed(self, event: protocol.Failed, _: list[Action]) -> State:
-        return self._fail(event.reason)
+    def _on_failed(self, event: protocol.Failed, actions: list[Action]) -> State:
+        return self._fail(event.reason, actions)
+
+    def _on_withdrawn(self, event: protocol.Withdrawn, actions: list[Action]) -> State:
+        self.cancelled = self.cancelled or self.failure is None
+        self.failure = self.failure or "the decode engine withdrew its registration"
+        self.withdrawn = True
+        if event.busy:
+            return S.DELEGATED
+        return S.DRAINING if self.in_flight else self._drained(actions)
 
     def _on_told(self, _: protocol.Told, actions: list[Action]) -> State:
+        self.told = True
         return self._release(actions) if self.finished else S.TOLD
 
-    def _on_delivered(self, _: protocol.Delivered, actions: list[Action]) -> State:
-        return self._release(actions)
+    def _on_delivered(self, event: protocol.Delivered, actions: list[Action]) -> State:
+        if event.lost is None and not self.withdrawn:
+            self.told = True
+            return self._release(actions)
+        self.failure = self.failure or event.lost
+        return self._drained(actions)
 
     def _on_preempted(self, _: protocol.Preempted, __: list[Action]) -> State:
         if self.state in (S.TOLD, S.ABANDONED, S.DRAINING):
@@ -208,16 +230,18 @@ class Session:
         if self.state in (S.WAITING, S.DEFERRED):
             actions.append(Delegate(self.registration))
             return S.DELEGATED
-        if self.state is S.TOLD:
+        if self.state in (S.TOLD, S.ABANDONED):
             return self._release(actions)
-        return S.CLOSED if self.state is S.ABANDONED else self.state
+        return self.state
 
-    def _on_dropped(self, event: protocol.Aborted | protocol.Evicted, _: list[Action]) -> State:
+    def _on_dropped(self, event: protocol.Aborted | protocol.Evicted, actions: list[Action]) -> State:
         self._dropped = True
-        if self.state is not S.TOLD and self.failure is None:
+        if not self.told and self.failure is None:
             self.cancelled = isinstance(event, protocol.Aborted)
             self.failure = "aborted" if self.cancelled else "its lease ran out"
-        return S.DRAINING if self.in_flight else S.CLOSED
+        if self.in_flight:
+            return S.DRAINING
+        return S.CLOSED if self.state in (S.TOLD, S.ABANDONED) else self._drained(actions)
 
     def _pump(self, actions: list[Action]) -> None:
         while len(self.in_flight) < self._policy.max_in_flight:
@@ -297,14 +321,24 @@ class Session:
             return S.REWINDING
         return S.STREAMING if self.state is S.TELLING else self.state
 
-    def _fail(self, reason: str) -> State:
+    def _fail(self, reason: str, actions: list[Action]) -> State:
+        if self.in_flight and self.failure is None:
+            self._retract(reason, actions, drained=False)
         self.failure = self.failure or reason
-        return self._drained()
+        return S.DRAINING if self.in_flight else self._drained(actions)
 
-    def _drained(self) -> State:
+    def _drained(self, actions: list[Action]) -> State:
+        """No completion will come. With WRITEs still on the wire nothing is said yet."""
         if self.in_flight:
             return S.DRAINING
-        return S.CLOSED if self._dropped or self.finished else S.ABANDONED
+        self._retract(self.failure or "", actions, drained=True)
+        if self._dropped:
+            return S.CLOSED
+        return self._release(actions) if self.finished else S.ABANDONED
+
+    def _retract(self, reason: str, actions: list[Action], *, drained: bool) -> None:
+        if self.registration is not None:
+            actions.append(Retract(self.registration, self.epoch, reason, drained))
 
     def _release(self, actions: list[Action]) -> State:
         actions.append(Release())
@@ -321,6 +355,7 @@ _HANDLERS: Mapping[type[Event], Callable[[Session, Any, list[Action]], State]] =
     protocol.Landed: Session._on_landed,
     protocol.Lost: Session._on_lost,
     protocol.Failed: Session._on_failed,
+    protocol.Withdrawn: Session._on_withdrawn,
     protocol.Told: Session._on_told,
     protocol.Delivered: Session._on_delivered,
     protocol.Preempted: Session._on_preempted,

@@ -7,7 +7,9 @@ Every method runs on the writer thread. Nothing here knows vLLM: what only the e
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +20,7 @@ from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
+    Aborted,
     Action,
     Connect,
     Connected,
@@ -36,15 +39,17 @@ from layerpush.prefill.protocol import (
     Refused,
     Registered,
     Release,
+    Retract,
     State,
     Tell,
     Told,
+    Withdrawn,
 )
 from layerpush.prefill.push import BlockIds, Push
 from layerpush.prefill.session import Session
 from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord, TraceFile
-from layerpush.transport.base import Transport, TransportError
+from layerpush.transport.base import PeerLostError, Transport, TransportError
 from layerpush.wire import Registration
 
 logger = logging.getLogger("vllm.layerpush.writer")
@@ -65,6 +70,7 @@ class PushWriter:
         capture: Capture,
         host: Host,
         trace: TraceFile,
+        write_timeout_s: float = math.inf,
     ) -> None:
         self.counters = PushCounters()
         self._identity = identity
@@ -75,11 +81,13 @@ class PushWriter:
         self._capture = capture
         self._host = host
         self._trace = trace
+        self._write_timeout_s = write_timeout_s
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._pushes: dict[str, Push] = {}
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._current = self._swept = 0
+        self._later: deque[tuple[Push, Registration]] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pushes
@@ -91,6 +99,8 @@ class PushWriter:
         """Take in what the forward pass reported, see what landed, post what is ready."""
         self._absorb()
         self._poll()
+        while self._later:
+            self._claim(*self._later.popleft())
         for push in list(self._pushes.values()):
             if push.stirred and push.session.state is State.STREAMING:
                 push.stirred = False
@@ -121,13 +131,46 @@ class PushWriter:
             if push.session.registration is not None
         }
 
+    @property
+    def engines_in_flight(self) -> set[str]:
+        """Decode engines that a WRITE is on its way to."""
+        return {
+            push.record.decode_engine_id
+            for push in self._pushes.values()
+            if push.in_flight and push.record.decode_engine_id is not None
+        }
+
+    def is_delegated(self, request_id: str) -> bool:
+        """Whether a request is upstream's to push whole, and still wanted."""
+        push = self._pushes.get(request_id)
+        return push is not None and push.session.state is State.DELEGATED and push.session.failure is None
+
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet."""
-        return [push.request_id for push in self._pushes.values() if push.session.state is State.WAITING]
+        return [push.request_id for push in self._pushes.values() if push.is_unclaimed]
+
+    def failure(self, request_id: str) -> str | None:
+        """Why a live request will not be pushed, if that is so."""
+        push = self._pushes.get(request_id)
+        return None if push is None else push.session.failure
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
         self._dispatch(self._pushes[request_id], Registered(registration))
+
+    def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
+        """The decode engine wants the blocks of its registration ``key`` back.
+
+        True when nothing of it is or will be on the wire; else ``Host.retract`` says so later.
+        """
+        push = self._pushes.get(request_id)
+        if push is None or push.session.registration is None or push.session.registration.key != key:
+            return True
+        if not push.session.accepts(Withdrawn):
+            return not push.in_flight
+        push.withdrawn = True
+        self._dispatch(push, Withdrawn(busy=push.delegated is not None))
+        return False
 
     def reconnect(self, request_id: str, error: str | None) -> None:
         """The handshake that ``Host.connect`` started is over."""
@@ -158,6 +201,13 @@ class PushWriter:
         push = self._pushes.get(request_id)
         if push is not None:
             self._fail(push, reason)
+
+    def fail_engine(self, decode_engine_id: str, reason: str) -> None:
+        """A decode engine is gone: what it asked for needs no writing any more."""
+        for push in list(self._pushes.values()):
+            registration = push.session.registration
+            if registration is not None and registration.decode_engine_id == decode_engine_id and not push.session.told:
+                self._fail(push, reason)
 
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._pushes):
@@ -206,7 +256,9 @@ class PushWriter:
     def _absorb_revoked(self) -> None:
         for request_id, event in self._capture.revoked():
             push = self._pushes.get(request_id)
-            if push is not None and push.session.accepts(type(event)):
+            if push is None and isinstance(event, Aborted):
+                self._host.ended(request_id, "aborted")
+            elif push is not None and push.session.accepts(type(event)):
                 logger.info("push of %s: %s", request_id, type(event).__name__.lower())
                 self._dispatch(push, event)
 
@@ -265,17 +317,22 @@ class PushWriter:
         self._close_if_over(push)
 
     def _fail(self, push: Push, reason: str) -> None:
+        """End a push for good. What its decode engine hears of it is the session's to say, after the last WRITE."""
         session = push.session
-        if session.accepts(Failed):
-            session.handle(Failed(reason))
+        if session.failure is None and (push.delegated is None or push.delegated.lost is None):
+            logger.error(
+                "push of %s to %s failed: %s; its completion will not be sent",
+                push.request_id,
+                push.record.decode_request_id,
+                reason,
+            )
+        if push.delegated is not None:
+            push.delegated.lost = push.delegated.lost or reason
+        elif session.accepts(Failed):
+            for action in session.handle(Failed(reason)):
+                _ACTIONS[type(action)](self, push, action)
         elif session.state is not State.CLOSED:
             session.failure = session.failure or reason
-        logger.error(
-            "push of %s to %s failed: %s. Its completion will not be sent; P's lease or D's watchdog ends the request.",
-            push.request_id,
-            push.record.decode_request_id,
-            reason,
-        )
         self._close_if_over(push)
 
     def _close_if_over(self, push: Push) -> None:
@@ -288,8 +345,7 @@ class PushWriter:
         record.outcome = "cancelled" if session.cancelled else "completed" if session.failure is None else "failed"
         self.counters.closed(record)
         self._trace.add(record)
-        if session.cancelled and session.registration is not None:
-            self._host.keep_registration(session.registration)
+        self._host.ended(push.request_id, session.failure)
 
     def _connect(self, push: Push, registration: Registration) -> None:
         try:
@@ -330,6 +386,8 @@ class PushWriter:
             for route in push.link.routes:
                 self._transport.notify(route.agent, payload)
         except TransportError as error:
+            if isinstance(error, PeerLostError):
+                self._host.peer_lost(action.registration.decode_engine_id)
             self._fail(push, f"the completion could not be sent: {error}")
             return
         push.record.t_notified = time.perf_counter()
@@ -337,10 +395,31 @@ class PushWriter:
 
     def _do_delegate(self, push: Push, action: Delegate) -> None:
         record = push.record
+        if action.registration is None:
+            registration = self._host.take_registration(push.request_id)
+            if registration is not None:
+                self._later.append((push, registration))
+            return
+        record.decode_request_id = action.registration.request_id
+        record.decode_engine_id = action.registration.decode_engine_id
         if record.mode != "request" and record.fallback is None:
             record.fallback = "no decode engine had registered when prefill finished"
         record.mode = "request"
         self._host.delegate(push.request_id, push.blocks or (), action.registration)
+
+    def _claim(self, push: Push, registration: Registration) -> None:
+        """A registration was found for a push that upstream is to make, unless the push has ended meanwhile."""
+        if push.is_unclaimed:
+            self._dispatch(push, Registered(registration))
+        else:
+            reason = push.session.failure or "the prefill request has ended"
+            self._host.retract(Retract(registration, push.session.epoch, reason, True), withdrawn=False)
+
+    def _do_retract(self, push: Push, action: Retract) -> None:
+        if action.drained and push.delegated is not None:
+            push.retraction = action  # upstream's WRITEs are still on the wire
+        else:
+            self._host.retract(action, withdrawn=push.withdrawn)
 
     def _do_release(self, push: Push, _: Release) -> None:
         self._host.release(push.request_id)
@@ -361,12 +440,32 @@ class PushWriter:
                 self._ended(push, write)
         delegated = push.delegated
         if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push)):
-            push.session.failure = push.session.failure or delegated.lost
             push.delegated = None
-            self._dispatch(push, Delivered())
+            if push.retraction is not None:
+                self._do_retract(push, push.retraction)
+            self._note_loss(push, delegated)
+            self._dispatch(push, Delivered(delegated.lost))
+        self._check_deadline(push)
+
+    def _check_deadline(self, push: Push) -> None:
+        """A WRITE that stays on the wire for too long ends the push, but only its own end frees what it touches."""
+        posted = min((part.record.t_posted for part in push.parts), default=math.inf)
+        if push.overdue or time.perf_counter() - posted < self._write_timeout_s:
+            return
+        push.overdue = True
+        reason = f"a WRITE is on the wire for more than {self._write_timeout_s:g} s (write_timeout_s)"
+        session = push.session
+        if push.delegated is not None and session.registration is not None:
+            self._host.retract(Retract(session.registration, session.epoch, reason, False), withdrawn=push.withdrawn)
+        self._fail(push, reason)
+
+    def _note_loss(self, push: Push, write: PostedWrite) -> None:
+        if write.peer_lost and push.session.registration is not None:
+            self._host.peer_lost(push.session.registration.decode_engine_id)
 
     def _ended(self, push: Push, write: PostedWrite) -> None:
         push.writes.remove(write)
+        self._note_loss(push, write)
         if write.lost is None:
             self._dispatch(push, Landed(write.id))
             return
@@ -390,5 +489,6 @@ _ACTIONS: dict[type[Action], Callable[[PushWriter, Push, Action], None]] = {
     Post: PushWriter._do_post,  # type: ignore[dict-item]
     Tell: PushWriter._do_tell,  # type: ignore[dict-item]
     Delegate: PushWriter._do_delegate,  # type: ignore[dict-item]
+    Retract: PushWriter._do_retract,  # type: ignore[dict-item]
     Release: PushWriter._do_release,  # type: ignore[dict-item]
 }

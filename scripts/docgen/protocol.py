@@ -1,84 +1,110 @@
-"""The protocol of a push, drawn from the table that the code runs on."""
+"""The protocols of a push, drawn from the tables that the code runs on."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
 
-from layerpush.prefill import protocol
-from layerpush.prefill.protocol import TRANSITIONS, Action, Event, State
+from layerpush.decode import protocol as decode
+from layerpush.prefill import protocol as prefill
+from scripts.docgen.tables import Row, sentence, table
 
-_UNHAPPY_EVENTS = (protocol.Lost, protocol.Failed, protocol.Aborted, protocol.Evicted)
-_UNHAPPY_STATES = (State.DRAINING, State.ABANDONED)
+Move = Callable[[enum.Enum, type], bool]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A state machine as its module defines it: ``State``, ``Event``, ``Action`` and ``TRANSITIONS``."""
+
+    module: ModuleType
+
+    def diagram(self, *, shows: Move = lambda _, __: True) -> str:
+        """A Mermaid diagram of the moves that ``shows``. Events that leave a state as it is are in ``states``."""
+        first, last = next(iter(self._states)), list(self._states)[-1]
+        arrows = []
+        for state, exits in self._transitions.items():
+            labels: dict[enum.Enum, list[str]] = defaultdict(list)
+            for event, targets in exits.items():
+                for target in targets - {state} if shows(state, event) else ():
+                    labels[target].append(event.__name__)
+            arrows += [
+                f"    {state.name} --> {target.name}: {', '.join(labels[target])}"
+                for target in self._states
+                if labels[target]
+            ]
+        ends = f"    [*] --> {first.name}", f"    {last.name} --> [*]"
+        return "\n".join(["```mermaid", "stateDiagram-v2", ends[0], *arrows, ends[1], "```"])
+
+    def states(self) -> str:
+        """One row per state: what it means, what it takes without moving, where it can go."""
+        rows = []
+        for state in self._states:
+            exits = self._transitions[state]
+            stays = [f"`{event.__name__}`" for event, targets in exits.items() if targets == {state}]
+            leads = [
+                f"`{event.__name__}` → {self._either(state, targets)}"
+                for event, targets in exits.items()
+                if targets != {state}
+            ]
+            rows.append((f"`{state.name}`", state.value, ", ".join(stays), "; ".join(leads)))
+        return table(("state", "meaning", "stays on", "leads on"), rows)
+
+    def events(self) -> str:
+        return table(("event", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Event)])
+
+    def actions(self) -> str:
+        return table(("action", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Action)])
+
+    @property
+    def _states(self) -> type[enum.Enum]:
+        states: type[enum.Enum] = self.module.State
+        return states
+
+    @property
+    def _transitions(self) -> Mapping[enum.Enum, Mapping[type, set[enum.Enum]]]:
+        transitions: Mapping[enum.Enum, Mapping[type, set[enum.Enum]]] = self.module.TRANSITIONS
+        return transitions
+
+    def _either(self, state: enum.Enum, targets: set[enum.Enum]) -> str:
+        """The targets in the order of the states; a state that may also stay says so."""
+        return " or ".join(f"`{one.name}`" if one is not state else "stay" for one in self._states if one in targets)
+
+    def _kinds(self, base: type) -> list[type]:
+        """The kinds of ``base`` in the order in which the module defines them."""
+        defined = vars(self.module).values()
+        return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+
+
+PREFILL, DECODE = Machine(prefill), Machine(decode)
+
+_UNHAPPY_EVENTS = (prefill.Lost, prefill.Failed, prefill.Withdrawn, prefill.Aborted, prefill.Evicted)
+_UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)
 
 
 def course() -> str:
-    """A Mermaid diagram of how a push gets to its end. With ``endings`` it shows every move of the table."""
-    return _diagram(unhappy=False)
+    """How a push gets to its end on P. With ``endings`` it shows every move of the table."""
+    return PREFILL.diagram(shows=lambda state, event: not _is_unhappy(state, event))
 
 
 def endings() -> str:
-    """A Mermaid diagram of how a push is cut short."""
-    return _diagram(unhappy=True)
+    """How a push is cut short on P."""
+    return PREFILL.diagram(shows=_is_unhappy)
 
 
-def states() -> str:
-    """One row per state: what it means, what it takes without moving, where it can go."""
-    rows = []
-    for state in State:
-        exits = TRANSITIONS[state]
-        stays = [f"`{event.__name__}`" for event, targets in exits.items() if targets == {state}]
-        leads = [
-            f"`{event.__name__}` → {_either(state, targets)}" for event, targets in exits.items() if targets != {state}
-        ]
-        rows.append((f"`{state.name}`", state.value, ", ".join(stays), "; ".join(leads)))
-    return _table(("state", "meaning", "stays on", "leads on"), rows)
+def words() -> str:
+    """What an agent may have as its last word."""
+    return table(("word", "meaning"), [(f"`{word.name}`", word.value) for word in decode.Word])
 
 
-def events() -> str:
-    return _table(("event", "carries", "meaning"), [_described(kind) for kind in _kinds(Event)])
+def _is_unhappy(state: enum.Enum, event: type) -> bool:
+    return event in _UNHAPPY_EVENTS or state in _UNHAPPY_STATES
 
 
-def actions() -> str:
-    return _table(("action", "carries", "meaning"), [_described(kind) for kind in _kinds(Action)])
-
-
-def _diagram(*, unhappy: bool) -> str:
-    """Events that leave a state as it is are left out: ``states`` has them."""
-    lines = ["```mermaid", "stateDiagram-v2"]
-    if not unhappy:
-        lines.append("    [*] --> WAITING")
-    for state, exits in TRANSITIONS.items():
-        labels: dict[State, list[str]] = defaultdict(list)
-        for event, targets in exits.items():
-            if (event in _UNHAPPY_EVENTS or state in _UNHAPPY_STATES) is unhappy:
-                for target in targets - {state}:
-                    labels[target].append(event.__name__)
-        lines += [
-            f"    {state.name} --> {target.name}: {', '.join(labels[target])}" for target in State if labels[target]
-        ]
-    return "\n".join([*lines, "    CLOSED --> [*]", "```"])
-
-
-def _either(state: State, targets: set[State]) -> str:
-    """The targets in the order of ``State``; a state that may also stay says so."""
-    return " or ".join(f"`{one.name}`" if one is not state else "stay" for one in State if one in targets)
-
-
-def _kinds(base: type) -> list[type]:
-    """The kinds of ``base`` in the order in which the module defines them."""
-    defined = vars(protocol).values()
-    return [kind for kind in defined if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
-
-
-def _described(kind: type) -> tuple[str, str, str]:
+def _described(kind: type) -> Row:
     carried = ", ".join(f"`{field.name}`" for field in dataclasses.fields(kind))
-    text = kind.__doc__ or ""
-    made_up_by_dataclass = text.startswith(f"{kind.__name__}(")
-    return f"`{kind.__name__}`", carried, "" if made_up_by_dataclass else " ".join(text.split()).replace("``", "`")
-
-
-def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [headings, ("---",) * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    made_up_by_dataclass = (kind.__doc__ or "").startswith(f"{kind.__name__}(")
+    return f"`{kind.__name__}`", carried, "" if made_up_by_dataclass else sentence(kind.__doc__)

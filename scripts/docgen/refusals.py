@@ -1,4 +1,4 @@
-"""What layerpush says to a bad setting: the real messages."""
+"""What layerpush says to a bad setting and to a bad request: the real messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from layerpush.calm import VARIABLE, wanted
 from layerpush.config import ConfigError, LayerPushConfig
+from layerpush.door import ParamsError, check_params
 
 BAD_SETTINGS: tuple[Mapping[str, object], ...] = (
     {"granularity": "block"},
@@ -13,6 +14,9 @@ BAD_SETTINGS: tuple[Mapping[str, object], ...] = (
     {"layerwise": "false"},
     {"min_write_bytes": -1},
     {"trace_dir": ""},
+    {"allowed_hosts": "10.0.0.0/8"},
+    {"allowed_hosts": ["10.1.2.3/8"]},
+    {"allowed_hosts": ["prefill-0:5600"]},
     {"layer_wise": True},
 )
 
@@ -31,4 +35,35 @@ def refusals() -> str:
         wanted({VARIABLE: "maybe"})
     except ConfigError as error:
         messages.append(str(error))
+    return "\n".join(["```text", *messages, "```"])
+
+
+_GOOD_REQUEST: Mapping[str, object] = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill-0",
+    "remote_request_id": "cmpl-7",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+BAD_REQUESTS: tuple[Mapping[str, object], ...] = (
+    {key: value for key, value in _GOOD_REQUEST.items() if key != "tp_size"},
+    {**_GOOD_REQUEST, "remote_port": "5600"},
+    {**_GOOD_REQUEST, "remote_host": "192.168.0.1"},
+    {"do_remote_decode": True},
+)
+
+
+def bad_requests() -> str:
+    """One line per bad request to a D that allows hosts in 10.0.0.0/8, as its client gets it."""
+    config = LayerPushConfig.from_extra_config({"allowed_hosts": ["10.0.0.0/8"]})
+    check_params(_GOOD_REQUEST, "kv_consumer", config)
+    messages = []
+    for params in BAD_REQUESTS:
+        try:
+            check_params(params, "kv_consumer", config)
+        except ParamsError as error:
+            messages.append(str(error))
+        else:
+            raise ValueError(f"{params} is no bad request any more")
     return "\n".join(["```text", *messages, "```"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerpush.config import documentation_table
-from scripts.docgen import figures, protocol, refusals
+from scripts.docgen import figures, limits, messages, protocol, refusals
 from scripts.docgen.markers import fill
 
 
@@ -18,18 +18,29 @@ class Section(NamedTuple):
     render: Callable[[Path], str]
 
 
-README, CONFIGURATION, PROTOCOL = "README.md", "docs/configuration.md", "docs/design/protocol.md"
+README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
+PROTOCOL, FAILURES = "docs/design/protocol.md", "docs/design/failures.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
     "config-errors": Section((CONFIGURATION,), lambda _: refusals.refusals()),
+    "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
     "demo-figures": Section((README,), figures.demo),
     "bench-figures": Section((README,), figures.bench),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
     "protocol-endings": Section((PROTOCOL,), lambda _: protocol.endings()),
-    "protocol-states": Section((PROTOCOL,), lambda _: protocol.states()),
-    "protocol-events": Section((PROTOCOL,), lambda _: protocol.events()),
-    "protocol-actions": Section((PROTOCOL,), lambda _: protocol.actions()),
+    "protocol-states": Section((PROTOCOL,), lambda _: protocol.PREFILL.states()),
+    "protocol-events": Section((PROTOCOL,), lambda _: protocol.PREFILL.events()),
+    "protocol-actions": Section((PROTOCOL,), lambda _: protocol.PREFILL.actions()),
+    "decode-moves": Section((PROTOCOL,), lambda _: protocol.DECODE.diagram()),
+    "decode-states": Section((PROTOCOL,), lambda _: protocol.DECODE.states()),
+    "decode-words": Section((PROTOCOL,), lambda _: protocol.words()),
+    "decode-events": Section((PROTOCOL,), lambda _: protocol.DECODE.events()),
+    "decode-actions": Section((PROTOCOL,), lambda _: protocol.DECODE.actions()),
+    "messages-upstream": Section((PROTOCOL,), lambda _: messages.upstream()),
+    "messages-ours": Section((PROTOCOL,), lambda _: messages.ours()),
+    "limits-messages": Section((SECURITY,), limits.messages),
+    "limits-tables": Section((FAILURES,), limits.tables),
 }
 
 

@@ -49,20 +49,26 @@ class Request:
 class EngineHost:
     """A vLLM engine in its own process. Not thread-safe; one command at a time."""
 
-    def __init__(self, spec: EngineSpec, model: pathlib.Path, scratch: pathlib.Path, port: int) -> None:
+    def __init__(
+        self, spec: EngineSpec, model: pathlib.Path, scratch: pathlib.Path, port: int, engine_id: str | None = None
+    ) -> None:
+        """`engine_id`: of an engine that lived before, to be taken for it; None for a new one."""
         self.spec = spec
-        self.engine_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
+        self.engine_id = engine_id or f"{spec.name}-{uuid.uuid4().hex[:8]}"
         self.port = port
-        self.trace_dir = scratch / self.engine_id / "trace"
-        self.log_path = scratch / self.engine_id / "log"
+        folder = scratch / (self.engine_id if engine_id is None else f"{engine_id}-{uuid.uuid4().hex[:4]}")
+        self.trace_dir = folder / "trace"
+        self.log_path = folder / "log"
         self.trace_dir.mkdir(parents=True)
         self.broken = False
+        self.ended = False
         self.idle_blocks = 0
         self._request_ids: list[str] = []
         self._seq = 0
         self._replies: dict[int, tuple[str, Any]] = {}
-        self._outputs: dict[str, Finished] = {}
+        self._outputs: dict[str, list[Finished]] = {}
         self._ready = False
+        self._paused = False
         context = fork_server()
         self._pipe, theirs = context.Pipe()
         arguments = (spec, self.engine_id, port, str(model), str(self.log_path), str(self.trace_dir), theirs)
@@ -82,6 +88,8 @@ class EngineHost:
 
     def stop(self) -> None:
         """Ask, then terminate, then kill; never leaves the process behind."""
+        if self._paused:
+            self.resume()
         self.begin_stop()
         self._process.join(0 if self.broken else 15)
         for end in (self._process.terminate, self._process.kill):
@@ -89,6 +97,33 @@ class EngineHost:
                 end()
                 self._process.join(10)
         self._pipe.close()
+
+    def kill(self) -> None:
+        """SIGKILL, on purpose; returns when the process is gone."""
+        self._signal(signal.SIGKILL)
+        self._process.join()
+        self.ended, self._paused = True, False
+
+    def pause(self) -> None:
+        """SIGSTOP: nothing of the process runs until `resume`."""
+        self._signal(signal.SIGSTOP)
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._signal(signal.SIGCONT)
+
+    def wait_ended(self, timeout: float) -> int | None:
+        """After `begin_stop`: wait for the process and return its exit code."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise self._timed_out("the process to end")
+        self.ended = True
+        return self._process.exitcode
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
 
     @property
     def pid(self) -> int | None:
@@ -141,13 +176,17 @@ class EngineHost:
         self._command("wait_idle", timeout=timeout)
 
     def wait_output(self, request_id: str, timeout: float = DEADLINE) -> Finished:
+        """The request's output; of several requests with one id, the one that finished first."""
         self._receive_until(lambda: request_id in self._outputs, timeout, f"request {request_id} to finish")
-        return self._outputs.pop(request_id)
+        output = self._outputs[request_id].pop(0)
+        if not self._outputs[request_id]:
+            del self._outputs[request_id]
+        return output
 
     def peek_output(self, request_id: str, timeout: float = DEADLINE) -> Finished:
         """Like wait_output, but leaves the output for a later wait."""
         self._receive_until(lambda: request_id in self._outputs, timeout, f"request {request_id} to finish")
-        return self._outputs[request_id]
+        return self._outputs[request_id][0]
 
     def has_output(self, request_id: str) -> bool:
         while self._pipe.poll(0):
@@ -205,7 +244,7 @@ class EngineHost:
             case "reply" | "error":
                 self._replies[key] = (kind, value)
             case "output":
-                self._outputs[key] = value
+                self._outputs.setdefault(key, []).append(value)
             case "ready":
                 self._ready, self.idle_blocks = True, key
             case "crash":

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 Role = Literal["P", "D", "R"]
 ModelName = Literal["llama", "sliding", "hybrid", "mla"]
+FailedLoad = Literal["recompute", "fail"]
 
 LAYERWISE = "LayerwisePushConnector"
 STOCK = "NixlPushConnector"
@@ -61,9 +62,13 @@ class EngineSpec:
         return fields
 
 
-def transfer(connector: str, *, module_path: str | None = None, **extra: Any) -> str:
+def transfer(
+    connector: str, *, module_path: str | None = None, on_failed_load: FailedLoad | None = None, **extra: Any
+) -> str:
     """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config."""
     fields: dict[str, Any] = {"kv_connector": connector}
+    if on_failed_load is not None:
+        fields["kv_load_failure_policy"] = on_failed_load
     if module_path is not None:
         fields["kv_connector_module_path"] = module_path
     if extra:

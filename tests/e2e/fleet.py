@@ -25,6 +25,7 @@ class Fleet:
         self._scratch = scratch
         self._take_port = free_ports(*ports)
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
+        self._guests: list[EngineHost] = []
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
         """Live, ready hosts for the specs, in their order; the missing ones start at the same time."""
@@ -34,28 +35,61 @@ class Fleet:
                 self._hosts.pop(spec).stop()
         self._make_room(len(missing), keep=set(specs))
         for spec in missing:
-            self._hosts[spec] = EngineHost(spec, self._models.path(spec.model), self._scratch, self._take_port())
+            self._hosts[spec] = self._start(spec, self._take_port())
         for spec in specs:
             self._hosts.move_to_end(spec)
             self._hosts[spec].wait_ready()
         return [self._hosts[spec] for spec in specs]
 
+    def spawn(self, *specs: EngineSpec) -> list[EngineHost]:
+        """Ready hosts that nobody else gets, for tests that end or damage them. `discard` them."""
+        self._make_room(len(specs), keep=set())
+        hosts = [self._start(spec, self._take_port()) for spec in specs]
+        self._guests += hosts
+        for host in hosts:
+            host.wait_ready()
+        return hosts
+
+    def respawn(self, host: EngineHost, *, same_id: bool) -> EngineHost:
+        """A new process in the place of a host that has ended: the same port, the same engine id or a new one."""
+        assert host.ended
+        self.discard(host)
+        successor = self._start(host.spec, host.port, host.engine_id if same_id else None)
+        self._guests.append(successor)
+        successor.wait_ready()
+        return successor
+
     def live(self) -> Iterator[EngineHost]:
-        return iter(list(self._hosts.values()))
+        hosts = [*self._hosts.values(), *self._guests]
+        return iter([host for host in hosts if not host.ended])
 
     def discard(self, host: EngineHost) -> None:
-        self._hosts.pop(host.spec, None)
+        if host in self._guests:
+            self._guests.remove(host)
+        elif self._hosts.get(host.spec) is host:
+            del self._hosts[host.spec]
         host.stop()
 
+    def discard_guests(self) -> None:
+        """End all hosts of `spawn` and `respawn`."""
+        for host in self._guests:
+            host.begin_stop()
+        while self._guests:
+            self._guests.pop().stop()
+
     def stop(self) -> None:
+        self.discard_guests()
         for host in self._hosts.values():
             host.begin_stop()
         while self._hosts:
             self._hosts.popitem()[1].stop()
 
+    def _start(self, spec: EngineSpec, port: int, engine_id: str | None = None) -> EngineHost:
+        return EngineHost(spec, self._models.path(spec.model), self._scratch, port, engine_id)
+
     def _make_room(self, count: int, keep: set[EngineSpec]) -> None:
         idle = sorted((spec for spec in self._hosts if spec not in keep), key=self._favourites.__contains__)
-        excess = idle[: max(0, len(self._hosts) + count - MAX_LIVE)]
+        excess = idle[: max(0, len(self._hosts) + len(self._guests) + count - MAX_LIVE)]
         for spec in excess:
             self._hosts[spec].begin_stop()
         for spec in excess:

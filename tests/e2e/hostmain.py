@@ -27,6 +27,7 @@ from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
+from tests.e2e.wirefaults import WireFaults
 
 
 def prepare_process(log_path: str, port: int) -> None:
@@ -52,6 +53,7 @@ class HostedEngine:
         self.pipe = pipe
         self.free_running = True
         self.notifications = NotificationWatch()
+        self.faults: WireFaults | None = None
         fields = spec.transfer_fields(trace_dir)
         config = None if fields is None else KVTransferConfig(engine_id=engine_id, kv_role=spec.kv_role, **fields)
         self.llm = LLMEngine.from_engine_args(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,23 @@ OUR_MODULES = ("layerpush.", "vllm.distributed.kv_transfer.", "tests.")
 def free_blocks(host: HostedEngine) -> int:
     count: int = host.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return count
+
+
+def owned_blocks(host: HostedEngine, block_ids: list[int]) -> int:
+    """How many of these blocks somebody holds: nobody else can be given them."""
+    blocks = host.scheduler.kv_cache_manager.block_pool.blocks
+    return sum(blocks[number].ref_cnt > 0 for number in block_ids)
+
+
+def live_writes(host: HostedEngine) -> int:
+    """NIXL handles between post and release on the worker in this process."""
+    worker = _connector_worker()
+    return 0 if worker is None else len(worker.transport._live)
+
+
+def threads(host: HostedEngine) -> list[str]:
+    """Python's threads by name, numbers left out."""
+    return sorted(re.sub(r"\d+", "", thread.name) for thread in threading.enumerate())
 
 
 def reset_prefix_cache(host: HostedEngine) -> bool:
@@ -79,6 +98,14 @@ def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[st
             break
         time.sleep(0.005)
     return found
+
+
+def _connector_worker() -> Any:
+    """Our worker if it lives in this process and is one of ours, else None."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    return worker if hasattr(worker, "transport") else None
 
 
 def _strings(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:

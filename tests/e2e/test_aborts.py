@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e import engines
+from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 
@@ -33,10 +34,13 @@ def test_aborted_on_d_while_p_streams(fleet: Fleet, reference: Reference) -> Non
     check(send(p, d, prompt(300, seed=93), "early").outcome(), reference)
 
 
-@pytest.mark.parametrize("connector", ["layerwise", "stock"])
-def test_aborted_on_p_and_sent_again(fleet: Fleet, reference: Reference, connector: str) -> None:
-    """P drops the prompt in the middle; the same request comes again and D, still waiting, is served."""
-    p, d = fleet.get(engines.P_LAYER if connector == "layerwise" else engines.P_STOCK, engines.D_LAYER)
+@pytest.mark.parametrize("d_spec", [engines.D_LAYER, engines.D_STOCK])
+def test_aborted_on_p_and_sent_again(fleet: Fleet, reference: Reference, d_spec: EngineSpec) -> None:
+    """P drops the prompt in the middle; the same request comes again and D, still waiting, is served.
+
+    One of the two is stock: between two layerpush engines D hears at once that the prompt was dropped.
+    """
+    p, d = fleet.get(engines.P_STOCK if d_spec is engines.D_LAYER else engines.P_LAYER, d_spec)
     p.hold()
     handoff = Handoff(new_id(), prompt(1500, seed=94), p, d)
     d.add(handoff.to_d())

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.e2e import engines, probes
-from tests.e2e.conftest import LogReader, check_nothing_left
+from tests.e2e.conftest import check_nothing_left
+from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.e2e.streamchecks import check_streamed

@@ -13,6 +13,7 @@ from layerpush.prefill.plan import ChunkPlan, PromptProgress
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Event, State, Write
 from layerpush.prefill.session import Session
+from layerpush.wire import Registration
 from tests.unit.builders import blocks_of, registration, upstream_pairs
 
 Cell = tuple[int, int]
@@ -61,8 +62,13 @@ class PushWorld:
     disturbed: bool = False
     tells: int = 0
     told: bool = False
-    delegates: int = 0
+    delegates: list[Registration | None] = field(default_factory=list)
+    upstream_busy: bool = False
+    """Upstream's whole-request WRITE is on the wire."""
+    upstream_posts: int = 0
     delivered: bool = False
+    withdrawn: bool = False
+    retracts: list[protocol.Retract] = field(default_factory=list)
     releases: int = 0
 
     def __post_init__(self) -> None:
@@ -84,6 +90,34 @@ class PushWorld:
     def revocable(self) -> bool:
         """The scheduler may take the blocks away, even while the writer is about to tell."""
         return not self.finished and not self.gone
+
+    @property
+    def registrable(self) -> bool:
+        """No decode engine has registered, and one may: `PushWriter.waiting`."""
+        return not self.registered and self.state in (State.WAITING, State.DELEGATED)
+
+    @property
+    def withdrawable(self) -> bool:
+        return self.registered and self.session.accepts(protocol.Withdrawn)
+
+    @property
+    def pushed_by_upstream(self) -> bool:
+        """Upstream may post its WRITE: `PushWriter.is_delegated`, and it was told for whom."""
+        return (
+            self.state is State.DELEGATED
+            and self.registered
+            and self.session.failure is None
+            and not self.upstream_posts
+        )
+
+    @property
+    def droppable(self) -> bool:
+        """No lease ends while a WRITE reads from the blocks, except our own, which are watched by the session."""
+        return not self.gone and not self.upstream_busy
+
+    @property
+    def drained_retracts(self) -> int:
+        return sum(retract.drained for retract in self.retracts)
 
     @property
     def prompt_ready(self) -> bool:
@@ -122,17 +156,26 @@ class PushWorld:
             elif isinstance(action, protocol.Delegate):
                 assert self.finished
                 assert not self.ever_posted, "a request that streams never switches"
-                self.delegates += 1
+                assert action.registration == (self.registration if self.registered else None)
+                self.delegates.append(action.registration)
+            elif isinstance(action, protocol.Retract):
+                self._check_retract(action)
             elif isinstance(action, protocol.Release):
                 assert self.finished
-                assert self.told or self.delivered
+                assert not self.gone
+                assert not self.in_flight
+                assert not self.upstream_busy, "released under upstream's WRITE"
+                assert self.told or self.delivered or self.session.failure is not None
                 self.releases += 1
         assert self.tells <= 1
-        assert self.delegates <= 1
+        assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
         assert set(self.session.in_flight) == set(self.in_flight)
         if self.state in (State.CLOSED, State.ABANDONED, State.TELLING, State.TOLD):
             assert not self.in_flight
+        if self.state in (State.CLOSED, State.ABANDONED):
+            completed = self.told or self.delivered
+            assert self.drained_retracts == (self.registered and not completed), "a push that ends says how, once"
 
     # The scheduler and the forward pass.
 
@@ -210,9 +253,22 @@ class PushWorld:
         self.told = True
         self.send(protocol.Told())
 
-    def deliver(self) -> None:
-        self.delivered = True
-        self.send(protocol.Delivered())
+    def post_whole(self) -> None:
+        assert self.delegates[-1] == self.registration
+        self.upstream_busy = True
+        self.upstream_posts += 1
+
+    def deliver(self, lost: str | None = None) -> None:
+        self.upstream_busy = False
+        self.disturbed |= lost is not None
+        self.delivered = lost is None and not self.withdrawn
+        self.send(protocol.Delivered(lost))
+
+    def withdraw(self) -> None:
+        self.disturbed = self.withdrawn = True
+        self.send(protocol.Withdrawn(busy=self.upstream_busy))
+        assert not self.session.told
+        assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED) or self.upstream_busy
 
     # What must hold.
 
@@ -249,10 +305,29 @@ class PushWorld:
         assert self.prompt_ready
         assert self.landed == self.wanted, "told although something is missing"
         assert not self.in_flight
+        assert not self.retracts, "told after it was retracted"
+        assert not self.withdrawn
         self.tells += 1
 
+    def _check_retract(self, action: protocol.Retract) -> None:
+        assert self.registered
+        assert action.registration == self.registration
+        assert not self.told, "retracted after it was told"
+        assert not self.delivered
+        assert not self.drained_retracts, "a drained retraction is the last word"
+        if action.drained:
+            assert not self.in_flight, "said to have drained with a WRITE on the wire"
+            assert not self.upstream_busy
+        else:
+            assert self.in_flight, "nothing to warn of"
+            assert not self.retracts
+            assert not self.withdrawn, "the decode engine asked for it, and waits for the end"
+        assert action.reason
+        assert action.epoch == self.session.epoch
+        self.retracts.append(action)
+
     def drive_home(self) -> None:
-        """Let everything end well from here; the lease runs out on what cannot."""
+        """Let everything end as well as it may from here. No push needs the end of its lease for that."""
         for _ in range(100):
             if self.state is State.STREAMING:
                 self.send(protocol.Pump())
@@ -270,17 +345,21 @@ class PushWorld:
                 self.sweep()
             elif self.running:
                 self.finish()
-            elif self.state is State.DELEGATED:
+            elif self.upstream_busy:
                 self.deliver()
+            elif self.pushed_by_upstream:
+                self.post_whole()
             else:
-                assert self.disturbed, f"stuck in {self.state.name}"
-                self.drop()
+                assert self.registrable, f"stuck in {self.state.name}"
+                self.register()
         assert self.state is State.CLOSED
         assert not self.in_flight
         assert not self.session.in_flight
+        assert self.releases or self.gone
         if not self.disturbed:
-            assert self.releases == 1
-            assert self.tells + self.delegates == 1
+            assert self.told + self.delivered == 1
+            assert self.tells + self.upstream_posts == 1
+            assert not self.retracts
 
 
 def cells_of(write: Write) -> set[Cell]:

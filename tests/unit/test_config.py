@@ -10,12 +10,29 @@ import pytest
 
 from layerpush.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
 
-OWN_KEYS = {"layerwise", "granularity", "min_write_bytes", "layerwise_min_tokens", "trace_dir"}
+OWN_KEYS = {
+    "layerwise",
+    "granularity",
+    "min_write_bytes",
+    "layerwise_min_tokens",
+    "trace_dir",
+    "peer_timeout_s",
+    "write_timeout_s",
+    "allowed_hosts",
+}
+HOSTS = "list of host names, IP addresses and networks or null"
 
 
 def test_defaults() -> None:
     assert LayerPushConfig.from_extra_config({}) == LayerPushConfig(
-        layerwise=True, granularity="layer", min_write_bytes=262144, layerwise_min_tokens=0, trace_dir=None
+        layerwise=True,
+        granularity="layer",
+        min_write_bytes=262144,
+        layerwise_min_tokens=0,
+        trace_dir=None,
+        peer_timeout_s=20,
+        write_timeout_s=60,
+        allowed_hosts=None,
     )
 
 
@@ -26,9 +43,20 @@ def test_every_key_is_taken() -> None:
         "min_write_bytes": 0,
         "layerwise_min_tokens": 512,
         "trace_dir": "/tmp/trace",
+        "peer_timeout_s": 1,
+        "write_timeout_s": 600,
+        "allowed_hosts": ["Prefill-0.cluster.local", "10.0.0.7", "10.0.0.0/8", "fd00::/8", "[::1]"],
     }
+    assert set(extra) == OWN_KEYS
     config = LayerPushConfig.from_extra_config(extra)
-    assert {key: getattr(config, key) for key in extra} == extra
+    taken = {key: getattr(config, key) for key in extra}
+    assert taken | {"allowed_hosts": list(taken["allowed_hosts"])} == extra
+    assert hash(config) == hash(LayerPushConfig.from_extra_config(extra))
+
+
+def test_an_empty_list_of_hosts_is_not_no_list() -> None:
+    assert LayerPushConfig.from_extra_config({"allowed_hosts": []}).allowed_hosts == ()
+    assert LayerPushConfig.from_extra_config({"allowed_hosts": None}).allowed_hosts is None
 
 
 def test_is_frozen() -> None:
@@ -60,6 +88,18 @@ def test_vllms_own_keys_pass_whatever_their_value() -> None:
         ("layerwise_min_tokens", False, "integer >= 0"),
         ("trace_dir", 3, "non-empty string or null"),
         ("trace_dir", "", "non-empty string or null"),
+        ("peer_timeout_s", 0, "integer >= 1"),
+        ("peer_timeout_s", 2.5, "integer >= 1"),
+        ("write_timeout_s", -1, "integer >= 1"),
+        ("write_timeout_s", True, "integer >= 1"),
+        ("write_timeout_s", None, "integer >= 1"),
+        ("allowed_hosts", False, HOSTS),
+        ("allowed_hosts", {"10.0.0.7": True}, HOSTS),
+        ("allowed_hosts", [10], HOSTS),
+        ("allowed_hosts", ["10.0.0.7", None], HOSTS),
+        ("allowed_hosts", [["10.0.0.7"]], HOSTS),
+        ("allowed_hosts", [""], HOSTS),
+        ("allowed_hosts", ["a" * 256], HOSTS),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_choices(key: str, value: object, choices: str) -> None:
@@ -77,12 +117,38 @@ def test_a_bad_value_is_refused_with_key_value_and_choices(key: str, value: obje
         ("layerwise", "True", "write true without quotes"),
         ("granularity", "Chunk", 'write "chunk"'),
         ("granularity", "layers", 'did you mean "layer"?'),
+        ("peer_timeout_s", "20", "write 20 without quotes"),
+        ("allowed_hosts", "10.0.0.0/8", 'write ["10.0.0.0/8"]'),
     ],
 )
 def test_a_near_miss_is_refused_with_a_hint(key: str, value: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({key: value})
     assert str(refusal.value).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("10.1.2.3/8", "'10.1.2.3/8' has host bits set; write '10.0.0.0/8'"),
+        ("fd00::1/8", "'fd00::1/8' has host bits set; write 'fd00::/8'"),
+        ("10.0.0.0/33", "'10.0.0.0/33' is no network in CIDR notation"),
+        ("prefill-0/24", "'prefill-0/24' is no network in CIDR notation"),
+        ("/8", "'/8' is no network in CIDR notation"),
+        ("prefill-0:5600", "'prefill-0:5600' is no IPv6 address, and a port does not belong here"),
+        ("fd00:::1", "'fd00:::1' is no IPv6 address"),
+        ("*.cluster.local", "'*.cluster.local' has a wildcard; list each name"),
+        ("10.0.0", "'10.0.0' is no host name and no IP address"),
+        ("10.0.0.256", "'10.0.0.256' is no host name and no IP address"),
+        ("prefill 0", "'prefill 0' is no host name and no IP address"),
+        ("-prefill", "'-prefill' is no host name and no IP address"),
+        ("prefill\n", r"'prefill\n' is no host name and no IP address"),
+    ],
+)
+def test_a_bad_host_is_refused_by_name_with_what_is_wrong(entry: str, why: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LayerPushConfig.from_extra_config({"allowed_hosts": ["10.0.0.7", entry]})
+    assert str(refusal.value).startswith(f"kv_connector_extra_config: 'allowed_hosts': {why}")
 
 
 @pytest.mark.parametrize(

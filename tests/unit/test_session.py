@@ -41,6 +41,10 @@ def land_all(world: PushWorld) -> None:
         world.land(write)
 
 
+def retractions(world: PushWorld) -> list[tuple[str, bool]]:
+    return [(retract.reason, retract.drained) for retract in world.retracts]
+
+
 def told(world: PushWorld) -> PushWorld:
     world.sweep()
     world.plan(4)
@@ -88,20 +92,23 @@ def test_never_registered_goes_whole() -> None:
     world.plan(4)
     world.sweep()
     world.finish()
-    assert (world.state, world.delegates) == (State.DELEGATED, 1)
+    assert (world.state, world.delegates) == (State.DELEGATED, [None])
+    world.register()
+    assert (world.state, world.delegates) == (State.DELEGATED, [None, world.registration])
+    world.post_whole()
     world.deliver()
-    assert (world.state, world.releases) == (State.CLOSED, 1)
+    assert (world.state, world.releases, world.retracts) == (State.CLOSED, 1, [])
 
 
 def test_refused_before_the_end_goes_whole_after_it() -> None:
     world = world_of(State.CONNECTING)
     world.send(protocol.Refused("unequal blocks"))
-    assert (world.state, world.delegates) == (State.DEFERRED, 0)
+    assert (world.state, world.delegates) == (State.DEFERRED, [])
     world.sweep()
     world.plan(4)
     world.sweep()
     world.finish()
-    assert world.state is State.DELEGATED
+    assert (world.state, world.delegates) == (State.DELEGATED, [world.registration])
 
 
 def test_refused_after_the_end_goes_whole_at_once() -> None:
@@ -110,7 +117,7 @@ def test_refused_after_the_end_goes_whole_at_once() -> None:
     world.finish()
     assert world.state is State.CONNECTING
     world.send(protocol.Refused("unequal blocks"))
-    assert (world.state, world.delegates) == (State.DELEGATED, 1)
+    assert (world.state, world.delegates) == (State.DELEGATED, [world.registration])
 
 
 def test_a_session_that_only_watches_never_connects() -> None:
@@ -180,13 +187,129 @@ def test_a_lost_write_fails_the_push_once_the_others_have_ended() -> None:
     pump(world)
     world.lose(0)
     assert world.state is State.DRAINING
+    assert retractions(world) == [("cut off", False)]
     assert pump(world) == []
     world.land(1)
     assert (world.state, world.session.failure) == (State.ABANDONED, "cut off")
+    assert retractions(world) == [("cut off", False), ("cut off", True)]
     world.plan(4)
     world.sweep()
+    assert world.releases == 0
     world.finish()
-    assert (world.state, world.releases) == (State.CLOSED, 0)
+    assert (world.state, world.releases) == (State.CLOSED, 1)
+    assert len(world.retracts) == 2
+
+
+def test_a_lost_write_that_was_the_last_on_the_wire_is_told_once() -> None:
+    world = world_of(State.STREAMING)
+    world.hook(0)
+    pump(world)
+    world.lose(0)
+    assert (world.state, retractions(world)) == (State.ABANDONED, [("cut off", True)])
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_failed_push_gives_the_blocks_back_when_it_has_drained_and_the_scheduler_has_finished(finished: bool) -> None:
+    """Not at the end of a lease, and not a moment before the last WRITE has ended."""
+    world = world_of(State.STREAMING, tokens=4)
+    world.sweep()
+    pump(world)
+    if finished:
+        world.finish()
+    world.fail()
+    assert (world.state, world.releases, retractions(world)) == (State.DRAINING, 0, [("broken", False)])
+    land_all(world)
+    assert retractions(world)[1:] == [("broken", True)]
+    if not finished:
+        assert (world.state, world.releases) == (State.ABANDONED, 0)
+        world.finish()
+    assert (world.state, world.releases) == (State.CLOSED, 1)
+
+
+@pytest.mark.parametrize("state", [State.CONNECTING, State.STREAMING])
+def test_withdrawn_with_nothing_on_the_wire_it_is_over_at_once(state: State) -> None:
+    world = world_of(state)
+    world.withdraw()
+    assert (world.state, [retract.drained for retract in world.retracts]) == (State.ABANDONED, [True])
+    world.sweep()
+    world.plan(4)
+    world.sweep()
+    assert pump(world) == []
+    world.finish()
+    assert (world.state, world.releases, len(world.retracts)) == (State.CLOSED, 1, 1)
+    assert world.session.cancelled
+
+
+def test_withdrawn_with_writes_on_the_wire_it_is_over_when_they_have_ended() -> None:
+    world = world_of(State.STREAMING)
+    world.sweep()
+    pump(world)
+    world.withdraw()
+    world.withdraw()
+    assert (world.state, world.retracts) == (State.DRAINING, [])
+    assert pump(world) == []
+    land_all(world)
+    assert (world.state, [retract.drained for retract in world.retracts]) == (State.ABANDONED, [True])
+
+
+def test_withdrawn_before_its_blocks_are_looked_at_again_after_a_preemption() -> None:
+    world = world_of(State.STREAMING)
+    world.sweep()
+    pump(world)
+    world.preempt(announced=True)
+    world.withdraw()
+    assert (world.state, world.retracts) == (State.DRAINING, [])
+    land_all(world)
+    assert [(retract.epoch, retract.drained) for retract in world.retracts] == [(1, True)]
+
+
+def test_withdrawn_under_upstreams_write_it_is_over_when_that_has_ended() -> None:
+    world = world_of(State.WAITING, tokens=4)
+    world.sweep()
+    world.finish()
+    world.register()
+    world.post_whole()
+    world.withdraw()
+    assert (world.state, world.retracts, world.releases) == (State.DELEGATED, [], 0)
+    world.deliver()
+    assert (world.state, [retract.drained for retract in world.retracts]) == (State.CLOSED, [True])
+    assert (world.releases, world.session.told) == (1, False)
+
+
+def test_withdrawn_before_upstream_wrote_anything_it_is_over() -> None:
+    world = world_of(State.WAITING, tokens=4, policy=Policy(streams=False))
+    world.register()
+    world.sweep()
+    world.finish()
+    world.withdraw()
+    assert (world.state, world.releases, len(world.retracts)) == (State.CLOSED, 1, 1)
+
+
+def test_upstreams_write_that_was_lost_is_retracted() -> None:
+    world = world_of(State.WAITING, tokens=4)
+    world.sweep()
+    world.finish()
+    world.register()
+    world.post_whole()
+    world.deliver("cut off")
+    assert (world.state, world.releases, retractions(world)) == (State.CLOSED, 1, [("cut off", True)])
+
+
+def test_a_failed_push_that_is_withdrawn_has_still_failed() -> None:
+    """A decode engine that hears of a failure asks for its blocks: that makes it nobody's wish."""
+    world = world_of(State.STREAMING)
+    world.sweep()
+    pump(world)
+    world.fail()
+    world.withdraw()
+    land_all(world)
+    assert (world.session.failure, world.session.cancelled) == ("broken", False)
+
+
+def test_nobody_is_told_of_the_end_of_a_push_that_nobody_registered() -> None:
+    world = world_of(State.WAITING)
+    world.drop()
+    assert (world.state, world.retracts) == (State.CLOSED, [])
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -198,8 +321,10 @@ def test_an_abort_drains_and_never_tells(in_flight: bool) -> None:
         land_all(world)
     world.drop()
     assert world.state is (State.DRAINING if in_flight else State.CLOSED)
+    assert retractions(world) == ([] if in_flight else [("aborted", True)])
     land_all(world)
     assert (world.state, world.session.failure, world.tells) == (State.CLOSED, "aborted", 0)
+    assert retractions(world) == [("aborted", True)]
 
 
 def test_a_lease_that_ran_out_is_a_failure_unless_the_peer_knows() -> None:
@@ -208,6 +333,10 @@ def test_a_lease_that_ran_out_is_a_failure_unless_the_peer_knows() -> None:
     waiting.finish()
     waiting.drop()
     assert (waiting.state, waiting.session.failure) == (State.CLOSED, "its lease ran out")
+    assert retractions(waiting) == [("its lease ran out", True)]
+    knows = told(world_of(State.STREAMING))
+    knows.drop()
+    assert (knows.state, knows.session.failure, knows.retracts) == (State.CLOSED, None, [])
 
 
 def test_a_completion_that_cannot_be_sent_fails_the_push() -> None:
@@ -218,6 +347,7 @@ def test_a_completion_that_cannot_be_sent_fails_the_push() -> None:
     assert world.state is State.TELLING
     world.fail()
     assert (world.state, world.releases) == (State.ABANDONED, 0)
+    assert retractions(world) == [("broken", True)]
 
 
 def test_a_registration_of_more_blocks_than_the_prompt_has_is_an_error() -> None:

@@ -71,7 +71,7 @@ class PushMachine(RuleBasedStateMachine):
     def pump(self) -> None:
         self.world.send(protocol.Pump())
 
-    @precondition(lambda self: self.world.state is State.WAITING)
+    @precondition(lambda self: self.world.registrable)
     @rule()
     def register(self) -> None:
         self.world.register()
@@ -86,7 +86,7 @@ class PushMachine(RuleBasedStateMachine):
     def refuse(self) -> None:
         self.world.send(protocol.Refused("unequal blocks"))
 
-    @precondition(lambda self: self.world.session.accepts(protocol.Failed))
+    @precondition(lambda self: self.world.session.accepts(protocol.Failed) and not self.world.upstream_busy)
     @rule(dice=st.integers(0, 5))
     def fail(self, dice: int) -> None:
         if dice == 0:  # seldom: it ends all the fun
@@ -120,7 +120,7 @@ class PushMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         self.world.finish()
 
-    @precondition(lambda self: not self.world.gone)
+    @precondition(lambda self: self.world.droppable)
     @rule(dice=st.integers(0, 3))
     def drop(self, dice: int) -> None:
         if dice == 0:
@@ -131,10 +131,21 @@ class PushMachine(RuleBasedStateMachine):
     def confirm_tell(self) -> None:
         self.world.confirm_tell()
 
-    @precondition(lambda self: self.world.state is State.DELEGATED)
+    @precondition(lambda self: self.world.pushed_by_upstream)
     @rule()
-    def deliver(self) -> None:
-        self.world.deliver()
+    def post_whole(self) -> None:
+        self.world.post_whole()
+
+    @precondition(lambda self: self.world.upstream_busy)
+    @rule(lost=st.sampled_from([None, None, "cut off"]))
+    def deliver(self, lost: str | None) -> None:
+        self.world.deliver(lost)
+
+    @precondition(lambda self: self.world.withdrawable)
+    @rule(dice=st.integers(0, 3))
+    def withdraw(self, dice: int) -> None:
+        if dice == 0:
+            self.world.withdraw()
 
     @precondition(lambda self: self.world.state is State.CLOSED)
     @rule()

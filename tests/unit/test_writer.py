@@ -35,6 +35,8 @@ def test_registered_first_layers_land_while_prefill_runs() -> None:
     assert rig.host.released == []
     rig.finish(prompt)
     assert rig.host.released == ["p-1"]
+    assert rig.host.retracted == []
+    assert rig.host.endings == {"p-1": [None]}
     rig.assert_clean()
 
 
@@ -175,23 +177,42 @@ def test_layers_without_a_hook_are_swept() -> None:
     assert (rig.writer.counters.hooked_layers, rig.writer.counters.swept_layers) == (1, 2)
 
 
-def test_never_registered_is_handed_over_whole() -> None:
+def test_registered_after_prefill_it_goes_whole() -> None:
     rig, prompt = Rig(), prompt_of()
     decoder = rig.decoder()
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
-    assert rig.host.unmatched == {"p-1": (prompt.blocks,)}
+    assert rig.host.delegated == {}
+    assert rig.writer.waiting() == ["p-1"]
+    assert not rig.writer.writes_in_flight("p-1")
     wanted = rig.asks(prompt, decoder)
-    rig.host.delegate("p-1", rig.host.unmatched.pop("p-1"), wanted)
+    rig.writer.register("p-1", wanted)
+    assert rig.host.delegated == {"p-1": wanted}
+    assert rig.writer.waiting() == []
     assert rig.writer.writes_in_flight("p-1")
+    assert rig.writer.engines_in_flight == {"D"}
     rig.settle()
 
     assert decoder.holds(prompt, wanted, rig.layers)
-    assert (rig.host.released, rig.host.ended) == (["p-1"], [("p-1", True)])
+    assert (rig.host.released, rig.host.whole_writes_ended) == (["p-1"], [("p-1", True)])
+    assert rig.host.retracted == []
+    assert rig.host.endings == {"p-1": [None]}
     rig.assert_clean()
     (record,) = rig.trace.records
     assert (record.mode, record.outcome) == ("request", "completed")
+    assert (record.decode_engine_id, record.decode_request_id) == ("D", "d-p-1")
     assert record.fallback == "no decode engine had registered when prefill finished"
+
+
+def test_registered_before_a_request_that_was_never_planned_it_goes_whole() -> None:
+    rig, prompt = Rig(), prompt_of()
+    decoder = rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.finish(prompt)
+    rig.settle()
+    assert rig.host.delegated == {"p-1": wanted}
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
 
 
 def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:

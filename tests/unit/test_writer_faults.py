@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 import time
 
@@ -10,6 +12,7 @@ import pytest
 from layerpush.prefill.host import HandshakeError
 from layerpush.prefill.policy import Policy
 from layerpush.transport.fake import Faults
+from layerpush.wire import Registration
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22
@@ -43,11 +46,17 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults) -> None:
         rig.step((prompt, 9))
     rig.settle()
     posted = len(rig.fabric.writes)
+    assert rig.host.released == [], "the scheduler is not done with it"
+    (*warnings, (reason, drained, _)) = rig.host.retractions()
+    assert drained
+    assert warnings in ([], [(reason, False, False)])
     rig.finish(prompt)
     rig.settle()
 
     assert told(rig) == [[]]
-    assert rig.host.released == [], "the lease frees the blocks, after D's watchdog"
+    assert rig.host.released == ["p-1"], "nobody will ask for its blocks any more"
+    assert len(rig.host.retracted) == len(warnings) + 1
+    assert rig.host.endings == {"p-1": [reason]}
     assert len(rig.fabric.writes) == posted
     rig.assert_clean()
     assert [record.outcome for record in rig.trace.records] == ["failed"]
@@ -77,7 +86,9 @@ def test_a_peer_that_dies_under_writes_ends_the_push() -> None:
     rig.finish(prompt)
     rig.settle(5)
     rig.assert_clean()
-    assert rig.host.released == []
+    assert rig.host.released == ["p-1"]
+    assert set(rig.host.lost) == {"D"}
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
 
 
 def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
@@ -90,7 +101,9 @@ def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
     (record,) = rig.trace.records
     assert record.outcome == "failed"
     assert "completion could not be sent" in (record.reason or "")
-    assert rig.host.released == []
+    assert rig.host.released == ["p-1"]
+    assert rig.host.lost == ["D"]
+    assert rig.host.retractions() == [(record.reason, True, False)]
 
 
 @pytest.mark.parametrize("error", [HandshakeError("connection refused"), RuntimeError("a bug of the host")])
@@ -107,6 +120,8 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, late: bool) ->
     assert rig.fabric.writes == []
     rig.assert_clean()
     assert str(error) in (rig.trace.records[0].reason or "")
+    assert rig.host.retractions() == [(rig.trace.records[0].reason, True, False)]
+    assert rig.host.released == ["p-1"]
 
 
 def test_a_handshake_that_fails_in_the_background() -> None:
@@ -171,6 +186,9 @@ def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
     rig.settle()
 
     assert told(rig) == [[]]
+    assert rig.host.retractions() == [("aborted", True, False)]
+    assert rig.host.endings == {"p-1": ["aborted"]}
+    assert rig.host.released == [], "the scheduler has freed the blocks itself"
     assert len(rig.fabric.writes) == posted
     rig.assert_clean()
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
@@ -182,10 +200,11 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
     rig.step((prompt, 9))
     rig.abort(prompt)
     rig.settle()
-    assert rig.host.kept == [wanted]
+    assert rig.host.retractions() == [("aborted", True, False)]
 
     again = Prompt("p-1", TOKENS, list(range(20, 28)))
-    rig.host.pending["p-1"] = rig.host.kept.pop()
+    rig.decoders["D"].hand_out(wanted)
+    rig.host.pending["p-1"] = wanted
     rig.step((again, TOKENS))
     rig.settle()
     assert told(rig) == [[b"d-p-1:1"]]
@@ -193,15 +212,250 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
 
 
 @pytest.mark.parametrize("told_first", [True, False])
-def test_only_the_registration_of_an_unfinished_push_is_kept(told_first: bool) -> None:
+def test_only_an_unfinished_push_is_retracted(told_first: bool) -> None:
     rig, prompt = story(None if told_first else Faults(hold_writes={2: 20}))
     rig.step((prompt, TOKENS))
     if told_first:
         rig.settle()
     rig.abort(prompt)
     rig.settle()
-    assert len(rig.host.kept) == (0 if told_first else 1)
+    assert rig.host.retractions() == ([] if told_first else [("aborted", True, False)])
     assert told(rig) == [[b"d-p-1:1"] if told_first else []]
+
+
+def test_the_end_of_a_request_that_was_never_pushed_is_passed_on() -> None:
+    """Somebody may have registered for it."""
+    rig, prompt = story()
+    rig.abort(prompt)
+    rig.settle()
+    assert rig.host.endings == {"p-1": ["aborted"]}
+    assert "p-1" in rig.host.pending
+
+
+KEY = ("D", "d-p-1")
+
+
+@pytest.mark.parametrize("on_the_wire", [True, False])
+def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the_wire: bool) -> None:
+    rig, prompt = story(Faults(hold_writes={1: 10}))
+    rig.step((prompt, 9))
+    if not on_the_wire:
+        rig.settle()
+    posted = len(rig.fabric.writes)
+    assert not rig.writer.withdraw("p-1", KEY)
+    reason = "the decode engine withdrew its registration"
+    assert rig.host.retractions() == ([] if on_the_wire else [(reason, True, True)])
+    assert rig.writer.withdraw("p-1", KEY) is not on_the_wire
+    rig.step((prompt, 9))
+    rig.settle()
+    assert rig.host.retractions() == [(reason, True, True)]
+    assert rig.writer.withdraw("p-1", KEY)
+    rig.step((prompt, 9))
+    rig.finish(prompt)
+    rig.settle()
+
+    assert told(rig) == [[]]
+    assert len(rig.host.retracted) == 1
+    assert len(rig.fabric.writes) == posted
+    assert rig.host.released == ["p-1"]
+    assert [record.outcome for record in rig.trace.records] == ["cancelled"]
+    rig.assert_clean()
+
+
+def test_withdrawn_while_the_handshake_runs() -> None:
+    rig, prompt = story()
+    rig.host.links["D"] = [None]
+    rig.step((prompt, 9))
+    assert not rig.writer.withdraw("p-1", KEY)
+    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
+    rig.writer.reconnect("p-1", None)
+    rig.step((prompt, 13))
+    rig.finish(prompt)
+    rig.settle()
+    assert rig.fabric.writes == []
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("request_id", "key"),
+    [("p-1", ("D", "d-other")), ("p-1", ("E", "d-p-1")), ("p-other", KEY)],
+    ids=["another request", "another engine", "no push"],
+)
+def test_a_withdrawal_of_something_else_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
+    rig, prompt = story(Faults(hold_writes={1: 10}))
+    rig.step((prompt, 9))
+    assert rig.writer.withdraw(request_id, key)
+    rig.step((prompt, 13))
+    rig.settle()
+    assert told(rig) == [[b"d-p-1:1"]]
+    assert rig.host.retracted == []
+
+
+def test_a_withdrawal_after_the_end_finds_nothing_on_the_wire() -> None:
+    rig, prompt = story()
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert rig.writer.withdraw("p-1", KEY)
+    rig.finish(prompt)
+    assert rig.writer.withdraw("p-1", KEY)
+    assert (rig.host.retracted, rig.host.released) == ([], ["p-1"])
+    assert told(rig) == [[b"d-p-1:1"]]
+    rig.assert_clean()
+
+
+def whole(faults: Faults | None = None, write_timeout_s: float = math.inf) -> tuple[Rig, Prompt]:
+    """A request that upstream pushes whole."""
+    rig, prompt = Rig(faults, write_timeout_s=write_timeout_s), Prompt("p-1", TOKENS, list(range(1, 9)))
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    return rig, prompt
+
+
+def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
+    rig, prompt = whole(Faults(hold_writes={0: 5}))
+    rig.finish(prompt)
+    assert rig.writer.writes_in_flight("p-1")
+    assert not rig.writer.withdraw("p-1", KEY)
+    assert not rig.writer.is_delegated("p-1")
+    assert (rig.host.retracted, rig.host.released) == ([], [])
+    rig.settle()
+    assert [(drained, withdrawn) for _, drained, withdrawn in rig.host.retractions()] == [(True, True)]
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
+
+
+def test_withdrawn_before_upstream_found_the_decode_engine_it_is_never_written() -> None:
+    rig, prompt = whole()
+    rig.host.posts_whole = False
+    rig.finish(prompt)
+    assert rig.writer.is_delegated("p-1")
+    assert not rig.writer.withdraw("p-1", KEY)
+    rig.host.post_whole("p-1", (prompt.blocks,), rig.host.delegated["p-1"])
+    rig.settle()
+    assert rig.fabric.writes == []
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
+
+
+def test_a_whole_push_that_cannot_be_made_ends_at_once() -> None:
+    rig, prompt = whole()
+    rig.host.posts_whole = False
+    rig.finish(prompt)
+    rig.writer.fail("p-1", "no route")
+    assert rig.host.retractions() == [("no route", True, False)]
+    assert rig.host.released == ["p-1"]
+    rig.assert_clean()
+
+
+def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
+    """One of upstream's ranks could be written to, the next could not."""
+    rig, prompt = whole(Faults(hold_writes={0: 5}))
+    rig.finish(prompt)
+    rig.writer.fail("p-1", "no route to rank 1")
+    assert (rig.host.retracted, rig.host.released) == ([], [])
+    rig.settle()
+    assert rig.host.retractions() == [("no route to rank 1", True, False)]
+    assert rig.host.released == ["p-1"]
+    assert rig.trace.records[0].outcome == "failed"
+    rig.assert_clean()
+
+
+def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
+    """Else a decode engine would wait for what nobody will send."""
+    rig, prompt = story()
+    wanted = rig.host.pending.pop(prompt.name)
+    other = Prompt("p-2", 8, list(range(20, 28)))
+    rig.host.pending["p-2"] = rig.asks(other, rig.decoders["D"], first=30)
+    rig.step((prompt, TOKENS))
+    rig.step((other, 8))
+    while rig.writer.writes_in_flight("p-2"):
+        rig.writer._poll()  # all of p-2 has landed, and is not told: no turn has pumped it
+    rig.host.pending[prompt.name] = wanted
+    rig.capture.finish("p-1", (prompt.blocks,))
+    take = rig.host.take_registration
+
+    def taken_as_its_lease_ends(request_id: str) -> Registration | None:
+        rig.writer.fail(request_id, "it ends here")
+        return take(request_id)
+
+    rig.host.take_registration = taken_as_its_lease_ends  # type: ignore[method-assign]
+    rig.settle()
+    assert rig.host.retractions() == [("it ends here", True, False)]
+
+
+def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks() -> None:
+    rig, prompt = Rig(Faults(hold_writes={1: 20}), write_timeout_s=0.0), Prompt("p-1", TOKENS, list(range(1, 9)))
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 9))
+    rig.finish(prompt)
+    (warning,) = rig.host.retractions()
+    assert warning == ("a WRITE is on the wire for more than 0 s (write_timeout_s)", False, False)
+    posted = len(rig.fabric.writes)
+    while rig.writer.writes_in_flight("p-1"):
+        assert rig.host.released == []
+        assert len(rig.host.retracted) == 1
+        rig.writer.turn()
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    assert rig.host.released == ["p-1"]
+    assert len(rig.fabric.writes) == posted
+    assert told(rig) == [[]]
+    rig.assert_clean()
+
+
+def test_upstreams_write_that_hangs_fails_the_push_and_keeps_the_blocks() -> None:
+    rig, prompt = whole(Faults(hold_writes={0: 20}), write_timeout_s=0.0)
+    rig.finish(prompt)
+    rig.settle(5)
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False]
+    assert rig.host.released == []
+    rig.settle()
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    assert rig.host.released == ["p-1"]
+    assert rig.trace.records[0].outcome == "failed"
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("seconds", [60.0, math.inf])
+def test_a_write_in_time_is_left_alone(seconds: float) -> None:
+    rig, prompt = Rig(Faults(hold_writes={1: 20}), write_timeout_s=seconds), Prompt("p-1", 8, list(range(1, 9)))
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 8))
+    rig.settle()
+    assert told(rig) == [[b"d-p-1:1"]]
+
+
+def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
+    rig = Rig(Faults(hold_writes={0: 20, 5: 20}))
+    prompts = {name: Prompt(f"p-{name}", 8, list(range(first, first + 8))) for first, name in ((1, "D"), (20, "E"))}
+    for first, (name, prompt) in enumerate(prompts.items()):
+        rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder(name), 10 * first)
+    told_before = Prompt("p-told", 4, list(range(40, 48)))
+    rig.host.pending["p-told"] = rig.asks(told_before, rig.decoders["D"], 30)
+    rig.step((told_before, 4))
+    rig.settle()
+    rig.step(*((prompt, 8) for prompt in prompts.values()))
+    rig.writer.fail_engine("D", "it is gone")
+    rig.settle()
+
+    assert rig.host.retractions("p-D")[-1] == ("it is gone", True, False)
+    assert rig.host.retractions("p-E") == rig.host.retractions("p-told") == []
+    assert rig.decoders["E"].told() == [[b"d-p-E:1"]]
+    assert rig.writer.failure("p-D") == "it is gone"
+    assert rig.writer.failure("p-E") is None
+    for prompt in (told_before, *prompts.values()):
+        rig.finish(prompt)
+    assert sorted(rig.host.released) == ["p-D", "p-E", "p-told"]
+    assert {record.request_id: record.outcome for record in rig.trace.records}["p-told"] == "completed"
+    rig.assert_clean()
+
+
+def test_an_engine_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig, prompt = whole(Faults(hold_writes={0: 20}))
+    rig.finish(prompt)
+    with caplog.at_level(logging.ERROR, "vllm.layerpush"):
+        for _ in range(5):
+            rig.writer.fail_engine("D", "it is gone")
+    assert len(caplog.records) == 1
 
 
 def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
@@ -212,6 +466,7 @@ def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
     rig.settle()
     assert told(rig) == [[]]
     assert rig.host.released == []
+    assert rig.host.retractions() == [("its lease ran out", True, False)]
     rig.assert_clean()
     assert [record.outcome for record in rig.trace.records] == ["failed"]
 
@@ -241,31 +496,36 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
     rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
     rig.finish(prompt)
     rig.settle()
-    assert rig.host.ended == [("p-1", False)]
+    assert rig.host.whole_writes_ended == [("p-1", False)]
+    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
+    assert rig.host.released == ["p-1"]
     rig.assert_clean()
     assert rig.trace.records[0].outcome == "failed"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
-    """Random faults, preemptions, aborts and merging over several requests."""
+    """Random faults, preemptions, aborts, withdrawals and merging over several requests."""
     draw = random.Random(seed)
-    policy = Policy(draw.random() < 0.7, draw.choice([0, 40, 10_000]), draw.randint(1, 8))
+    policy = Policy(draw.random() < 0.7, draw.choice([0, 40, 10_000]), draw.randint(1, 8), draw.random() < 0.8)
     rig = Rig(Faults.seeded(seed, rate=draw.choice([0.0, 0.02, 0.1])), policy=policy, seed=seed)
     decoder = rig.decoder(ranks=draw.choice([1, 2]))
     prompts = [Prompt(f"p-{n}", draw.randint(1, 30), list(range(1 + 8 * n, 9 + 8 * n))) for n in range(4)]
     wishes = {p.name: rig.asks(p, decoder, 1 + 10 * n, draw.randint(0, len(p.blocks))) for n, p in enumerate(prompts)}
-    running, finished = list(prompts), list[Prompt]()
+    running, finished, asked = list(prompts), list[Prompt](), set[str]()
     while running:
         work = [(prompt, draw.randint(1, 12)) for prompt in running if draw.random() < 0.8]
         for prompt in running:
-            if draw.random() < 0.4:
-                rig.host.pending.setdefault(prompt.name, wishes[prompt.name])
+            if draw.random() < 0.4 and prompt.name not in asked:
+                asked.add(prompt.name)
+                rig.host.pending[prompt.name] = wishes[prompt.name]
         preempted = [prompt for prompt, _ in work if prompt.computed and draw.random() < 0.1]
         for prompt in preempted:
             prompt.preempted(draw.sample(prompt.table, len(prompt.table)))
         rig.step(*work, preempted=preempted, hooked=draw.sample(range(3), draw.randint(0, 3)))
         for prompt in list(running):
+            if draw.random() < 0.05:
+                _withdraw(rig, prompt, wishes[prompt.name])
             if draw.random() < 0.03:
                 running.remove(prompt)
                 rig.abort(prompt)
@@ -275,34 +535,45 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
                 rig.finish(prompt)
         _check_told(rig, prompts, wishes)
     for _ in range(100):
+        for prompt in finished:
+            if draw.random() < 0.02:
+                _withdraw(rig, prompt, wishes[prompt.name])
         rig.writer.turn()
         _check_told(rig, prompts, wishes)
     for prompt in finished:
-        if prompt.name not in rig.host.released:
-            rig.expire(prompt)
+        if prompt.name in rig.writer.waiting():
+            rig.expire(prompt)  # nobody asked for it in time
     rig.settle()
     assert set(rig.host.released) <= {prompt.name for prompt in finished}
     assert len(rig.host.released) == len(set(rig.host.released))
     rig.assert_clean()
 
 
-def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, object]) -> None:
+def _withdraw(rig: Rig, prompt: Prompt, wish: Registration) -> None:
+    """D wants its blocks back; once it may have them it uses them."""
+    if rig.writer.withdraw(prompt.name, wish.key) and prompt.name not in rig.host.pending:
+        assert not rig.decoders["D"].is_written(wish)
+
+
+def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, Registration]) -> None:
     """Whoever is told has the bytes; then D uses its blocks, and nothing may land there any more."""
     for number, payloads in enumerate(rig.decoders["D"].told()):
         for payload in payloads:
             name = payload.decode().removeprefix("d-").removesuffix(":1")
             prompt = next(prompt for prompt in prompts if prompt.name == name)
-            assert rig.decoders["D"].holds(prompt, wishes[name], rig.layers), (number, name)  # type: ignore[arg-type]
-            rig.decoders["D"].reuse(wishes[name])  # type: ignore[arg-type]
+            assert rig.decoders["D"].holds(prompt, wishes[name], rig.layers), (number, name)
+            rig.decoders["D"].reuse(wishes[name])
 
 
 def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     """The push stays in the table, so that its blocks count as being read and its handle is given back."""
     rig, prompt = Rig(Faults(hold_writes={0: 5})), Prompt("p-1", TOKENS, list(range(1, 9)))
     rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
-    rig.writer.finished("p-1", (prompt.blocks,))  # never planned, as where layerwise is off: pushed whole
+    rig.finish(prompt)  # never planned, as where layerwise is off: pushed whole
     rig.expire(prompt)
     rig.writer.turn()
     assert rig.writer.writes_in_flight("p-1")
+    assert rig.host.retracted == [], "the decode engine's blocks are still written to"
     rig.settle()
+    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
     rig.assert_clean()

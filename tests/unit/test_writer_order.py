@@ -64,7 +64,8 @@ def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens:
     rig.finish(prompt)
     rig.settle()
     if not registered:
-        rig.host.delegate("p-1", rig.host.unmatched.pop("p-1"), wanted)
+        assert rig.writer.waiting() == ["p-1"]
+        rig.writer.register("p-1", wanted)
         rig.settle()
 
     assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
@@ -107,8 +108,9 @@ def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
         rig._compute(again, chunk, layer)
     rig.capture.sweep()
     rig.settle()
-    if rig.host.kept:
-        rig.writer.register("p-1", rig.host.kept.pop())
+    if rig.host.retracted:
+        rig.decoders["D"].hand_out(wanted)
+        rig.writer.register("p-1", wanted)
         rig.settle()
 
     assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
@@ -166,6 +168,8 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
     assert rig.decoders["D"].told() == [[]]
     if how != "preempted":
         rig.settle()
+        reason = "aborted" if how == "aborted" else "its lease ran out"
+        assert rig.host.retractions() == [(reason, True, False)]
         rig.assert_clean()
         return
     for layer in range(rig.layers):
@@ -183,7 +187,7 @@ def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
     rig.capture.finish("p-1", (prompt.blocks,))
     rig.expire(prompt)
     rig.settle()
-    assert rig.host.unmatched == {}
+    assert rig.host.delegated == {}
     assert rig.host.released == []
     rig.assert_clean()
 

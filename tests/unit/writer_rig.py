@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +14,12 @@ from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.prefill.policy import Policy
+from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
 from layerpush.trace import PushRecord, TraceFile, WriteRecord
-from layerpush.transport.base import Route
+from layerpush.transport.base import Route, WriteState
 from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
 from layerpush.wire import Registration
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs
@@ -120,10 +123,27 @@ class Decoder:
 
     def reuse(self, wanted: Registration) -> None:
         """The engine was told: these blocks are its own from now on, and a WRITE into them is a violation."""
-        layers = len(self.memories[0]) // (D_BLOCKS * self.piece)
-        ids = [layer * D_BLOCKS + block for layer in range(layers) for block in wanted.local_block_ids[0]]
         for end in self.ends:
-            end.descriptors["kv"].give_away(ids)
+            end.descriptors["kv"].give_away(self._ids(wanted))
+
+    def hand_out(self, wanted: Registration) -> None:
+        """The engine registers these blocks again."""
+        for end in self.ends:
+            end.descriptors["kv"].take_back(self._ids(wanted))
+
+    def is_written(self, wanted: Registration) -> bool:
+        """Whether a WRITE into these blocks is on the wire."""
+        ids = set(self._ids(wanted))
+        return any(
+            write.state is WriteState.PENDING and write.target is end and ids & set(write.remote.tolist())
+            for end in self.ends
+            for write in end.fabric.writes
+            if end.alive
+        )
+
+    def _ids(self, wanted: Registration) -> list[int]:
+        layers = len(self.memories[0]) // (D_BLOCKS * self.piece)
+        return [layer * D_BLOCKS + block for layer in range(layers) for block in wanted.local_block_ids[0]]
 
 
 class ScriptedHost:
@@ -133,10 +153,24 @@ class ScriptedHost:
         self.rig = rig
         self.links: dict[str, list[Link | Exception | None]] = {}
         self.pending: dict[str, Registration] = {}
-        self.unmatched: dict[str, BlockIds] = {}
+        self.delegated: dict[str, Registration] = {}
+        self.posts_whole = True
+        """Whether ``delegate`` finds the decode engine connected."""
         self.released: list[str] = []
-        self.kept: list[Registration] = []
-        self.ended: list[tuple[str, bool]] = []
+        self.retracted: list[tuple[Retract, bool]] = []
+        self.endings: dict[str, list[str | None]] = {}
+        self.whole_writes_ended: list[tuple[str, bool]] = []
+        self.lost: list[str] = []
+        self.wrongs: list[str] = []
+        """What should never happen; the writer would swallow an exception here."""
+
+    def retractions(self, name: str = "p-1") -> list[tuple[str, bool, bool]]:
+        """``(reason, drained, withdrawn)`` of what the decode engine was told about a prompt."""
+        return [
+            (one.reason, one.drained, withdrawn)
+            for one, withdrawn in self.retracted
+            if one.registration.request_id == f"d-{name}"
+        ]
 
     def connect(self, request_id: str, registration: Registration) -> Link | None:
         answers = self.links.get(registration.decode_engine_id)
@@ -148,26 +182,46 @@ class ScriptedHost:
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)
 
-    def keep_registration(self, registration: Registration) -> None:
-        self.kept.append(registration)
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+        """A decode engine that is told that nothing is on the wire uses its blocks for something else at once."""
+        self.retracted.append((retraction, withdrawn))
+        decoder = self.rig.decoders[retraction.registration.decode_engine_id]
+        if not retraction.drained:
+            return
+        if decoder.is_written(retraction.registration):
+            self.wrongs.append(f"said to have drained with a WRITE on the wire: {retraction}")
+        if sum(one.drained and one.registration == retraction.registration for one, _ in self.retracted) > 1:
+            self.wrongs.append(f"drained twice: {retraction}")
+        decoder.reuse(retraction.registration)
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration | None) -> None:
-        registration = registration or self.take_registration(request_id)
-        if registration is None:
-            self.unmatched[request_id] = blocks
+    def peer_lost(self, decode_engine_id: str) -> None:
+        self.lost.append(decode_engine_id)
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        self.delegated[request_id] = registration
+        if self.posts_whole:
+            self.post_whole(request_id, blocks, registration)
+
+    def post_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        """As upstream does when the decode engine is connected."""
+        if not self.rig.writer.is_delegated(request_id):
             return
         pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
         layers = range(len(self.rig.layout.layers))
         ours = np.asarray([layer * P_BLOCKS + source for layer in layers for source, _ in pairs], np.int32)
         theirs = np.asarray([layer * D_BLOCKS + target for layer in layers for _, target in pairs], np.int32)
         for route in self.rig.decoders[registration.decode_engine_id].link.routes:
-            record = WriteRecord(route.remote_rank, (0, layers[-1]), (0, 0), len(ours), 0, 0.0, 0.0)
+            now = time.perf_counter()
+            record = WriteRecord(route.remote_rank, (0, layers[-1]), (0, 0), len(ours), 0, now, now)
             part = RankWrite(self.rig.p.post_write(route, ours, theirs), record)
             engine, decode_id = registration.decode_engine_id, registration.request_id
             self.rig.writer.adopt(request_id, part, engine, decode_id)
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        self.ended.append((request_id, landed))
+        self.whole_writes_ended.append((request_id, landed))
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        self.endings.setdefault(request_id, []).append(failure)
 
     def completion(self, registration: Registration) -> bytes:
         return f"{registration.request_id}:1".encode()
@@ -178,7 +232,12 @@ class ScriptedHost:
 
 class Rig:
     def __init__(
-        self, faults: Faults | None = None, layers: int = 3, policy: Policy | None = None, seed: int = 0
+        self,
+        faults: Faults | None = None,
+        layers: int = 3,
+        policy: Policy | None = None,
+        seed: int = 0,
+        write_timeout_s: float = math.inf,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
         self.fabric = FakeFabric(faults, seed)
@@ -189,7 +248,9 @@ class Rig:
         self.trace = KeptRecords()
         self.capture = Capture(self.layout.index_of, lambda: None, NoFences())
         identity = Identity("P", 0, "layer")
-        self.writer = PushWriter(identity, self.layout, policy or Policy(), self.p, self.capture, self.host, self.trace)
+        self.writer = PushWriter(
+            identity, self.layout, policy or Policy(), self.p, self.capture, self.host, self.trace, write_timeout_s
+        )
 
     @property
     def layers(self) -> int:
@@ -258,8 +319,10 @@ class Rig:
 
     def assert_clean(self) -> None:
         """No push in the table, no handle kept, no WRITE where it should not be."""
+        assert self.host.wrongs == []
         assert len(self.writer) == 0
         assert not self.p._live
         assert not [write for write in self.p._released if write.target.alive], "released while it could still land"
         assert self.fabric.violations == []
         assert not self.writer.engines_in_use
+        assert not self.writer.engines_in_flight

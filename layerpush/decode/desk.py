@@ -1,0 +1,313 @@
+"""What this decode rank awaits: one session per request, and what prefill engines say about it. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from layerpush.complaints import Complaints
+from layerpush.decode import protocol, watch
+from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succeed, Unpark
+from layerpush.decode.session import DecodeSession
+from layerpush.decode.watch import PeerWatch
+from layerpush.peers import Address, Peers, Probe
+from layerpush.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Completion,
+    Fail,
+    Ping,
+    Registration,
+    encode,
+    encode_completion,
+    encode_heartbeat,
+    encode_registration,
+)
+
+logger = logging.getLogger("vllm.layerpush.decode")
+
+HOLD_S = 30.0
+HELD = 65536
+
+Word = Accepted | Fail | Cancelled | Completion
+
+
+class Loads(Protocol):
+    """Where the outcome of an awaited push goes. Writer thread."""
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
+
+    def loaded(self, completions: list[bytes]) -> None:
+        """Every byte is there; ``completions`` are the notifications that say so."""
+
+    def failed(self, request_id: str) -> None:
+        """The load failed: ``kv_load_failure_policy`` decides what becomes of the request."""
+
+    def parked(self, request_id: str) -> None:
+        """Somebody may still write: the blocks must not be used until ``cleared``. Comes before ``failed``."""
+
+    def cleared(self, request_id: str) -> None:
+        """Nobody writes any more into what was parked."""
+
+
+@dataclass(slots=True)
+class Awaited:
+    """One request's session, the prefill engine that is to fill its blocks, and what that engine's ranks have sent."""
+
+    session: DecodeSession
+    address: Address
+    registration: Registration
+    payload: bytes
+    completions: list[bytes] = field(default_factory=list)
+    dropped: bool = False
+
+
+class DecodeDesk:
+    """``world_size`` is the number of this engine's tensor-parallel ranks: it decides how many completions make one."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        peers: Peers,
+        watch: PeerWatch,
+        probe: Probe,
+        loads: Loads,
+        complaints: Complaints,
+        world_size: int,
+        patience_s: float,
+    ) -> None:
+        self._own_engine_id = engine_id
+        self._peers = peers
+        self._watch = watch
+        self._probe = probe
+        self._loads = loads
+        self._complaints = complaints
+        self._world_size = world_size
+        self._patience_s = patience_s
+        self._awaited: dict[str, Awaited] = {}
+        self._early: deque[tuple[float, str, Word]] = deque()
+        self._outcomes: deque[tuple[float, str, Callable[[], None]]] = deque()
+        self._pings = 0
+
+    def __len__(self) -> int:
+        return len(self._awaited)
+
+    @property
+    def engines_in_use(self) -> set[str]:
+        """Prefill engines that something is awaited from. Any thread."""
+        return {awaited.address.engine_id for awaited in list(self._awaited.values())}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether notifications matter now."""
+        return bool(self._awaited or self._early or self._outcomes)
+
+    # From the engine.
+
+    def await_push(self, registration: Registration, address: Address, extra: dict[str, Any], now: float) -> None:
+        """Register with a prefill engine; ``extra`` keys go along for stock engines. Raises ``WireError``."""
+        payload = encode_registration(registration, **extra)
+        session = DecodeSession(registration.request_id, patience_s=self._patience_s)
+        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload)
+        self._register(awaited, now, again=True)
+
+    def refuse(self, request_id: str, reason: str, now: float) -> None:
+        """A request that cannot even be registered."""
+        self._report(request_id, partial(self._loads.failed, request_id), now)
+        logger.error("KV load of %s failed: %s", request_id, reason)
+
+    def dropped(self, request_id: str, reason: str, now: float) -> None:
+        """The engine aborted the request; it holds the blocks until the load is reported as over."""
+        if request_id in self._awaited:
+            self._awaited[request_id].dropped = True
+        self._dispatch(request_id, protocol.Dropped(reason), now)
+
+    def overdue(self, request_id: str, reason: str, now: float) -> None:
+        """The request has waited for too long."""
+        self._dispatch(request_id, protocol.Overdue(reason), now)
+
+    # From prefill engines.
+
+    def heard(self, sender: str, message: Word | None, now: float) -> None:
+        """Anything from an agent; ``message`` if it is about a request. A word of ours says that the agent speaks."""
+        speaks = message is None or not isinstance(message, Completion)
+        self._watch.heard(sender, now, spoke=speaks)
+        if message is None:
+            return
+        awaited = self._awaited.get(message.request_id)
+        if awaited is None or awaited.session.state is State.REGISTERING:
+            if not isinstance(message, Cancelled):
+                self._keep(sender, message, now)
+            return
+        if sender not in awaited.session.agents:
+            text = f"agent {sender} speaks of {message.request_id}, for which it was not asked"
+            self._complaints.add("foreign word", text, now)
+            return
+        if speaks:
+            self._dispatch(message.request_id, protocol.Spoke(sender), now)
+        event: Event
+        match message:
+            case Completion():
+                if sender in awaited.session.open_agents:
+                    awaited.completions.append(encode_completion(message.request_id, message.world_size))
+                needed = awaited.address.pp_size * max(1, message.world_size // self._world_size)
+                event = protocol.Completed(sender, needed)
+            case Fail():
+                event = protocol.Failed(sender, message.reason, message.drained)
+            case Cancelled():
+                event = protocol.Withdrawn(sender)
+            case _:
+                return
+        self._dispatch(message.request_id, event, now)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Let sessions look at the clock, prefill engines be asked for signs of life, and outcomes be reported."""
+        for request_id, awaited in list(self._awaited.items()):
+            due = awaited.session.next_due(now)
+            if due is not None and due <= now:
+                self._dispatch(request_id, protocol.Tick(), now)
+        for order in self._watch.due(now):
+            self._obey(order, now)
+        for _ in range(len(self._early)):
+            deadline, sender, message = self._early.popleft()
+            if deadline > now and len(self._early) < HELD:
+                self._early.append((deadline, sender, message))
+            elif isinstance(message, Completion):
+                text = f"agent {sender} completes {message.request_id}, which does not wait"
+                self._complaints.add("late completion", text, now)
+        for _ in range(len(self._outcomes)):
+            deadline, request_id, deliver = self._outcomes.popleft()
+            if self._loads.knows(request_id):
+                deliver()
+            elif deadline > now:
+                self._outcomes.append((deadline, request_id, deliver))
+            else:
+                logger.error("the outcome of the KV load of %s is dropped: the engine does not know it", request_id)
+
+    def _register(self, awaited: Awaited, now: float, *, again: bool) -> None:
+        """Connect and send the registration; ``again``: once more if the engine turns out to have been replaced."""
+
+        def connected(error: str | None, now: float) -> None:
+            session, address = awaited.session, awaited.address
+            if session.state is not State.REGISTERING:
+                return
+            if error is not None:
+                self._dispatch(session.request_id, protocol.Unregistered(error), now)
+                return
+            agents = self._peers.agents(address.engine_id)
+            reached = frozenset(agent for agent in agents if self._peers.notify(agent, awaited.payload))
+            if not reached and again:
+                self._peers.forget(address.engine_id)
+                self._register(awaited, now, again=False)
+                return
+            if not reached:
+                reason = f"the connection to prefill engine {address.engine_id!r} is lost"
+                self._dispatch(session.request_id, protocol.Unregistered(reason), now)
+                return
+            self._dispatch(session.request_id, protocol.Registered(frozenset(agents)), now)
+            self._watch.add(address.engine_id, frozenset(agents), now)
+            for agent in sorted(frozenset(agents) - reached):
+                failed = protocol.Failed(agent, "it was not reached by the registration", True)
+                self._dispatch(session.request_id, failed, now)
+            for sender, message in self._replayed(session.request_id):
+                self.heard(sender, message, now)
+
+        self._peers.reach(awaited.address, connected, now)
+
+    def _keep(self, sender: str, message: Word, now: float) -> None:
+        """Any rank's registration may start the push for all: a rank that is a step behind hears of it too early."""
+        self._early.append((now + HOLD_S, sender, message))
+
+    def _replayed(self, request_id: str) -> list[tuple[str, Word]]:
+        kept = list(self._early)
+        self._early = deque(entry for entry in kept if entry[2].request_id != request_id)
+        return [(sender, message) for _, sender, message in kept if message.request_id == request_id]
+
+    def _dispatch(self, request_id: str, event: Event, now: float) -> None:
+        awaited = self._awaited.get(request_id)
+        if awaited is None:
+            return
+        actions = awaited.session.handle(event, now)
+        if awaited.session.state is State.CLOSED:
+            del self._awaited[request_id]
+        for action in actions:
+            self._perform(awaited, action, now)
+        if awaited.session.state is State.CLOSED and awaited.session.agents:
+            self._watch.remove(awaited.address.engine_id, awaited.session.agents)
+
+    def _perform(self, awaited: Awaited, action: Action, now: float) -> None:
+        request_id = awaited.session.request_id
+        match action:
+            case protocol.Cancel(agents):
+                mine = awaited.registration
+                address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
+                for agent in agents:
+                    if not self._peers.notify(agent, encode(Cancel(request_id, *address))):
+                        self._watch.lost(agent, now)
+            case Succeed():
+                self._report(request_id, partial(self._loads.loaded, awaited.completions), now)
+            case GiveUp(reason):
+                self._log_failure(awaited, reason, "")
+                self._report(request_id, partial(self._loads.failed, request_id), now)
+            case Park(reason):
+                self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
+                self._loads.parked(request_id)
+                self._report(request_id, partial(self._loads.failed, request_id), now)
+            case Unpark():
+                logger.info("the blocks that were set aside for %s are free again", request_id)
+                self._loads.cleared(request_id)
+
+    def _log_failure(self, awaited: Awaited, reason: str, what_then: str) -> None:
+        level = logging.INFO if awaited.dropped else logging.WARNING
+        engine = awaited.address.engine_id
+        logger.log(level, "KV load of %s from %s failed: %s%s", awaited.session.request_id, engine, reason, what_then)
+
+    def _report(self, request_id: str, deliver: Callable[[], None], now: float) -> None:
+        self._outcomes.append((now + HOLD_S, request_id, deliver))
+
+    def _obey(self, order: watch.Order, now: float) -> None:
+        match order:
+            case watch.SendPing(engine_id, agent, spoke):
+                self._pings += 1
+                payload = encode(Ping(self._own_engine_id, self._pings)) if spoke else encode_heartbeat(())
+                if not self._peers.notify(agent, payload):
+                    self._watch.lost(agent, now)
+            case watch.StartProbe(engine_id, agent):
+                self._start_probe(engine_id, agent)
+            case watch.ReportSilent(agent, reason):
+                self._tell_all(agent, protocol.Silent(agent, reason), now)
+            case watch.ReportGone(agent, reason):
+                self._tell_all(agent, protocol.Gone(agent, reason), now)
+                self._forget_engine_of(agent)
+            case watch.Reconnect(engine_id):
+                address = next((a.address for a in self._awaited.values() if a.address.engine_id == engine_id), None)
+                if address is not None:
+                    self._peers.forget(engine_id)
+                    self._peers.reach(address, partial(self._reconnected, engine_id), now, tries=1)
+
+    def _start_probe(self, engine_id: str, agent: str) -> None:
+        awaited = next((a for a in self._awaited.values() if agent in a.session.agents), None)
+        if awaited is not None:
+            self._probe(agent, awaited.address, partial(self._watch.verdict, engine_id, agent))
+
+    def _reconnected(self, engine_id: str, error: str | None, _: float) -> None:
+        if error is not None:
+            logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
+
+    def _tell_all(self, agent: str, event: Event, now: float) -> None:
+        for request_id, awaited in list(self._awaited.items()):
+            if agent in awaited.session.agents:
+                self._dispatch(request_id, event, now)
+
+    def _forget_engine_of(self, agent: str) -> None:
+        for engine_id in {address.engine_id for address in self._peers.addresses}:
+            if agent in self._peers.agents(engine_id):
+                self._peers.forget(engine_id)

@@ -1,0 +1,249 @@
+"""Which prefill processes are alive: when to ping them, when to probe their side channel, and what to conclude."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+class Verdict(enum.Enum):
+    """What a probe of an engine's side channel says about one of its agents."""
+
+    ALIVE = "the side channel names this agent"
+    ENDED = "nobody listens there, or another incarnation answers: the process that could write is dead"
+    UNKNOWN = "no answer, or none that can be understood: proves nothing"
+
+
+class Order:
+    """What the watch asks its desk to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendPing(Order):
+    """Ping the agent, or send it an empty heartbeat if it has not ``spoke``n layerpush."""
+
+    engine_id: str
+    agent: str
+    spoke: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe(Order):
+    """Ask the engine's side channel about the agent; `PeerWatch.verdict` follows."""
+
+    engine_id: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSilent(Order):
+    """Tell the agent's sessions that nothing comes from it."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportGone(Order):
+    """Tell the agent's sessions that its process is dead."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnect(Order):
+    """The engine is alive but cannot be sent to: forget the connection and make a new one."""
+
+    engine_id: str
+
+
+SETTLE_S = 0.5
+"""What has ended is asked for twice, this far apart: a listener that is being replaced refuses, too."""
+PROBE_LOST_S = 30.0
+"""A probe without a verdict for so long will not have one."""
+
+
+@dataclass(slots=True)
+class _Agent:
+    """One prefill process: how many sessions want it, and its signs of life."""
+
+    sessions: int
+    heard_at: float
+    patient_since: float
+    """Silence counts from here, or from when it was last heard."""
+    ping_at: float
+    probe_from: float
+    """Not to be probed earlier."""
+    spoke: bool = False
+    lost: bool = False
+    """A send to it failed, and nothing has come from it since."""
+    ended_at: float | None = None
+    """When a probe first found that it had ended."""
+    silent: bool = False
+    gone: bool = False
+    untold: bool = False
+    """It is gone, and not every session has been told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    agent: str
+    started_at: float
+
+
+class PeerWatch:
+    """Which of the prefill processes that something is awaited from are alive.
+
+    An agent is *gone* when three things agree: a send to it failed, two probes found that it had ended, the second one
+    begun ``SETTLE_S`` or more after the first was over, and nothing came from it since before the first. Probes alone
+    prove too little: with several ranks the listener lives in another process than the writer, and may die on its own.
+
+    An agent is *silent* when it speaks layerpush and has said nothing for ``timeout_s``, in spite of pings. That proves
+    nothing, and is said once per silence. An agent that does not speak layerpush never answers: it is probed instead.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._beat_s = timeout_s / 4
+        self._pause_s = max(self._beat_s, SETTLE_S)
+        self._engines: dict[str, dict[str, _Agent]] = {}
+        self._engine_of: dict[str, str] = {}
+        self._probes: dict[str, _Probe] = {}
+        self._reconnects: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._engine_of)
+
+    def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
+        """Another session awaits something from these agents."""
+        for name in agents:
+            agent = self._find(name)
+            if agent is None:
+                agent = _Agent(0, heard_at=now, patient_since=now, ping_at=now + self._beat_s, probe_from=now)
+                self._engine_of[name] = engine_id
+                self._engines.setdefault(engine_id, {})[name] = agent
+            agent.sessions += 1
+            agent.untold = agent.gone
+            if agent.silent:
+                agent.silent, agent.patient_since = False, now
+
+    def remove(self, engine_id: str, agents: Collection[str]) -> None:
+        """A session is over that had been added with these agents."""
+        for name in agents:
+            agent = self._find(name)
+            if agent is None:
+                continue
+            agent.sessions -= 1
+            if agent.sessions == 0:
+                del self._engine_of[name], self._engines[engine_id][name]
+        if not self._engines.get(engine_id, True):
+            del self._engines[engine_id]
+            self._probes.pop(engine_id, None)
+            self._reconnects.discard(engine_id)
+
+    def heard(self, name: str, now: float, spoke: bool) -> None:
+        """Something came from this agent; ``spoke``: in layerpush's language."""
+        agent = self._find(name)
+        if agent is not None and not agent.gone:
+            agent.heard_at, agent.ended_at = now, None
+            agent.spoke |= spoke
+            agent.lost = agent.silent = False
+
+    def lost(self, name: str, now: float) -> None:
+        """A send to this agent failed: it is probed at once, unless that was done just now."""
+        agent = self._find(name)
+        if agent is not None and not agent.lost:
+            agent.lost = True
+            if agent.ended_at is not None:
+                agent.probe_from = min(agent.probe_from, max(now, agent.ended_at + SETTLE_S))
+
+    def verdict(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
+        """What became of a probe. A verdict that is not awaited counts for nothing."""
+        probe, agent = self._probes.get(engine_id), self._find(name)
+        if probe is None or probe.agent != name:
+            return
+        del self._probes[engine_id]
+        if agent is None:
+            return
+        agent.probe_from = now + self._pause_s
+        if verdict is Verdict.ENDED and agent.heard_at < probe.started_at:
+            self._ended(agent, probe, now)
+            return
+        agent.ended_at = None
+        if verdict is Verdict.ALIVE:
+            if agent.lost:
+                self._reconnects.add(engine_id)
+            agent.lost = False
+            if not agent.spoke:
+                agent.heard_at = now  # all that it can say
+
+    def due(self, now: float) -> list[Order]:
+        """What is to be done by ``now``; each order is given once."""
+        orders: list[Order] = []
+        for engine_id, agents in self._engines.items():
+            for name, agent in agents.items():
+                if agent.untold:
+                    agent.untold = False
+                    orders.append(ReportGone(name, f"the process of prefill agent {name} has ended"))
+                elif now >= self._silent_at(agent):
+                    agent.silent = True
+                    orders.append(
+                        ReportSilent(name, f"nothing came from prefill agent {name} for {self._timeout_s:g} s")
+                    )
+                if not agent.gone and now >= agent.ping_at:
+                    agent.ping_at = now + self._beat_s
+                    orders.append(SendPing(engine_id, name, agent.spoke))
+            if engine_id in self._reconnects:
+                self._reconnects.remove(engine_id)
+                orders.append(Reconnect(engine_id))
+            probe_at, name = self._next_probe(engine_id)
+            if now >= probe_at:
+                self._probes[engine_id] = _Probe(name, now)
+                orders.append(StartProbe(engine_id, name))
+        return orders
+
+    def next_due(self, now: float) -> float | None:
+        """When ``due`` will have something to say if nothing happens until then; ``now`` if it has already."""
+        times = [now] if self._reconnects else []
+        for engine_id, agents in self._engines.items():
+            times.append(self._next_probe(engine_id)[0])
+            for agent in agents.values():
+                times.append(now if agent.untold else self._silent_at(agent))
+                times.append(math.inf if agent.gone else agent.ping_at)
+        soonest = min(times, default=math.inf)
+        return None if soonest == math.inf else max(soonest, now)
+
+    def _ended(self, agent: _Agent, probe: _Probe, now: float) -> None:
+        agent.ping_at = now  # if it lives it answers, if not the send fails
+        if agent.ended_at is None:
+            agent.ended_at = now
+            agent.probe_from = now + SETTLE_S
+        elif agent.lost and probe.started_at >= agent.ended_at + SETTLE_S:
+            agent.gone = agent.untold = True
+
+    def _silent_at(self, agent: _Agent) -> float:
+        if agent.gone or agent.silent or not agent.spoke:
+            return math.inf
+        return max(agent.heard_at, agent.patient_since) + self._timeout_s
+
+    def _next_probe(self, engine_id: str) -> tuple[float, str]:
+        """When to probe next, and which agent; ``StartProbe`` was given for one at a time."""
+        running = self._probes.get(engine_id)
+        not_before = -math.inf if running is None else running.started_at + PROBE_LOST_S
+        wanted = [
+            (max(not_before, agent.probe_from, self._doubted_at(agent)), name)
+            for name, agent in self._engines[engine_id].items()
+            if not agent.gone
+        ]
+        return min(wanted, default=(math.inf, ""))
+
+    def _doubted_at(self, agent: _Agent) -> float:
+        in_trouble = agent.lost or agent.ended_at is not None
+        return -math.inf if in_trouble else agent.heard_at + self._timeout_s / 2
+
+    def _find(self, name: str) -> _Agent | None:
+        engine_id = self._engine_of.get(name)
+        return None if engine_id is None else self._engines[engine_id][name]

@@ -1,0 +1,174 @@
+"""The engines that this worker is connected to, or wants to be. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from layerpush.decode.watch import Verdict
+from layerpush.hosts import host_allowed
+from layerpush.transport.base import Transport, TransportError
+
+logger = logging.getLogger("vllm.layerpush.peers")
+
+RETRY_S = 1.0
+TRIES = 3
+
+Then = Callable[[str | None, float], None]
+"""Called with what went wrong, if anything, and the time."""
+Probe = Callable[["str", "Address", Callable[[Verdict, float], None]], None]
+"""Ask an engine's side channel about one of its agents; the verdict, and when it came, follow on the writer thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine's side channel listens, and how many ranks stand behind it.
+
+    ``notify_only`` for a peer whose memory is never written: its descriptors are not prepared.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int = 1
+    notify_only: bool = False
+
+
+class Network(Protocol):
+    """What the worker knows of connections. Writer thread."""
+
+    def handshake(self, address: Address) -> Future[Any] | None:
+        """Start a handshake, or join one that runs; None when the engine is connected."""
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+        """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
+
+    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+        """The agent's (pipeline, tensor) parallel rank in its engine."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
+
+    def errand(self, errand: Callable[[], None]) -> None:
+        """Have the writer thread do something soon. Any thread."""
+
+
+@dataclass(slots=True)
+class _Retry:
+    due: float
+    attempt: Callable[[], None]
+
+
+class Peers:
+    """Connects, reconnects, and says things to every rank of an engine."""
+
+    def __init__(
+        self,
+        network: Network,
+        transport: Transport,
+        allowed_hosts: Iterable[str] | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._network = network
+        self._transport = transport
+        self._clock = clock
+        self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
+        self._addresses: dict[str, Address] = {}
+        self._retries: list[_Retry] = []
+        self.on_lost: Callable[[str], None] = lambda _: None
+
+    def agents(self, engine_id: str) -> tuple[str, ...]:
+        return self._network.agents_of(engine_id)
+
+    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+        """The agent's (pipeline, tensor) parallel rank in its engine."""
+        return self._network.rank_of(engine_id, agent)
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Every engine that was reached and has not been forgotten."""
+        return list(self._addresses.values())
+
+    def address(self, engine_id: str) -> Address | None:
+        """Where a connected engine was found."""
+        return self._addresses.get(engine_id) if self.agents(engine_id) else None
+
+    def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
+        """Connect unless connected, then call ``then``, after a failure with what went wrong in the last try."""
+        if not host_allowed(address.host, self._allowed_hosts):
+            then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
+            return
+        try:
+            pending = self._network.handshake(address)
+        except Exception as error:  # noqa: BLE001  upstream's clean-up of stale engines may fail; so does this attempt
+            self._over(address, then, tries, f"{type(error).__name__}: {error}")
+            return
+        if pending is None:
+            self._addresses.setdefault(address.engine_id, address)
+            then(None, now)
+            return
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            reason = None if error is None else f"{type(error).__name__}: {error}"
+            self._network.errand(partial(self._over, address, then, tries, reason))
+
+        pending.add_done_callback(done)
+
+    def say(self, address: Address, payload: bytes, now: float) -> None:
+        """Send a notification to every rank of an engine, connecting first if need be.
+
+        A connection that turns out to be gone is ``on_lost``'s to deal with. The peer asks again if it still cares.
+        """
+
+        def send(error: str | None, _: float) -> None:
+            if error is not None:
+                logger.warning("cannot answer engine %s: %s", address.engine_id, error)
+                return
+            reached = [self.notify(agent, payload) for agent in self.agents(address.engine_id)]
+            if not all(reached):
+                self.on_lost(address.engine_id)
+
+        self.reach(address, send, now, tries=1)
+
+    def notify(self, agent: str, payload: bytes) -> bool:
+        """Send to one agent; False if that cannot be done: its connection is gone, or it is none of ours."""
+        try:
+            self._transport.notify(agent, payload)
+        except TransportError as error:
+            logger.debug("cannot notify %s: %s", agent, error)
+            return False
+        return True
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the connection to an engine; the next ``reach`` makes a new one."""
+        self._addresses.pop(engine_id, None)
+        self._network.disconnect(engine_id)
+
+    def tick(self, now: float) -> None:
+        """Try again what is due."""
+        due = [retry for retry in self._retries if retry.due <= now]
+        self._retries = [retry for retry in self._retries if retry.due > now]
+        for retry in due:
+            retry.attempt()
+
+    @property
+    def is_retrying(self) -> bool:
+        return bool(self._retries)
+
+    def _over(self, address: Address, then: Then, tries: int, error: str | None) -> None:
+        now = self._clock()
+        if error is None:
+            self._addresses[address.engine_id] = address
+            then(None, now)
+        elif tries <= 1:
+            then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
+        else:
+            due = now + RETRY_S
+            self._retries.append(_Retry(due, lambda: self.reach(address, then, due, tries - 1)))

@@ -1,0 +1,257 @@
+"""What decode engines ask of this prefill rank: registrations, withdrawals, signs of life. Writer thread only.
+
+A registration is matched with the request that it means, whichever comes first. One that means a request which has
+ended badly here is answered at once; one that means nothing yet is kept for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from layerpush.complaints import Complaints
+from layerpush.decode.watch import Verdict
+from layerpush.peers import Address, Peers, Probe
+from layerpush.prefill.ledger import Ledger
+from layerpush.prefill.protocol import Retract
+from layerpush.prefill.writer import PushWriter
+from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, encode
+
+logger = logging.getLogger("vllm.layerpush.desk")
+
+REMEMBERED = 4096
+ENDED_S = 60.0
+MAX_REASON = 400
+PROBES = 5
+NO_REQUEST = "no such request came to the prefill engine"
+
+Key = tuple[str, str]
+
+
+class Remembered(OrderedDict[Any, Any]):
+    """The last few thousand of something."""
+
+    def note(self, key: Any, value: Any) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        while len(self) > REMEMBERED:
+            self.popitem(last=False)
+
+
+class PrefillDesk:
+    """``base_id`` strips the suffix that an engine adds to the id its router gave; ``digests`` holds a digest of the
+    prompt of each live request, as far as this engine's scheduler told it.
+    """
+
+    def __init__(
+        self,
+        writer: PushWriter,
+        peers: Peers,
+        probe: Probe,
+        complaints: Complaints,
+        base_id: Callable[[str], str],
+        digests: dict[str, str],
+    ) -> None:
+        self._writer = writer
+        self._peers = peers
+        self._probe = probe
+        self._complaints = complaints
+        self._base_id = base_id
+        self._digests = digests
+        self._ledger = Ledger(self._is_for)
+        self._served = Remembered()
+        self._over = Remembered()
+        self._senders = Remembered()
+        self._bad_ends: dict[str, tuple[float, str]] = {}
+        self._ranks = Remembered()
+        self._strangers: dict[str, list[tuple[str, Registration]]] = {}
+        self._doomed: dict[str, str] = {}
+        self._lost = Remembered()
+
+    # From decode engines.
+
+    def registered(self, sender: str, registration: Registration, now: float) -> None:
+        """A ``PUSH_REG`` arrived. Every rank of a decode engine sends its own; the first one counts for all."""
+        if self._is_strange(sender, registration):
+            return
+        self._lost.pop(registration.decode_engine_id, None)
+        self._senders.note(registration.key, self._senders.get(registration.key, frozenset()) | {sender})
+        if registration.layerpush:
+            answer = self._over.get(registration.key, Accepted(registration.request_id))
+            self._answer(registration, answer, now)
+        if any(registration.key in known for known in (self._over, self._served, self._ledger)):
+            return
+        request_id = self.match(registration, self._writer.waiting())
+        if request_id is not None:
+            self._served.note(registration.key, request_id)
+            self._writer.register(request_id, registration)
+            return
+        reason = self._bad_end(registration, now)
+        if reason is not None:
+            self._refuse(registration, reason, now)
+            return
+        for dropped in self._ledger.add(registration, now):
+            self._refuse(dropped, NO_REQUEST, now)
+
+    def cancelled(self, sender: str, message: Cancel, now: float) -> None:
+        """A decode engine wants the blocks of a registration back."""
+        key = (message.decode_engine_id, message.request_id)
+        senders = self._senders.get(key)
+        if senders is not None and sender not in senders | set(self._peers.agents(message.decode_engine_id)):
+            self._complaints.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
+            return
+        address = Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
+        self._lost.pop(message.decode_engine_id, None)
+        self._ledger.drop(key)
+        request_id = self._served.get(key)
+        if request_id is None or self._writer.withdraw(request_id, key):  # else ``retract`` follows
+            self._over.note(key, Cancelled(message.request_id))
+            self._peers.say(address, encode(Cancelled(message.request_id)), now)
+
+    def pinged(self, sender: str, message: Ping) -> None:
+        """A sign of life is wanted; a peer that we are not connected to gets none, and will ask in another way."""
+        if sender in self._peers.agents(message.decode_engine_id):
+            self._peers.notify(sender, encode(Pong(message.number)))
+
+    # From the writer.
+
+    def take(self, request_id: str, now: float) -> Registration | None:
+        """The registration that came before its request, if one did."""
+        self._bad_ends.pop(self._base_id(request_id), None)
+        registration = self._ledger.take(request_id, now)
+        if registration is not None:
+            self._served.note(registration.key, request_id)
+        return registration
+
+    def retract(self, retraction: Retract, withdrawn: bool, now: float) -> None:
+        """Pass on that a completion will never come."""
+        registration = retraction.registration
+        if not registration.layerpush:
+            if retraction.drained and retraction.reason == "aborted":
+                self._served.pop(registration.key, None)
+                for dropped in self._ledger.add(registration, now):  # it cannot be told: the request may come again
+                    self._refuse(dropped, NO_REQUEST, now)
+            return
+        message: Cancelled | Fail = Fail(
+            registration.request_id, retraction.epoch, retraction.reason[:MAX_REASON], retraction.drained
+        )
+        if retraction.drained:
+            message = Cancelled(registration.request_id) if withdrawn else message
+            self._over.note(registration.key, message)
+        if registration.decode_engine_id not in self._lost:  # else it asks again, if it is alive
+            self._answer(registration, message, now)
+
+    def ended(self, request_id: str, failure: str | None, now: float) -> None:
+        """A request is over here; who still waits for it, or comes to ask for it soon, is told why."""
+        if failure is not None:
+            self._bad_ends.pop(self._base_id(request_id), None)
+            self._bad_ends[self._base_id(request_id)] = (now + ENDED_S, f"the prefill request has ended: {failure}")
+            for registration in self._ledger.meaning(request_id, now):
+                if registration.layerpush:
+                    self._ledger.drop(registration.key)
+                    self._refuse(registration, failure, now)
+        self._digests.pop(request_id, None)
+
+    def peer_lost(self, engine_id: str) -> None:
+        """The connection to a decode engine is gone: what it asked for has failed, and the next ask connects anew."""
+        self._doom(engine_id, "the connection to the decode engine was lost")
+
+    def tick(self, now: float) -> None:
+        """Forget what is old; finish off connections that are gone."""
+        while self._bad_ends and next(iter(self._bad_ends.values()))[0] <= now:
+            del self._bad_ends[next(iter(self._bad_ends))]
+        for dropped in self._ledger.expire(now):
+            self._refuse(dropped, NO_REQUEST, now)
+        for engine_id, reason in list(self._doomed.items()):
+            self._writer.fail_engine(engine_id, reason)
+            if engine_id not in self._writer.engines_in_flight:
+                del self._doomed[engine_id]
+                self._peers.forget(engine_id)
+                for sender, registration in self._strangers.pop(engine_id, []):
+                    self.registered(sender, registration, now)
+
+    def match(self, registration: Registration, candidates: list[str]) -> str | None:
+        """Which request is meant: the one named exactly, else one with the same base id and the same prompt."""
+        if registration.prefill_request_id in candidates:
+            return registration.prefill_request_id
+        return next((candidate for candidate in candidates if self._is_for(registration, candidate)), None)
+
+    def _is_for(self, registration: Registration, request_id: str) -> bool:
+        digest = self._digests.get(request_id)
+        if digest is not None and registration.prompt_digest not in (None, digest):
+            return False
+        if request_id in (registration.request_id, registration.prefill_request_id):
+            return True
+        names = {registration.request_id, registration.prefill_request_id or registration.request_id}
+        return self._base_id(request_id) in map(self._base_id, names)
+
+    def _bad_end(self, registration: Registration, now: float) -> str | None:
+        alive = set(map(self._base_id, list(self._digests)))
+        for name in filter(None, (registration.prefill_request_id, registration.request_id)):
+            deadline, reason = self._bad_ends.get(self._base_id(name), (0.0, ""))
+            if deadline > now and self._base_id(name) not in alive:
+                return reason
+        return None
+
+    def _doom(self, engine_id: str, reason: str) -> None:
+        self._lost.note(engine_id, None)
+        self._doomed.setdefault(engine_id, reason)
+
+    def _refuse(self, registration: Registration, reason: str, now: float) -> None:
+        logger.warning("layerpush: no push for %s: %s", registration.request_id, reason)
+        if registration.layerpush:
+            message = Fail(registration.request_id, 0, reason[:MAX_REASON], True)
+            self._over.note(registration.key, message)
+            self._answer(registration, message, now)
+
+    def _answer(self, registration: Registration, message: Accepted | Fail | Cancelled, now: float) -> None:
+        self._peers.say(address_of(registration), encode(message), now)
+
+    # A registration from an agent that is none of the engine's: the engine was restarted, or somebody uses its name.
+
+    def _is_strange(self, sender: str, registration: Registration) -> bool:
+        engine_id = registration.decode_engine_id
+        known = self._peers.agents(engine_id)
+        if not known or sender in known or (engine_id, sender) in self._ranks or registration.key in self._served:
+            return False
+        waiting = self._strangers.setdefault(engine_id, [])
+        if len(waiting) < REMEMBERED:
+            waiting.append((sender, registration))
+        if len(waiting) == 1 and engine_id not in self._doomed:
+            self._ask_about(engine_id, known[0], PROBES)
+        return True
+
+    def _ask_about(self, engine_id: str, agent: str, left: int) -> None:
+        address = self._peers.address(engine_id) or address_of(self._strangers[engine_id][0][1])
+        self._probe(agent, address, partial(self._asked, engine_id, agent, left))
+
+    def _asked(self, engine_id: str, agent: str, left: int, verdict: Verdict, now: float) -> None:
+        if agent not in self._peers.agents(engine_id):  # the engine was forgotten meanwhile, and may be connected anew
+            for sender, registration in self._strangers.pop(engine_id, []):
+                self.registered(sender, registration, now)
+            return
+        if verdict is Verdict.UNKNOWN and left > 1:
+            self._ask_about(engine_id, agent, left - 1)
+            return
+        if verdict is Verdict.ENDED:
+            self._ledger.drop_engine(engine_id)
+            self._doom(engine_id, "the decode engine was restarted")
+            return
+        address = self._peers.address(engine_id)
+        for sender, registration in self._strangers.pop(engine_id, []):
+            if address == address_of(registration):
+                self._ranks.note((engine_id, sender), None)  # a rank of it that we do not write to
+                self.registered(sender, registration, now)
+                continue
+            text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, which lives elsewhere"
+            self._complaints.add("engine id in use", text, now)
+
+
+def address_of(registration: Registration) -> Address:
+    """The way back to who sent a registration."""
+    return Address(
+        registration.decode_engine_id, registration.decode_host, registration.decode_port, registration.decode_tp_size
+    )

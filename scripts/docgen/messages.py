@@ -1,0 +1,46 @@
+"""What P and D say to each other, from the structs that are on the wire."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+
+from layerpush import wire
+from scripts.docgen.tables import sentence, table
+
+FROM_D, FROM_P = "D → P", "P → D"
+STOCK: dict[type[msgspec.Struct], tuple[str, str]] = {
+    wire.Registration: (FROM_D, f"`{wire.REGISTRATION_PREFIX.decode()}` and a msgpack map"),
+    wire.Completion: (FROM_P, "`<request_id>:<world_size>`"),
+    wire.Heartbeat: (FROM_D, f"`{wire.HEARTBEAT_PREFIX.decode()}` and ids with commas between them"),
+}
+OURS: dict[type[msgspec.Struct], str] = {
+    wire.Accepted: FROM_P,
+    wire.Fail: FROM_P,
+    wire.Cancel: FROM_D,
+    wire.Cancelled: FROM_P,
+    wire.Ping: FROM_D,
+    wire.Pong: FROM_P,
+}
+
+
+def upstream() -> str:
+    """vLLM's messages."""
+    rows = [
+        (f"`{kind.__name__}`", direction, shape, _fields(kind), sentence(kind.__doc__))
+        for kind, (direction, shape) in STOCK.items()
+    ]
+    return table(("message", "direction", "bytes", "fields that are read", "meaning"), rows)
+
+
+def ours() -> str:
+    """layerpush's own, in the order in which the union names them."""
+    rows = [
+        (f"`{kind.__name__}`", OURS[kind], _fields(kind), sentence(kind.__doc__)) for kind in get_args(wire.PeerMessage)
+    ]
+    return table(("message", "direction", "fields", "meaning"), rows)
+
+
+def _fields(kind: type[msgspec.Struct]) -> str:
+    return ", ".join(f"`{field}`" for field in kind.__struct_fields__)

@@ -1,0 +1,396 @@
+"""A decode engine's real scheduler and the connector in it; what the workers say is written by hand.
+
+Whatever becomes of a load, a block that a prefill engine may still write belongs to nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerpush.decode.report import ABORTED, DecodeReport
+from tests.connector.conftest import PORTS
+from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
+
+TOKENS = 200  # seven blocks
+CACHED = 3 * BLOCK_SIZE
+IDLE = BLOCKS - 1  # one is the null block
+WINDOW = 2 * BLOCK_SIZE
+OTHERS = range(50_000, 60_000)
+"""Token ids that no awaited prompt has."""
+
+
+def windowed_config() -> Any:
+    """Half of the layers attend to a sliding window only."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        SlidingWindowSpec,
+    )
+
+    shape: dict[str, Any] = {
+        "block_size": BLOCK_SIZE, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32,
+    }  # fmt: skip
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(sliding_window=WINDOW, **shape)
+    page = full.page_size_bytes
+    tensor = KVCacheTensor(
+        size=2 * page * BLOCKS, layers=NAMES[:2], offset=0, layer_stride=page * BLOCKS, block_stride=page
+    )
+    groups = [KVCacheGroupSpec(NAMES[:2], full), KVCacheGroupSpec(NAMES[2:], window)]
+    return KVCacheConfig(BLOCKS, [tensor], groups, kv_cache_layout="LBHNC")
+
+
+class Decode:
+    """``step`` is one iteration of the engine's loop; its arguments are what all workers report together."""
+
+    def __init__(self, config: Any, caches: Any) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config.cache_config.num_gpu_blocks = BLOCKS
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE)
+        self.requests: dict[str, Any] = {}
+        self.reasons: dict[str, str] = {}
+        self.metadata: Any = None
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, request_id: str, tokens: list[int], params: dict[str, Any] | None = None, max_tokens: int = 2) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, None)
+        hasher = self.hasher if self.scheduler.cache_config.enable_prefix_caching else None
+        self.requests[request_id] = Request(request_id, tokens, sampling, None, block_hasher=hasher)
+        self.scheduler.add_request(self.requests[request_id])
+        return self.requests[request_id]
+
+    @property
+    def hasher(self) -> Any:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+        init_none_hash(sha256)
+        return get_request_block_hasher(BLOCK_SIZE, sha256)
+
+    def decode(self, request_id: str, tokens: int = TOKENS) -> Any:
+        params = {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_host": "127.0.0.1",
+            "remote_port": 1, "tp_size": 1, "pp_size": 1, "remote_request_id": f"{request_id}-on-p",
+        }  # fmt: skip
+        return self.add(request_id, list(range(3, 3 + tokens)), params)
+
+    def step(self, *received: str, failed: tuple[str, ...] = (), report: DecodeReport | None = None) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        self.metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        ids = list(output.num_scheduled_tokens)
+        done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
+        runner = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: index for index, one in enumerate(ids)},
+            sampled_token_ids=[[7] if ready else [] for ready in done],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=set(),
+                finished_recving={*received, *failed},
+                failed_recving=set(failed),
+                kv_connector_worker_meta=report,
+            ),
+        )
+        for outputs in self.scheduler.update_from_output(output, runner).values():
+            for one in outputs.outputs:
+                if one.finish_reason is not None:
+                    self.reasons[one.request_id] = str(one.finish_reason)
+        return output
+
+    def run(self, request_id: str) -> None:
+        for _ in range(10):
+            if request_id in self.reasons:
+                return
+            self.step()
+        raise AssertionError(f"{request_id} has not finished")
+
+    def finish(self) -> None:
+        for _ in range(200):
+            self.step()
+            if not self.scheduler.has_unfinished_requests():
+                return
+        raise AssertionError("requests are left over")
+
+    def registered(self) -> set[int]:
+        """The blocks that the last step's metadata registers."""
+        (registration,) = self.metadata.push_registrations.values()
+        return {block for group in registration["local_block_ids"] for block in group}
+
+    def owned(self, but: str | None = None) -> set[int]:
+        """The blocks of all requests that the scheduler knows, but for one."""
+        tables = [self.scheduler.kv_cache_manager.get_block_ids(one) for one in self.scheduler.requests if one != but]
+        return {block for table in tables for group in table for block in group}
+
+    def crowd(self) -> None:
+        """Other requests take every block that can be had, and finish."""
+        for number in range(8):
+            first = OTHERS[number * 500]
+            self.add(f"other-{len(self.requests)}", list(range(first, first + 4 * BLOCK_SIZE)))
+
+    def abort(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+
+Build = Callable[..., Decode]
+
+
+@pytest.fixture
+def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    engines: list[Decode] = []
+
+    def build(
+        extra: dict[str, Any] | None = None,
+        *,
+        role: str = "kv_consumer",
+        policy: str = "recompute",
+        caching: bool = False,
+        windowed: bool = False,
+    ) -> Decode:
+        port = PORTS.take()
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        config = config_of(
+            model, role, f"{role}-{port}", extra, enable_prefix_caching=caching, max_num_seqs=16,
+            max_num_batched_tokens=1024, disable_hybrid_kv_cache_manager=False,
+        )  # fmt: skip
+        config.kv_transfer_config.kv_load_failure_policy = policy
+        engines.append(Decode(config, windowed_config() if windowed else cache_config()))
+        return engines[-1]
+
+    yield build
+    for one in engines:
+        one.scheduler.shutdown()
+
+
+@pytest.fixture(params=["recompute", "fail"])
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["one group", "one group, prefix hit", "sliding window", "sliding window, prefix hit"])
+def waiting(request: pytest.FixtureRequest, decode: Build, policy: str) -> tuple[Decode, set[int]]:
+    """An engine that awaits "r", and the blocks that it registered for it."""
+    hit = "hit" in request.param
+    d = decode(policy=policy, caching=hit, windowed="window" in request.param)
+    if hit:
+        d.add("warm", list(range(3, 3 + CACHED)))
+        d.run("warm")
+        d.step()
+    d.decode("r")
+    d.step()
+    registered = d.registered()
+    full = 7 - (CACHED // BLOCK_SIZE if hit else 0)
+    window = 3 if "window" in request.param else 0
+    assert len(registered) == full + window
+    assert d.free_blocks == IDLE - len(registered) - (CACHED // BLOCK_SIZE if hit else 0)
+    return d, registered
+
+
+def test_a_parked_loads_blocks_go_to_nobody(waiting: tuple[Decode, set[int]], policy: str) -> None:
+    d, registered = waiting
+    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    for _ in range(12):
+        d.crowd()
+        d.step()
+        assert not d.owned() & registered
+    d.run("r")
+    assert d.reasons["r"] == ("length" if policy == "recompute" else "error")
+    d.finish()
+    assert d.free_blocks == IDLE - len(registered)
+    assert d.scheduler.has_requests(), "the workers must be asked until they clear it"
+
+    d.step(report=DecodeReport(cleared={"r": {0}}))
+    assert d.free_blocks == IDLE
+    d.step()
+    assert not d.scheduler.has_requests()
+
+
+def test_recomputing_takes_other_blocks(decode: Build) -> None:
+    d = decode()
+    d.decode("r")
+    d.step()
+    registered = d.registered()
+    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.step()
+    assert d.requests["r"].status.name == "RUNNING"
+    assert len(d.owned()) == 7
+    assert not d.owned() & registered
+
+
+def test_without_quarantine_recomputing_takes_the_same_blocks(decode: Build) -> None:
+    """What this is for: nothing in vLLM keeps the blocks of a failed load apart."""
+    d = decode()
+    d.decode("r")
+    d.step()
+    registered = d.registered()
+    d.step(failed=("r",))
+    d.step()
+    assert d.owned() & registered
+
+
+def test_a_received_load_is_decoded_and_its_blocks_returned(waiting: tuple[Decode, set[int]]) -> None:
+    d, _ = waiting
+    d.step("r")
+    d.run("r")
+    assert d.reasons["r"] == "length"
+    d.step()
+    assert d.free_blocks == IDLE
+    assert not d.scheduler.has_requests()
+    assert len(d.scheduler.connector.connector_scheduler.awaited) == 0
+
+
+def test_every_rank_that_parked_must_clear(decode: Build) -> None:
+    """Ranks report in different steps; the engine hears of the failure with the last one's."""
+    d = decode(policy="fail")
+    d.decode("r")
+    d.step()
+    d.step(report=DecodeReport(parked={"r": {1}}))
+    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    assert d.reasons["r"] == "error"
+    d.step(report=DecodeReport(cleared={"r": {0}}))
+    assert d.free_blocks == IDLE - 7
+    d.step(report=DecodeReport(cleared={"r": {1}}))
+    assert d.free_blocks == IDLE
+
+
+def test_a_rank_may_clear_before_the_last_one_gives_up(decode: Build) -> None:
+    d = decode(policy="fail")
+    d.decode("r")
+    d.step()
+    d.step(report=DecodeReport(parked={"r": {1}}))
+    d.step(report=DecodeReport(cleared={"r": {1}}))
+    assert d.free_blocks == IDLE - 7
+    d.step(failed=("r",))
+    assert d.free_blocks == IDLE
+
+
+def test_an_aborted_requests_blocks_stay_until_the_workers_report(waiting: tuple[Decode, set[int]]) -> None:
+    d, registered = waiting
+    d.abort("r")
+    d.step()
+    assert d.metadata.cancelled == {"r": ABORTED}
+    for _ in range(5):
+        d.crowd()
+        d.step()
+        assert d.metadata.cancelled == {}
+        assert not d.owned(but="r") & registered
+    d.finish()
+    assert d.scheduler.has_requests()
+    d.step(failed=("r",))
+    d.step()
+    assert d.free_blocks == IDLE
+    assert not d.scheduler.has_requests()
+
+
+def test_an_aborted_request_may_be_parked_too(waiting: tuple[Decode, set[int]]) -> None:
+    d, registered = waiting
+    d.step(report=DecodeReport(parked={"r": {0}}))
+    d.abort("r")
+    d.step(failed=("r",))
+    assert d.free_blocks == IDLE - len(registered)
+    assert "r" not in d.scheduler.requests
+    d.step(report=DecodeReport(cleared={"r": {0}}))
+    assert d.free_blocks == IDLE
+
+
+def test_aborted_after_the_load_failed_before_it_runs_again(decode: Build) -> None:
+    d = decode()
+    d.decode("r")
+    d.step()
+    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.abort("r")
+    assert d.free_blocks == IDLE - 7
+    d.step(report=DecodeReport(cleared={"r": {0}}))
+    assert d.metadata.cancelled == {}, "the workers said themselves that it has failed"
+    assert d.free_blocks == IDLE
+
+
+def test_no_push_in_time(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
+    d = decode({"push_registration_timeout": 0})
+    with caplog.at_level(logging.WARNING, "vllm"):
+        d.decode("r")
+        d.step()
+    assert d.metadata.cancelled == {"r": "no push within 0 s (push_registration_timeout)"}
+    assert d.registered(), "the registration goes out all the same: the workers hear of both"
+    (line,) = [record.getMessage() for record in caplog.records if "push_registration_timeout" in record.getMessage()]
+    assert "request r" in line
+    assert not [record for record in caplog.records if "timed out" in record.getMessage()]  # upstream's watch
+    d.step()
+    assert d.metadata.cancelled == {}
+    d.step(failed=("r",))
+    d.run("r")
+    assert d.reasons["r"] == "length"
+
+
+def test_the_usual_time_is_upstreams(decode: Build) -> None:
+    d = decode()
+    assert d.scheduler.connector.connector_scheduler._push_registration_timeout == 480
+    d.decode("r")
+    d.step()
+    assert d.metadata.cancelled == {}
+
+
+def test_failed_by_policy_it_is_not_cancelled_as_well(decode: Build) -> None:
+    """The scheduler finishes it before it hands the workers' report to the connector."""
+    d = decode(policy="fail")
+    d.decode("r")
+    d.step()
+    d.step(failed=("r",))
+    d.step()
+    assert d.metadata.cancelled == {}
+    assert not d.scheduler.has_requests()
+
+
+def test_aborted_before_it_was_scheduled_nobody_awaits_it(decode: Build) -> None:
+    d = decode()
+    d.decode("r")
+    d.abort("r")
+    d.step()
+    assert d.metadata.reqs_to_recv == {}
+    assert d.metadata.push_registrations == {}
+    assert d.metadata.cancelled == {}
+    assert not d.scheduler.has_requests()
+
+
+def test_the_registration_says_whose_it_is(decode: Build) -> None:
+    d = decode()
+    for name, tokens in (("a", 100), ("b", 100), ("c", 101)):
+        d.decode(name, tokens)
+    d.step()
+    sent = d.metadata.push_registrations
+    assert sent["a"]["layerpush"] == 1
+    assert sent["a"]["prefill_request_id"] == "a-on-p"
+    assert len(sent["a"]["prompt_digest"]) == 32
+    assert sent["a"]["prompt_digest"] == sent["b"]["prompt_digest"] != sent["c"]["prompt_digest"]
+    d.step("a", "b", "c")
+
+
+def test_both_sides_digest_a_prompt_alike(decode: Build) -> None:
+    d, p = decode(), decode(role="kv_producer")
+    d.decode("r", 100)
+    d.step()
+    (registration,) = d.metadata.push_registrations.values()
+    p.add("r", list(range(3, 103)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+    p.step()
+    assert p.metadata.prompt_digests == {"r": registration["prompt_digest"]}
+    p.step()
+    assert p.metadata.prompt_digests == {}

@@ -1,0 +1,58 @@
+"""Fixtures that all tests with real engines share, wherever they live (a pytest plugin)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e import engines
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Reference
+from tests.e2e.models import ModelShelf
+
+PORTS = (20000, 29999)
+COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    scratch = tmp_path_factory.mktemp("e2e")
+    hosts = Fleet(ModelShelf(scratch), scratch, PORTS, engines.FAVOURITES)
+    yield hosts
+    hosts.stop()
+
+
+@pytest.fixture(scope="session")
+def _reference_cache() -> dict[str, Reference]:
+    return {}
+
+
+@pytest.fixture
+def reference(fleet: Fleet, _reference_cache: dict[str, Reference]) -> Reference:
+    """The plain engine. Its answers are remembered over a restart of its process."""
+    (host,) = fleet.get(engines.R)
+    known = _reference_cache.setdefault("R", Reference(host))
+    known.host = host
+    return known
+
+
+class LogReader:
+    """Hands out what hosts have logged since it was last asked."""
+
+    def __init__(self) -> None:
+        self._read: dict[EngineHost, int] = {}
+
+    def new_text(self, host: EngineHost) -> str:
+        log = host.log()
+        start = self._read.get(host, 0)
+        self._read[host] = len(log)
+        return log[start:]
+
+    def complaints(self, host: EngineHost) -> list[str]:
+        """The lines of the new text that an operator would have to look into."""
+        return [line for line in self.new_text(host).splitlines() if any(words in line for words in COMPLAINTS)]
+
+
+@pytest.fixture(scope="session")
+def logs() -> LogReader:
+    return LogReader()

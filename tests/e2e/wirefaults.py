@@ -1,0 +1,385 @@
+"""Runs inside an engine host: scripted faults on the NIXL agent of its worker.
+
+WRITEs can be held, fail to post or end in an error; notifications can be dropped, doubled, held back or changed; the
+writer thread can be stopped at a named moment. Everything is counted from the call that asks for it. The module-level
+functions are for `EngineHost.call`; the rest runs on the threads that call NIXL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tests.e2e.hostmain import HostedEngine
+
+REGISTRATION = b"PUSH_REG:"
+HEARTBEAT = b"HB:"
+PEER_MESSAGE = b"LAYERPUSH:"
+WRAPPED = (
+    "make_prepped_xfer",
+    "transfer",
+    "check_xfer_state",
+    "release_xfer_handle",
+    "send_notif",
+    "get_new_notifs",
+)
+ALL = 1 << 30
+REMEMBERED = 4096
+
+PostFault = Literal["hold", "fail", "err"]
+MessageFault = Literal["drop", "duplicate", "hold", "raise"]
+Direction = Literal["out", "in"]
+Change = Literal["one block less at the start", "one block less at the end", "one block more", "a port that is closed"]
+
+
+def kind_of(payload: bytes) -> str:
+    """registration, heartbeat, completion, a layerpush message's kind, or garbage."""
+    if payload.startswith(REGISTRATION):
+        return "registration"
+    if payload.startswith(HEARTBEAT):
+        return "heartbeat"
+    if not payload.startswith(PEER_MESSAGE):
+        return "completion"
+    try:
+        return str(msgspec.msgpack.decode(payload[len(PEER_MESSAGE) :])["kind"])
+    except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError):
+        return "garbage"
+
+
+@dataclasses.dataclass
+class MessageRule:
+    """What happens to the next `left` notifications of a kind that mention a text."""
+
+    fault: MessageFault
+    kind: str
+    mentioning: bytes
+    left: int
+    direction: Direction
+
+    def takes(self, payload: bytes, direction: Direction) -> bool:
+        if direction != self.direction or self.left == 0:
+            return False
+        if self.kind not in ("any", kind_of(payload)) or self.mentioning not in payload:
+            return False
+        self.left -= 1
+        return True
+
+
+class WireFaults:
+    """Stands between the worker's threads and its locked NIXL agent."""
+
+    def __init__(self, agent: Any) -> None:
+        self._lock = threading.Lock()
+        self._real: dict[str, Callable[..., Any]] = {name: getattr(agent, name) for name in WRAPPED}
+        self._error = _backend_error(agent)
+        self.open: set[Any] = set()
+        self.counts: Counter[str] = Counter()
+        self.sent: deque[tuple[str, bytes, str]] = deque(maxlen=REMEMBERED)
+        self._held: set[Any] = set()
+        self._orphans: set[Any] = set()
+        self._kept_back: list[tuple[Direction, str, bytes]] = []
+        self.clear()
+        for name in WRAPPED:
+            setattr(agent, name, getattr(self, name))
+
+    def clear(self) -> None:
+        """Forget every script and let everything held go."""
+        self.post_faults: list[tuple[range, PostFault]] = []
+        self.rules: list[MessageRule] = []
+        self.change: Change | None = None
+        self.gates: dict[tuple[str, int], threading.Event] = getattr(self, "gates", {})
+        self.reached: list[tuple[str, int]] = []
+        self.errs: set[Any] = set()
+        self.landed: set[Any] = set()
+        for gate in self.gates.values():
+            gate.set()
+        self.gates = {}
+        self.counts.clear()
+        self.lift()
+
+    def lift(self) -> None:
+        """Held WRITEs go out, held notifications are delivered, both at the writer's next look."""
+        with self._lock:
+            self._lifted = set(self._held)
+            for sender in [entry for entry in self._kept_back if entry[0] == "out"]:
+                self._kept_back.remove(sender)
+                self._real["send_notif"](sender[1], sender[2])
+            self._deliver = True
+
+    # What the worker calls.
+
+    def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
+        handle = self._real["make_prepped_xfer"](*args, **kwargs)
+        self.open.add(handle)
+        return handle
+
+    def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        number = self._reach("post")
+        fault = next((fault for numbers, fault in self.post_faults if number in numbers), None)
+        if fault == "fail":
+            raise self._error("scripted: this WRITE cannot be posted")
+        if fault == "hold":
+            with self._lock:
+                self._held.add(handle)
+            return "PROC"
+        if fault == "err":
+            self.errs.add(handle)
+        return self._real["transfer"](handle, *args, **kwargs)
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        if handle in self._held:
+            return self._start_if_lifted(handle)
+        state = self._real["check_xfer_state"](handle)
+        if state == "DONE" and handle not in self.landed:
+            self.landed.add(handle)
+            self._reach("landed")
+        return "ERR" if state == "DONE" and handle in self.errs else state
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        if handle in self._held:  # as with NIXL: releasing is no cancel, the bytes still go
+            with self._lock:
+                self._orphans.add(handle)
+            return
+        self._real["release_xfer_handle"](handle)
+        self.open.discard(handle)
+
+    def send_notif(self, agent: str, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:
+        kind = kind_of(notif_msg)
+        self._reach(f"send:{kind}")
+        if kind == "registration" and self.change is not None:
+            notif_msg = _changed(notif_msg, self.change)
+        self.sent.append((kind, notif_msg, agent))
+        rule = next((rule for rule in self.rules if rule.takes(notif_msg, "out")), None)
+        if rule is not None and rule.fault == "raise":
+            raise self._error("scripted: this notification cannot be sent")
+        if rule is not None and rule.fault == "hold":
+            with self._lock:
+                self._kept_back.append(("out", agent, notif_msg))
+            return
+        copies = {"drop": 0, "duplicate": 2}.get(rule.fault, 1) if rule is not None else 1
+        for _ in range(copies):
+            self._real["send_notif"](agent, notif_msg, *args, **kwargs)
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        self._drive_orphans()
+        arrived: dict[str, list[bytes]] = {}
+        for agent, payloads in self._real["get_new_notifs"]().items():
+            for payload in payloads:
+                arrived.setdefault(agent, []).extend(self._arrived(agent, payload))
+        if self._deliver:
+            with self._lock:
+                self._deliver = False
+                held, self._kept_back = self._kept_back, [e for e in self._kept_back if e[0] == "out"]
+            for direction, agent, payload in held:
+                if direction == "in":
+                    arrived.setdefault(agent, []).append(payload)
+        return arrived
+
+    # Inside.
+
+    def _arrived(self, agent: str, payload: bytes) -> list[bytes]:
+        self.counts[f"got:{kind_of(payload)}"] += 1
+        rule = next((rule for rule in self.rules if rule.takes(payload, "in")), None)
+        if rule is None:
+            return [payload]
+        if rule.fault == "hold":
+            with self._lock:
+                self._kept_back.append(("in", agent, payload))
+            return []
+        return [payload] * {"drop": 0, "duplicate": 2}[rule.fault]
+
+    def _start_if_lifted(self, handle: Any) -> Any:
+        with self._lock:
+            if handle not in self._lifted:
+                return "PROC"
+            self._held.discard(handle)
+        return self._real["transfer"](handle)
+
+    def _drive_orphans(self) -> None:
+        for handle in list(self._orphans):
+            if handle in self._held:
+                self._start_if_lifted(handle)
+            elif self._real["check_xfer_state"](handle) != "PROC":
+                self._orphans.discard(handle)
+                self._real["release_xfer_handle"](handle)
+                self.open.discard(handle)
+
+    def _reach(self, moment: str) -> int:
+        """Count a moment; stop here if there is a gate for it. Returns its number, from 0."""
+        with self._lock:
+            number = self.counts[moment]
+            self.counts[moment] += 1
+            gate = self.gates.get((moment, number))
+            if gate is not None:
+                self.reached.append((moment, number))
+        if gate is not None:
+            gate.wait()
+        return number
+
+
+# For EngineHost.call.
+
+
+def on_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
+    """hold: PROC until `lift`, and the bytes go out only then; fail: cannot be posted; err: ends in ERR."""
+    faults = _faults(host)
+    start = faults.counts["post"] + first
+    faults.post_faults.append((range(start, start + count), fault))
+
+
+def on_messages(
+    host: HostedEngine,
+    fault: MessageFault,
+    kind: str,
+    mentioning: str = "",
+    count: int = ALL,
+    direction: Direction = "out",
+) -> None:
+    _faults(host).rules.append(MessageRule(fault, kind, mentioning.encode(), count, direction))
+
+
+def change_registrations(host: HostedEngine, change: Change | None) -> None:
+    _faults(host).change = change
+
+
+def gate(host: HostedEngine, moment: str, number: int = 0) -> None:
+    """Stop the thread that comes to a moment for the `number`th time from now: post, landed or send:KIND."""
+    faults = _faults(host)
+    with faults._lock:
+        faults.gates[(moment, faults.counts[moment] + number)] = threading.Event()
+
+
+def is_at_gate(host: HostedEngine) -> bool:
+    return bool(_faults(host).reached)
+
+
+def open_gates(host: HostedEngine) -> None:
+    faults = _faults(host)
+    for event in faults.gates.values():
+        event.set()
+    faults.gates, faults.reached = {}, []
+
+
+def lift(host: HostedEngine) -> None:
+    """Stop holding: what is held goes out, later WRITEs and notifications are not held."""
+    faults = _faults(host)
+    faults.post_faults = [entry for entry in faults.post_faults if entry[1] != "hold"]
+    faults.rules = [rule for rule in faults.rules if rule.fault != "hold"]
+    faults.lift()
+
+
+def reset(host: HostedEngine) -> None:
+    if host.faults is not None:
+        host.faults.clear()
+
+
+def watch(host: HostedEngine) -> None:
+    """Count from here on, without any fault."""
+    _faults(host)
+
+
+def seen(host: HostedEngine, moment: str, at_least: int = 1) -> bool:
+    """Has a moment (post, landed, send:KIND, got:KIND) come so often?"""
+    return _faults(host).counts[moment] >= at_least
+
+
+def count_of(host: HostedEngine, moment: str) -> int:
+    return _faults(host).counts[moment]
+
+
+def held_posts(host: HostedEngine, at_least: int = 1) -> bool:
+    return len(_faults(host)._held) >= at_least
+
+
+def sent_kinds(host: HostedEngine, mentioning: str) -> list[str]:
+    """What was sent about a request, in order."""
+    return [kind for kind, payload, _ in _faults(host).sent if mentioning.encode() in payload]
+
+
+def registered_blocks(host: HostedEngine, mentioning: str) -> list[int]:
+    """The blocks that D's registrations of a request name."""
+    found: set[int] = set()
+    for kind, payload, _ in _faults(host).sent:
+        if kind == "registration" and mentioning.encode() in payload:
+            groups = msgspec.msgpack.decode(payload[len(REGISTRATION) :])["local_block_ids"]
+            found.update(block for group in groups for block in group)
+    return sorted(found)
+
+
+def send_again(host: HostedEngine, kind: str, mentioning: str) -> None:
+    """Repeat what was last sent of a kind about a request."""
+    faults = _faults(host)
+    payload, agent = next(
+        (payload, agent)
+        for sent, payload, agent in reversed(faults.sent)
+        if sent == kind and mentioning.encode() in payload
+    )
+    faults._real["send_notif"](agent, payload)
+
+
+def open_handles(host: HostedEngine) -> int:
+    """Transfer handles that were made and not given back."""
+    return 0 if host.faults is None else len(host.faults.open)
+
+
+def fail_handshakes(host: HostedEngine, count: int) -> None:
+    """The worker's next handshakes cannot reach the peer; 0: they can again."""
+    worker = _worker()
+    worker.__dict__.pop("_nixl_handshake", None)
+    real = worker._nixl_handshake
+    left = [count]
+
+    def handshake(*args: Any, **kwargs: Any) -> Any:
+        if left[0] == 0:
+            return real(*args, **kwargs)
+        left[0] -= 1
+        raise ConnectionError("scripted: the peer cannot be reached")
+
+    if count:
+        worker._nixl_handshake = handshake
+
+
+def forget_peers(host: HostedEngine) -> None:
+    """Drop the worker's connections, so that the next request shakes hands again."""
+    worker = _worker()
+    for engine_id in list(worker._remote_agents):
+        worker._cleanup_remote_engine(engine_id)
+
+
+def _faults(host: HostedEngine) -> WireFaults:
+    if host.faults is None:
+        host.faults = WireFaults(_worker().nixl_wrapper)
+    return host.faults
+
+
+def _worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker
+
+
+def _backend_error(agent: Any) -> type[Exception]:
+    from layerpush.transport.nixl import _errors_of
+
+    return next(error for error in _errors_of(agent) if error.__name__ == "nixlBackendError")
+
+
+def _changed(payload: bytes, change: Change) -> bytes:
+    fields = msgspec.msgpack.decode(payload[len(REGISTRATION) :])
+    groups = [list(group) for group in fields["local_block_ids"]]
+    if change == "one block less at the start":
+        groups = [group[1:] for group in groups]
+    elif change == "one block less at the end":
+        groups = [group[:-1] for group in groups]
+    elif change == "one block more":
+        groups = [[*group, max(group) + 1] for group in groups]
+    else:
+        fields["decode_port"] = 1
+    fields["local_block_ids"] = groups
+    return REGISTRATION + msgspec.msgpack.encode(fields)

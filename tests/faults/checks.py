@@ -1,0 +1,129 @@
+"""The checks that every row ends with, and the waits that have a deadline instead of a sleep."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.results import Finished
+
+# Attributes that remember finished requests on purpose, bounded in number and in time.
+BOUNDED_MEMORIES = ("._served", "._senders", "._over", "._bad_ends", "._early")
+THREADS = {
+    "MainThread",
+    "layerpush-probe",
+    "layerpush-trace",
+    "nixl-push-writer",
+    "nixl_handshake_listener",
+    "tqdm_monitor",
+    "vllm-nixl-handshake-initiator_",
+}
+SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+
+
+def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = 8) -> Handoff:
+    """A handoff whose registration has left D, and that P has not been given yet."""
+    d.call(wirefaults.watch)
+    handoff = Handoff(new_id(), prompt(length, seed=seed), p, d, max_tokens)
+    d.add(handoff.to_d())
+    handoff.await_registration()
+    return handoff
+
+
+def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) -> Finished:
+    """D got no KV: it computed the prompt itself, or said so, as its policy wants; never a wrong token."""
+    output = handoff.d.wait_output(handoff.request_id, timeout)
+    if "D-fail" in handoff.d.spec.name:
+        assert (output.finish_reason, output.token_ids) == ("error", ())
+    else:
+        assert output.token_ids == reference.tokens(handoff.token_ids, handoff.max_tokens)
+    return output
+
+
+def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) -> None:
+    """Both go on: a push from one to the other, byte for byte, by layers."""
+    handoff = send(p, d, prompt(700, seed=seed), "early")
+    check(handoff.outcome(), reference)
+    assert handoff.push().outcome == "completed"
+
+
+def check_idle_soon(host: EngineHost, seconds: float = 5.0) -> None:
+    """All blocks are back long before a lease would give them back."""
+    eventually(lambda: host.call(probes.free_blocks) == host.idle_blocks, seconds, f"{host.engine_id} frees all blocks")
+
+
+def check_owned(host: EngineHost, blocks: list[int]) -> None:
+    """Nobody else can be given these blocks."""
+    assert blocks
+    assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach were let go"
+
+
+def eventually(true: Callable[[], bool], seconds: float, what: str) -> float:
+    """Poll until `true`; returns the seconds that it took."""
+    started = time.monotonic()
+    while not true():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll for so long, and never see it false."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        assert true(), f"not all along: {what}"
+        time.sleep(0.01)
+
+
+class LogView:
+    """What hosts have logged since the test began."""
+
+    def __init__(self) -> None:
+        self._start: dict[EngineHost, int] = {}
+
+    def begin(self, host: EngineHost) -> None:
+        self._start[host] = host.log_size()
+
+    def lines(self, host: EngineHost) -> list[str]:
+        return host.log()[self._start.get(host, 0) :].splitlines()
+
+    def serious(self, host: EngineHost, mentioning: str) -> list[str]:
+        return [line for line in self.lines(host) if mentioning in line and SERIOUS.search(line)]
+
+    def check_one(self, host: EngineHost, request_id: str, cause: str, level: str | None = None) -> None:
+        """One warning or error names the request, and it gives the cause (a regular expression)."""
+        lines = self.serious(host, request_id)
+        assert len(lines) == 1, f"{host.engine_id} should say once what became of {request_id}:\n" + "\n".join(lines)
+        assert re.search(cause, lines[0]), f"{host.engine_id} does not name the cause ({cause}):\n{lines[0]}"
+        assert level is None or level in lines[0]
+
+    def check_none(self, host: EngineHost, request_id: str) -> None:
+        assert self.serious(host, request_id) == []
+
+
+def check_clean(host: EngineHost, log: LogView) -> None:
+    """Idle, nothing held, nothing remembered, no thread or handle more than before, no traceback."""
+    host.call(wirefaults.reset)
+    host.wait_idle(timeout=20)
+    assert host.call(probes.request_statuses) == {}
+    assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
+    left = host.call(probes.wait_until_forgotten, host.request_ids(), BOUNDED_MEMORIES, 3.0)
+    assert left == [], f"{host.engine_id} still mentions finished requests at {left}"
+    eventually(lambda: host.call(wirefaults.open_handles) == 0, 3.0, f"{host.engine_id} gives its handles back")
+    assert host.call(probes.live_writes) == 0
+    threads = host.call(probes.threads)
+    assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
+    assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads
+    tracebacks = [line for line in log.lines(host) if "Traceback (most recent call last)" in line]
+    assert tracebacks == [], f"{host.engine_id} has tracebacks in its log:\n{host.log_tail()}"
+
+
+def restart(fleet: Fleet, host: EngineHost, *, same_id: bool) -> EngineHost:
+    """Kill it and start another process in its place."""
+    host.kill()
+    return fleet.respawn(host, same_id=same_id)

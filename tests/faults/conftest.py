@@ -1,0 +1,43 @@
+"""What every fault test gets, and what every engine that is still alive after it must have got rid of."""
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.fleet import Fleet
+from tests.faults.checks import LogView, check_clean
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(180))
+
+
+@pytest.fixture
+def log() -> LogView:
+    return LogView()
+
+
+@pytest.fixture(autouse=True)
+def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
+    """Engines of `fleet.spawn` live for one test only; those of `fleet.get` go on to the next one."""
+    for host in fleet.live():
+        log.begin(host)
+        host.forget_requests()
+    yield
+    try:
+        for host in fleet.live():
+            if host.broken:
+                fleet.discard(host)
+                continue
+            try:
+                check_clean(host, log)
+            except AssertionError:
+                fleet.discard(host)
+                raise
+    finally:
+        fleet.discard_guests()

@@ -1,0 +1,104 @@
+"""After each round: does an idle engine still hold anything?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tests.e2e.conftest import BOUNDED_MEMORIES
+from tests.faults.soak import inhost
+from tests.faults.soak.engine import Answer
+from tests.faults.soak.inhost import Audit
+from tests.faults.soak.seats import Seat
+
+PATIENCE_S = 45.0
+AGAIN_S = 0.5
+MORE_THREADS = 4
+
+
+class EngineAudit:
+    """Asks one engine until it holds nothing, or until patience ends."""
+
+    def __init__(self, seat: Seat, texts: Sequence[str]) -> None:
+        self.seat = seat
+        self._texts = list(texts)
+        self._incarnation = seat.incarnation
+        self._next_at = 0.0
+        self._asking = False
+        self.last: Audit | None = None
+
+    def advance(self, now: float) -> None:
+        if not self._asking and now >= self._next_at and self.seat.engine.ready:
+            self._asking = True
+            self.seat.engine.call(inhost.audit, self._texts, BOUNDED_MEMORIES, then=self._answered)
+
+    def _answered(self, answer: Answer) -> None:
+        self._asking = False
+        self._next_at = time.monotonic() + AGAIN_S
+        if answer.value is not None:
+            self.last = answer.value
+
+    @property
+    def gone(self) -> bool:
+        """The engine died meanwhile, which is a problem of another kind."""
+        return self.seat.incarnation != self._incarnation or self.seat.leaving
+
+    def findings(self) -> list[str]:
+        """What it holds, in words."""
+        if self.gone:
+            return []
+        if self.last is None:
+            return ["it does not answer"]
+        return held(self.last, self.seat.usual_threads)
+
+
+def held(audit: Audit, usual_threads: int | None) -> list[str]:
+    """What an idle engine should not hold, in words."""
+    found = []
+    if audit.missing_blocks:
+        found.append(f"{audit.missing_blocks} blocks are not free")
+    if audit.requests:
+        found.append(f"the scheduler keeps {', '.join(audit.requests[:5])}")
+    if audit.mentions:
+        found.append(f"{len(audit.mentions)} table entries of ended requests, at {', '.join(audit.mentions[:5])}")
+    if audit.open_handles:
+        found.append(f"{audit.open_handles} transfer handles are open")
+    if usual_threads is not None and audit.os_threads > usual_threads + MORE_THREADS:
+        found.append(f"{audit.os_threads} threads, {usual_threads} at first: {', '.join(audit.threads)}")
+    return found
+
+
+class Auditor:
+    """All engines at once."""
+
+    def __init__(self, seats: Sequence[Seat], texts: Sequence[str]) -> None:
+        self._audits = [EngineAudit(seat, texts) for seat in seats]
+        self._until = time.monotonic() + PATIENCE_S
+
+    def over(self, now: float) -> bool:
+        """Move on; True when every engine holds nothing, or patience has ended."""
+        for audit in self._audits:
+            if audit.findings():
+                audit.advance(now)
+        return now > self._until or not any(audit.findings() for audit in self._audits)
+
+    def leaks(self) -> list[str]:
+        return [
+            f"{audit.seat.name} ({audit.seat.engine.log_path}) at idle: {finding}"
+            for audit in self._audits
+            for finding in audit.findings()
+        ]
+
+    def leaking(self) -> list[Seat]:
+        return [audit.seat for audit in self._audits if audit.findings()]
+
+    def take_preemptions(self) -> int:
+        """Preemptions since the last audit."""
+        count = 0
+        for audit in self._audits:
+            if audit.last is not None and not audit.gone:
+                count += audit.last.preemptions - audit.seat.preemptions
+                audit.seat.preemptions = audit.last.preemptions
+                if audit.seat.usual_threads is None:
+                    audit.seat.usual_threads = audit.last.os_threads
+        return count

@@ -1,0 +1,189 @@
+"""``scripts/soak``: the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from layerpush.demo.provenance import provenance
+from tests.e2e.enginehost import free_ports
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.models import ModelShelf
+from tests.faults.soak.display import Display
+from tests.faults.soak.engine import Engine
+from tests.faults.soak.kinds import KINDS, Kind, UnknownKindError, chosen
+from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, verdict
+from tests.faults.soak.seats import Seats
+from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Settings, Soak
+from tests.faults.soak.specs import REFERENCE, decoders, prefills
+from tests.faults.soak.tally import Tally
+
+PORTS = (26000, 26399)
+RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
+PASSED, FAILED, BROKEN, INTERRUPTED = 0, 1, 2, 130
+SHOWN_PROBLEMS = 20
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long requests and faults keep coming.")] = 10.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides all requests and faults and their times. Default: another each time.")
+    ] = None,
+    faults: Annotated[
+        str, typer.Option(metavar="KIND,KIND", help="Only these kinds (see --list); `none` for plain load.")
+    ] = "",
+    list_kinds: Annotated[bool, typer.Option("--list", help="Show the kinds of fault, and do nothing else.")] = False,
+    corrupt: Annotated[
+        bool,
+        typer.Option("--corrupt", help="Negative control: every P writes one layer wrong. Must exit with status 1."),
+    ] = False,
+    engines: Annotated[
+        int, typer.Option(min=1, max=2, help="Prefill engines, and as many decode engines; each needs about 1 GiB.")
+    ] = 2,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests on their way at the same time.")] = 8,
+    round_seconds: Annotated[float, typer.Option(min=5.0, help="Load between two audits.")] = 30.0,
+    out: Annotated[
+        Path,
+        typer.Option("--json", metavar="FILE", help="Where the figures go.", show_default="bench/results/soak.json"),
+    ] = RESULTS / "soak.json",
+    logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the engines log. Default: a new directory under /tmp.")
+    ] = None,
+) -> None:
+    """Real prefill and decode engines under load while everything goes wrong; every answer is checked.
+
+    A router sends prompts of many lengths, with shared prefixes, to one of two prefill engines (P) and one of two
+    decode engines (D): to both at once, or to one first. Meanwhile faults strike: clients disconnect, engines are
+    killed, stopped and restarted, P preempts, WRITEs fail, messages get lost or come twice, strangers send garbage.
+
+    The time is cut into rounds. After the load of a round everything must end within its deadline, and each idle
+    engine is audited: all blocks free, no table entry of an ended request, no open transfer handle, no new threads.
+
+    * Tokens of **every** answered request are compared with those of a plain engine.
+
+    * The KV of **every** push that D accepted is compared with P's, block by block, layer by layer.
+
+    Exit status: 0 when nothing was wrong; 1 for any mismatch, leak, hang or engine that died by itself; 2 when the
+    engines did not start; 130 when it was interrupted and nothing was wrong until then. Ctrl-C ends the load, waits for
+    calm and reports; a second one reports at once.
+
+    Examples: `make soak MINUTES=10`; `scripts/soak --minutes 2 --faults kill-p,stop-d --seed 7`.
+    """
+    console = Console(soft_wrap=True)
+    if list_kinds:
+        console.print(_kinds_table())
+        return
+    try:
+        kinds = () if faults == "none" else chosen(name.strip() for name in faults.split(",") if name.strip())
+    except UnknownKindError as error:
+        raise typer.BadParameter(str(error), param_hint="--faults") from error
+    seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    folder = logs or Path(tempfile.mkdtemp(prefix="layerpush-soak-"))
+    settings = Settings(minutes, seed, kinds, in_flight, round_seconds)
+    raise typer.Exit(_run(console, settings, engines, folder.resolve(), out, corrupt=corrupt))
+
+
+def _run(console: Console, settings: Settings, engines: int, folder: Path, out: Path, *, corrupt: bool) -> int:
+    began = time.monotonic()
+    tally = Tally()
+    model = ModelShelf(folder).path("llama")
+    specs = [*prefills(engines, corrupt=corrupt), *decoders(engines), REFERENCE]
+    console.print(
+        f"Seed {settings.seed}. {settings.minutes:g} min, {len(settings.kinds)} kinds of fault, engines "
+        f"{', '.join(spec.name for spec in specs)}. Logs: {folder}",
+        highlight=False,
+    )
+    makers = {spec.name: partial(_make, spec, model) for spec in specs}
+    seats = Seats(makers, folder, free_ports(*PORTS))
+    broken = False
+    with Display(console, seats, tally, 60 * settings.minutes) as display:
+        run = Soak(settings, seats, tally, display.update)
+        _stop_on_signals(run, console)
+        try:
+            run.start()
+            run.run()
+        except (NotStartedError, ReferenceLostError) as error:
+            broken = True
+            console.print(str(error), style="red", markup=False, highlight=False)
+        finally:
+            seats.close()
+    return _report(console, settings, tally, seats, folder, out, time.monotonic() - began, broken, run.stopped)
+
+
+def _make(spec: EngineSpec, model: Path, engine_id: str, port: int, folder: Path) -> Engine:
+    return Engine(spec, engine_id, port, model, folder)
+
+
+def _stop_on_signals(run: Soak, console: Console) -> None:
+    def stop(_signum: int, _frame: FrameType | None) -> None:
+        run.stop()
+        console.print("[yellow]Ending the load; once more to report at once.[/]")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+
+
+def _report(
+    console: Console,
+    settings: Settings,
+    tally: Tally,
+    seats: Seats,
+    folder: Path,
+    out: Path,
+    seconds: float,
+    broken: bool,
+    stopped: bool,
+) -> int:
+    memories = {seat.name: seats.memories(seat.name) for seat in seats}
+    console.print(requests_table(tally), faults_table(tally, settings.kinds), memory_table(memories))
+    figures = as_json(tally, settings.kinds, memories)
+    run = {"minutes": settings.minutes, "seconds": round(seconds), "interrupted": stopped, "broken": broken}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(provenance(settings.seed) | run | figures, indent=1) + "\n")
+    console.print(f"Figures: {out}. {seconds:.0f} s in all.", highlight=False)
+    reasons = verdict(tally)
+    if broken:
+        return BROKEN
+    if not reasons:
+        console.print("[green]Nothing was wrong.[/]" + (" Interrupted." if stopped else ""))
+        return INTERRUPTED if stopped else PASSED
+    if stopped and not tally.problems:
+        console.print("[yellow]Interrupted before anything could be compared.[/]")
+        return INTERRUPTED
+    console.print(f"[red]FAILED[/]: {'; '.join(reasons)}", highlight=False)
+    for problem in tally.problems[:SHOWN_PROBLEMS]:
+        console.print(f"  {problem.ill}, round {problem.round}: {problem.text}", markup=False, highlight=False)
+    if len(tally.problems) > SHOWN_PROBLEMS:
+        console.print(f"  and {len(tally.problems) - SHOWN_PROBLEMS} more, in {out}")
+    names = ",".join(kind.name for kind in settings.kinds) or "none"
+    console.print(
+        f"Again, with the same requests and faults: scripts/soak --seed {settings.seed} --minutes {settings.minutes:g} "
+        f"--in-flight {settings.in_flight} --round-seconds {settings.round_s:g} --faults {names}\nLogs: {folder}",
+        highlight=False,
+    )
+    return FAILED
+
+
+def _kinds_table() -> Table:
+    table = Table("kind", "strikes", "what happens", title="Kinds of fault")
+    for kind in KINDS:
+        table.add_row(kind.name, _target(kind), kind.meaning)
+    return table
+
+
+def _target(kind: Kind) -> str:
+    return kind.place if kind.side is None else f"{kind.place} ({kind.side})"

@@ -1,0 +1,152 @@
+"""What the soak runs inside an engine host (`Engine.call`); the first argument is the HostedEngine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.results import KvDigest
+
+if TYPE_CHECKING:
+    from tests.e2e.hostmain import HostedEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What an engine remembers of a request that has ended there."""
+
+    digest: KvDigest | None
+    load_failed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What an engine holds. At idle everything but ``threads`` and ``preemptions`` must be nothing."""
+
+    missing_blocks: int
+    requests: tuple[str, ...]
+    mentions: tuple[str, ...]
+    open_handles: int
+    threads: tuple[str, ...]
+    os_threads: int
+    preemptions: int
+
+
+class Notebook:
+    """Counts and remembers what the scheduler tells nobody."""
+
+    def __init__(self, scheduler: Any, free_blocks: int) -> None:
+        self.free_blocks = free_blocks
+        self.preemptions = 0
+        self.failed_loads: set[str] = set()
+        handle_failed, preempt = scheduler._handle_failed_recving, scheduler._preempt_request
+
+        def remember_failed(request_ids: set[str]) -> Any:
+            self.failed_loads |= set(request_ids)
+            return handle_failed(request_ids)
+
+        def count_preemption(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._handle_failed_recving, scheduler._preempt_request = remember_failed, count_preemption
+
+
+_NOTEBOOKS: list[Notebook] = []  # the one of this process
+
+
+def install(host: HostedEngine) -> None:
+    """Once per process, before its first request."""
+    _NOTEBOOKS.append(Notebook(host.scheduler, probes.free_blocks(host)))
+    if host.scheduler.connector is not None:
+        wirefaults.watch(host)
+
+
+def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]:
+    """Hand out and forget everything that the tests' own watchers keep of these requests."""
+    notebook = _NOTEBOOKS[0]
+    watch = host.watch
+    records = {}
+    for request_id in request_ids:
+        internal = host._internal.pop(request_id, None)
+        mine = [known for known in _known_ids(host) if known.startswith(f"{request_id}-") or known == request_id]
+        digest = watch.digests.get(internal) if watch is not None and internal is not None else None
+        records[request_id] = Record(digest, any(known in notebook.failed_loads for known in mine))
+        for known in mine:
+            notebook.failed_loads.discard(known)
+            if watch is not None:
+                for table in (watch.digests, watch._tables, watch._registered):
+                    table.pop(known, None)
+    host.notifications._sent.clear()
+    if host.faults is not None:
+        host.faults.sent.clear()
+        host.faults.landed &= host.faults.open
+    return records
+
+
+def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Audit:
+    """``texts`` are ids that no table may mention any more, but those whose paths contain one of ``allowed``."""
+    notebook = _NOTEBOOKS[0]
+    found = [path for path in probes.mentions(host, texts) if not any(part in path for part in allowed)]
+    return Audit(
+        missing_blocks=notebook.free_blocks - probes.free_blocks(host),
+        requests=tuple(f"{request_id} {status}" for request_id, status in probes.request_statuses(host).items()),
+        mentions=tuple(found),
+        open_handles=wirefaults.open_handles(host),
+        threads=tuple(sorted(thread.name for thread in threading.enumerate())),
+        os_threads=len(os.listdir("/proc/self/task")),
+        preemptions=notebook.preemptions,
+    )
+
+
+def throw_garbage(host: HostedEngine, count: int, seed: float) -> int:
+    """Send notifications that are none to every peer that this engine knows; returns how many left."""
+    worker = wirefaults._worker()
+    send = wirefaults._faults(host)._real["send_notif"]  # the wrapper would want to know what kind it is
+    rng = random.Random(seed)
+    sent = 0
+    agents = [agent for ranks in list(worker._remote_agents.values()) for agent in list(ranks.values())]
+    for agent in agents:
+        for _ in range(count):
+            try:
+                send(agent, garbage(rng))
+            except Exception:  # noqa: BLE001, S112  a peer that is gone gets none; NIXL builds differ in their errors
+                continue
+            sent += 1
+    return sent
+
+
+def garbage(rng: random.Random) -> bytes:
+    """Bytes that are no message of anybody's request: cut, mistyped, huge, out of range, or merely unknown."""
+    noise = rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))
+    nobody = f"nobody-{rng.getrandbits(64):x}".encode()
+    return rng.choice(
+        (
+            noise,
+            b"LAYERPUSH:" + noise,
+            b"LAYERPUSH:\x82\xa4kind\xa6Cancel\xaarequest_id" + bytes([0xA0 | len(nobody) % 32]) + nobody[:31],
+            b"PUSH_REG:" + noise,
+            b"PUSH_REG:\x81\xafrequest_id\xa3abc",
+            b"PUSH_REG:\xdd\xff\xff\xff\xff",
+            nobody + b":1",
+            nobody + b":" + b"9" * 30,
+            nobody + b":-1",
+            b":",
+            b"HB:" + nobody,
+            b"HB:" + b"," * 1000,
+            b"\xff\xfe:1",
+        )
+    )
+
+
+def _known_ids(host: HostedEngine) -> set[str]:
+    notebook = _NOTEBOOKS[0]
+    known = set(notebook.failed_loads)
+    if host.watch is not None:
+        known |= set(host.watch.digests) | set(host.watch._tables) | set(host.watch._registered)
+    return known

@@ -1,0 +1,68 @@
+"""The kinds of fault that the soak knows, by where they strike. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["request", "engine", "wire"]
+Side = Literal["P", "D"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault. ``side``: which engines it strikes; None for either, or for a request."""
+
+    name: str
+    place: Place
+    meaning: str
+    side: Side | None = None
+
+
+KINDS = (
+    Kind("abort-p", "request", "P's request is aborted at a random moment; D goes on waiting"),
+    Kind("abort-d", "request", "the client of D disconnects at a random moment; P goes on"),
+    Kind("abort-both", "request", "both sides are aborted at random moments, as a router does"),
+    Kind("resend-p", "request", "P's request is aborted and the same request comes again"),
+    Kind("no-p", "request", "D registers for a request that P never gets"),
+    Kind("no-d", "request", "P computes for a D that never comes: the lease ends"),
+    Kind("late-d", "request", "D comes when P's lease has ended"),
+    Kind("bad-params-p", "request", "P gets damaged kv_transfer_params"),
+    Kind("bad-params-d", "request", "D gets damaged kv_transfer_params: missing keys, wrong types, nobody there"),
+    Kind("unequal", "request", "D's prompt is some blocks longer than the one that P got"),
+    Kind("kill-p", "engine", "SIGKILL for P, which comes back under the same engine id", "P"),
+    Kind("kill-p-new", "engine", "SIGKILL for P, which comes back under a new engine id", "P"),
+    Kind("kill-d", "engine", "SIGKILL for D, which comes back under the same engine id", "D"),
+    Kind("kill-d-new", "engine", "SIGKILL for D, which comes back under a new engine id", "D"),
+    Kind("shutdown-p", "engine", "P is shut down in good order with pushes in flight, and started again", "P"),
+    Kind("shutdown-d", "engine", "D is shut down in good order while it waits for pushes, and started again", "D"),
+    Kind("stop-p", "engine", "SIGSTOP for P for longer than peer_timeout_s, then SIGCONT", "P"),
+    Kind("stop-d", "engine", "SIGSTOP for D for longer than write_timeout_s, then SIGCONT", "D"),
+    Kind("preempt", "engine", "a burst of long prompts for P, whose KV cache cannot hold them: it preempts", "P"),
+    Kind("fail-post", "wire", "WRITEs of P fail when they are posted", "P"),
+    Kind("err-handle", "wire", "WRITEs of P end in ERR", "P"),
+    Kind("stuck-handle", "wire", "WRITEs of P stay PROC for longer than write_timeout_s", "P"),
+    Kind("drop-notes", "wire", "layerpush's own notifications get lost"),
+    Kind("dup-notes", "wire", "layerpush's own notifications arrive twice"),
+    Kind("delay-notes", "wire", "layerpush's own notifications arrive late and out of order"),
+    Kind("dup-registration", "wire", "D's registrations arrive twice", "D"),
+    Kind("garbage-notes", "wire", "an engine's peers get notifications that are none, or name strange requests"),
+    Kind("garbage-port", "wire", "somebody sends garbage to an engine's side channel"),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+class UnknownKindError(ValueError):
+    """There is no such kind of fault; the message says what there is."""
+
+
+def chosen(names: Iterable[str]) -> tuple[Kind, ...]:
+    """The kinds of these names, in the order of the table; all of them for no names. Raises UnknownKindError."""
+    wanted = set(names)
+    for name in sorted(wanted - set(BY_NAME)):
+        close = difflib.get_close_matches(name, BY_NAME, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UnknownKindError(f"no fault kind {name!r}; {hint}choose from: {', '.join(BY_NAME)}")
+    return tuple(kind for kind in KINDS if not wanted or kind.name in wanted)

@@ -1,0 +1,97 @@
+"""The table for people and the JSON for programs; both show the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from tests.faults.soak.engine import Memory
+from tests.faults.soak.kinds import Kind
+from tests.faults.soak.request import Outcome
+from tests.faults.soak.tally import ILLS, Tally
+
+HEADINGS = {"mismatch": "mismatches", "leak": "leaks", "hang": "hangs", "death": "engines that died by themselves"}
+
+
+def verdict(tally: Tally) -> list[str]:
+    """Why the soak is a failure; empty for a success. A soak that compared nothing is none."""
+    reasons = [f"{tally.count(ill)} {HEADINGS[ill]}" for ill in ILLS if tally.count(ill)]
+    if not tally.tokens_compared:
+        reasons.append("no answer was compared with the plain engine's")
+    if not tally.kv_compared:
+        reasons.append("no pushed KV was compared")
+    return reasons
+
+
+def requests_table(tally: Tally) -> Table:
+    table = Table(title=f"{tally.requests} requests in {tally.rounds} rounds")
+    table.add_column("ended as")
+    table.add_column("count", justify="right")
+    for outcome in Outcome:
+        table.add_row(outcome.value, str(tally.outcomes[outcome]))
+    table.add_section()
+    table.add_row("tokens compared with the plain engine's", str(tally.tokens_compared))
+    table.add_row("pushes whose KV on D was compared with P's", f"{tally.kv_compared} ({tally.kv_cells} layer blocks)")
+    table.add_row("recomputed or failed with no fault near", str(len(tally.unexplained)))
+    table.add_section()
+    for ill in ILLS:
+        count = tally.count(ill)
+        table.add_row(HEADINGS[ill], f"[red]{count}[/]" if count else "[green]0[/]")
+    return table
+
+
+def faults_table(tally: Tally, kinds: Sequence[Kind]) -> Table:
+    table = Table(title="Faults", caption="survived: the round ended without any problem", caption_justify="left")
+    for heading in ("kind", "injected", "survived"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+    for kind in kinds:
+        injected, survived = tally.injected[kind.name], tally.survived[kind.name]
+        table.add_row(kind.name, str(injected), str(survived) if survived == injected else f"[red]{survived}[/]")
+    table.add_section()
+    table.add_row("preemptions on P that came of it", str(tally.preemptions), "")
+    return table
+
+
+def memory_table(memories: Mapping[str, Sequence[Memory]]) -> Table:
+    table = Table(title="Memory of each engine process, MiB")
+    for heading in ("engine", "processes", "peak", "most growth between idle moments"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    for name, figures in memory_figures(memories).items():
+        table.add_row(
+            name, str(len(figures["processes"])), f"{figures['peak_mib']:.0f}", f"{figures['growth_mib']:.0f}"
+        )
+    return table
+
+
+def memory_figures(memories: Mapping[str, Sequence[Memory]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "peak_mib": max(memory.peak_mib for memory in processes),
+            "growth_mib": max(memory.growth_mib for memory in processes),
+            "processes": [{"peak_mib": memory.peak_mib, "idle_mib": memory.idle_mib} for memory in processes],
+        }
+        for name, processes in memories.items()
+    }
+
+
+def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence[Memory]]) -> dict[str, Any]:
+    """Everything that was found out, down to each request."""
+    return {
+        "verdict": verdict(tally) or "passed",
+        "requests": {outcome.value: tally.outcomes[outcome] for outcome in Outcome},
+        "rounds": tally.rounds,
+        "faults": {
+            kind.name: {"injected": tally.injected[kind.name], "survived": tally.survived[kind.name]} for kind in kinds
+        },
+        "faults_that_found_no_target": dict(tally.skipped),
+        "preemptions": tally.preemptions,
+        "compared": {"tokens": tally.tokens_compared, "pushes": tally.kv_compared, "layer_blocks": tally.kv_cells},
+        **{HEADINGS[ill].replace(" ", "_"): tally.count(ill) for ill in ILLS},
+        "problems": [dataclasses.asdict(problem) for problem in tally.problems],
+        "undone_with_no_fault_near": tally.unexplained,
+        "memory": memory_figures(memories),
+        "samples": tally.samples,
+    }

@@ -1,0 +1,132 @@
+"""One request of the soak: what was sent where, what came back, and what became of it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+from tests.e2e.results import Finished
+from tests.faults.soak.inhost import Record
+from tests.faults.soak.kinds import Side
+from tests.faults.soak.plan import PlannedRequest
+
+
+class Outcome(Enum):
+    """How a request ended for the client who sent it."""
+
+    COMPLETED = "completed"
+    RECOMPUTED = "recomputed"
+    FAILED = "failed cleanly"
+    ABORTED = "aborted"
+    LOST = "lost with an engine that the soak ended"
+    HUNG = "hung"
+
+
+class State(Enum):
+    """Where a request is on one side."""
+
+    UNSENT = "unsent"
+    SENT = "sent"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    LOST = "lost"
+
+
+@dataclasses.dataclass
+class Leg:
+    """A request on one engine: its name, and which process of that name. ``wanted``: whether it is ever sent."""
+
+    side: Side
+    engine: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    incarnation: int = 0
+    state: State = State.UNSENT
+    wanted: bool = True
+    output: Finished | None = None
+    error: str | None = None
+    record: Record | None = None
+    expected: tuple[int, ...] | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self.wanted if self.state is State.UNSENT else self.state is not State.SENT
+
+    @property
+    def tokens_wrong(self) -> bool:
+        """Whether the answer is not the plain engine's; False while that is not known."""
+        if self.state is not State.FINISHED or self.output is None or self.expected is None:
+            return False
+        return self.output.token_ids != self.expected[: self.max_tokens]
+
+
+@dataclasses.dataclass
+class SoakRequest:
+    """A planned request on its way. ``faults``: the kinds that struck the request itself."""
+
+    plan: PlannedRequest
+    request_id: str
+    p: Leg
+    d: Leg
+    sent_at: float
+    ended_at: float | None = None
+    faults: set[str] = dataclasses.field(default_factory=set)
+    hung: bool = False
+    compared_cells: int = 0
+    differing_cells: int = 0
+
+    @property
+    def legs(self) -> tuple[Leg, Leg]:
+        return self.p, self.d
+
+    @property
+    def over(self) -> bool:
+        return self.p.over and self.d.over
+
+    @property
+    def outcome(self) -> Outcome:
+        """D's client is the one who counts; P's where D was never to be asked."""
+        leg = self.d if self.d.wanted else self.p
+        if self.hung or not leg.over:
+            return Outcome.HUNG
+        if leg.state is State.FINISHED:
+            failed = leg.record is not None and leg.record.load_failed
+            return Outcome.RECOMPUTED if failed else Outcome.COMPLETED
+        return {State.ABORTED: Outcome.ABORTED, State.LOST: Outcome.LOST}.get(leg.state, Outcome.FAILED)
+
+    def compare_kv(self) -> list[tuple[int, int]]:
+        """(layer, block) wherever D's bytes of a pushed prompt are not P's; notes how many cells were compared."""
+        ours, theirs = (leg.record.digest if leg.record else None for leg in self.legs)
+        if self.outcome is not Outcome.COMPLETED or self.p.state is not State.FINISHED:
+            return []
+        if ours is None or theirs is None or ours.tokens != theirs.tokens:
+            return []  # the router sent two prompts: what came of that is for the tokens to say
+        cells = [sum(cell is not None for cell in row) for row in theirs.cells]
+        if not any(cells):
+            return []  # all of it was in D's prefix cache
+        self.compared_cells = sum(cells)
+        differing = ours.differing(theirs)
+        self.differing_cells = len(differing)
+        return differing
+
+    def sample(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "number": self.plan.number,
+            "id": self.request_id,
+            "prompt_tokens": [len(leg.token_ids) for leg in self.legs],
+            "max_tokens": self.plan.max_tokens,
+            "order": self.plan.order,
+            "engines": [f"{leg.engine}#{leg.incarnation}" for leg in self.legs],
+            "states": [leg.state.value for leg in self.legs],
+            "errors": [leg.error for leg in self.legs],
+            "outcome": self.outcome.value,
+            "faults": sorted(self.faults),
+            "seconds": None if self.ended_at is None else round(self.ended_at - self.sent_at, 3),
+            "tokens_compared": self.d.expected is not None or self.p.expected is not None,
+            "tokens_wrong": [leg.side for leg in self.legs if leg.tokens_wrong],
+            "kv_cells_compared": self.compared_cells,
+            "kv_cells_differing": self.differing_cells,
+        }

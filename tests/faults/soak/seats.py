@@ -1,0 +1,117 @@
+"""The engines of a soak by name, over deaths and restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import wait
+
+from tests.faults.soak import inhost
+from tests.faults.soak.engine import Ended, Engine, Event, Memory, Ready
+from tests.faults.soak.kinds import Side
+
+Maker = Callable[[str, int, pathlib.Path], Engine]
+"""Starts an engine: its id, its port, and the folder for its log."""
+
+
+@dataclasses.dataclass
+class Seat:
+    """A place for one engine. ``leaving``: the soak itself ends it, so its death is no surprise.
+
+    ``preemptions`` and ``usual_threads`` are what the present process showed at its last and its first audit.
+    """
+
+    engine: Engine
+    incarnation: int = 1
+    leaving: bool = False
+    preemptions: int = 0
+    usual_threads: int | None = None
+    memories: list[Memory] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.engine.spec.name
+
+    @property
+    def usable(self) -> bool:
+        return self.engine.ready and not self.leaving
+
+    @property
+    def calm(self) -> bool:
+        """Up and not disturbed by a fault that will be over by itself."""
+        return self.usable and not self.engine.paused
+
+
+class Seats:
+    """All engines. ``take_port`` hands out free ports; logs of each incarnation have a folder of their own."""
+
+    def __init__(self, engines: Mapping[str, Maker], scratch: pathlib.Path, take_port: Callable[[], int]) -> None:
+        self._make, self._scratch, self._take_port = engines, scratch, take_port
+        self.seats = {name: Seat(self._start(name, f"{name}-1", take_port(), 1)) for name in engines}
+
+    def __getitem__(self, name: str) -> Seat:
+        return self.seats[name]
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self.seats.values())
+
+    def of(self, side: Side) -> list[Seat]:
+        return [seat for seat in self if seat.engine.spec.role == side]
+
+    def usable(self, side: Side) -> list[str]:
+        return [seat.name for seat in self.of(side) if seat.usable]
+
+    @property
+    def all_calm(self) -> bool:
+        return all(seat.calm for seat in self)
+
+    def wait(self, timeout: float) -> list[tuple[Seat, Event]]:
+        """What has happened, at most `timeout` seconds from now. A host that is ready gets its instruments first."""
+        there = [seat for seat in self if not seat.engine.ended]
+        wait([thing for seat in there for thing in (seat.engine.pipe, seat.engine.sentinel)], timeout)
+        happened: list[tuple[Seat, Event]] = []
+        for seat in there:
+            for event in seat.engine.events():
+                if isinstance(event, Ready):
+                    seat.engine.call(inhost.install)
+                happened.append((seat, event))
+        return happened
+
+    def replace(self, name: str, *, same_id: bool) -> None:
+        """Put a fresh engine where one has ended: under the same id and port, or under new ones."""
+        seat = self.seats[name]
+        old = seat.engine
+        old.put_away()
+        seat.memories.append(old.memory)
+        seat.incarnation += 1
+        engine_id = old.engine_id if same_id else f"{name}-{seat.incarnation}"
+        seat.engine = self._start(name, engine_id, old.port if same_id else self._take_port(), seat.incarnation)
+        seat.leaving, seat.preemptions, seat.usual_threads = False, 0, None
+
+    def memories(self, name: str) -> list[Memory]:
+        """Of every process that sat there."""
+        return [*self.seats[name].memories, self.seats[name].engine.memory]
+
+    def measure_memory(self, *, idle: bool = False) -> None:
+        for seat in self:
+            if not seat.engine.ended:
+                seat.engine.measure_memory(idle=idle and seat.calm)
+
+    def close(self) -> None:
+        for seat in self:
+            if seat.engine.paused:
+                seat.engine.resume()
+            seat.engine.shut_down()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and any(not seat.engine.ended for seat in self):
+            self.wait(0.1)
+        for seat in self:
+            seat.engine.put_away()
+
+    def _start(self, name: str, engine_id: str, port: int, incarnation: int) -> Engine:
+        return self._make[name](engine_id, port, self._scratch / f"{name}-{incarnation}")
+
+
+__all__ = ["Ended", "Seat", "Seats"]

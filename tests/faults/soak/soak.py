@@ -1,0 +1,202 @@
+"""The soak itself: rounds of load and faults, each followed by calm and an audit of every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tests.e2e.results import Finished
+from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.audits import Auditor
+from tests.faults.soak.engine import Ended
+from tests.faults.soak.kinds import Kind
+from tests.faults.soak.mischief import Mischief
+from tests.faults.soak.plan import FaultPlan, PlannedFault, RequestPlan
+from tests.faults.soak.reference import Reference
+from tests.faults.soak.request import SoakRequest
+from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.tally import Tally
+from tests.faults.soak.traffic import Traffic
+
+START_S = 180.0
+HANG_S = 90.0
+SILENCE_S = 60.0
+TURN_S = 0.05
+MEMORY_EVERY_S = 1.0
+DISTURBED_FOR_S = 30.0
+
+
+class NotStartedError(RuntimeError):
+    """An engine did not come up at the very beginning; the message has the end of its log."""
+
+
+class ReferenceLostError(RuntimeError):
+    """Without the plain engine nobody knows what the right tokens are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How long, how much, and from which seed."""
+
+    minutes: float
+    seed: int
+    kinds: Sequence[Kind]
+    in_flight: int = 8
+    round_s: float = 30.0
+
+
+class Soak:
+    """One run. ``watch`` is called often, for whoever shows progress; `stop` ends the load, twice ends the run."""
+
+    def __init__(self, settings: Settings, seats: Seats, tally: Tally, watch: Callable[[str], None]) -> None:
+        self.seats, self.tally, self._settings, self._watch = seats, tally, settings, watch
+        self._requests = RequestPlan(settings.seed, settings.kinds)
+        self._faults = FaultPlan(settings.seed, settings.kinds)
+        self._agenda = Agenda()
+        self._reference = Reference(seats, "R")
+        self.traffic = Traffic(seats, self._reference, self._agenda, self._struck, self._account)
+        self._mischief = Mischief(seats, self._agenda, self._struck, self._skipped, self._burst, self._stuck)
+        self._last_struck = float("-inf")
+        self._last_memory = 0.0
+        self._stops = 0
+
+    def stop(self) -> None:
+        self._stops += 1
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops > 0
+
+    def start(self) -> None:
+        """Wait for all engines. Raises NotStartedError."""
+        deadline = time.monotonic() + START_S
+        while not self.seats.all_calm:
+            for seat, event in self.seats.wait(TURN_S):
+                if isinstance(event, Ended):
+                    raise NotStartedError(f"{seat.name} did not start:\n{event.crash or ''}\n{seat.engine.log_tail()}")
+            self._watch("starting")
+            if time.monotonic() > deadline:
+                raise NotStartedError(f"not all engines were up after {START_S:.0f} s")
+            if self.stopped:
+                return
+
+    def run(self) -> None:
+        end = time.monotonic() + 60 * self._settings.minutes
+        while not self.stopped and time.monotonic() < end:
+            self.tally.begin_round()
+            self._load(min(self._settings.round_s, max(5.0, end - time.monotonic())))
+            self._calm_down()
+            if self._stops < 2:
+                self._audit()
+            self.tally.end_round()
+
+    # Phases of a round
+
+    def _load(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for fault in self._faults.round(seconds):
+            self._agenda.put(time.monotonic() + fault.at_s, partial(self._strike, fault, until))
+        while time.monotonic() < until and not self.stopped:
+            self._top_up()
+            self._turn("load")
+
+    def _calm_down(self) -> None:
+        """Until nothing is on its way, no fault lasts, and every engine is up."""
+        while self._stops < 2 and not self._is_calm():
+            self._turn("calming down")
+
+    def _is_calm(self) -> bool:
+        return not (self.traffic.outstanding or self._mischief.outstanding) and self.seats.all_calm
+
+    def _audit(self) -> None:
+        auditor = Auditor([seat for seat in self.seats if seat.name != "R"], self.traffic.sent_ids)
+        while not auditor.over(time.monotonic()) and self._stops < 2:
+            self._turn("audit")
+        for text in auditor.leaks():
+            self.tally.problem("leak", text)
+        for seat in auditor.leaking():
+            self._end_engine(seat)
+        self.tally.preemptions += auditor.take_preemptions()
+        self.seats.measure_memory(idle=True)
+        self.traffic.sent_ids.clear()
+
+    # One turn
+
+    def _turn(self, phase: str) -> None:
+        for seat, event in self.seats.wait(TURN_S):
+            if isinstance(event, Ended):
+                self._ended(seat, event)
+            elif isinstance(event, Finished):
+                self._reference.take(event) if seat.name == "R" else self.traffic.take(seat, event)
+        now = time.monotonic()
+        self._agenda.run_due(now)
+        self._look_for_hangs(now)
+        if now > self._last_memory + MEMORY_EVERY_S:
+            self._last_memory = now
+            self.seats.measure_memory()
+        self._watch(phase)
+
+    def _top_up(self) -> None:
+        if len(self.traffic.live) < self._settings.in_flight and all(self.seats.usable(side) for side in ("P", "D")):
+            self.traffic.send(self._requests.next())
+
+    def _burst(self, count: int) -> None:
+        for plan in self._requests.burst(count):
+            if all(self.seats.usable(side) for side in ("P", "D")):
+                self.traffic.send(plan)
+
+    def _account(self, request: SoakRequest) -> None:
+        request.compare_kv()
+        self.tally.account(request, disturbed=self._last_struck > request.sent_at - DISTURBED_FOR_S)
+
+    # Faults and what follows
+
+    def _strike(self, fault: PlannedFault, until: float) -> None:
+        if self.stopped:
+            self._skipped(fault.kind.name)
+        else:
+            self._mischief.strike(fault, until)
+
+    def _skipped(self, kind: str) -> None:
+        self.tally.skipped[kind] += 1
+
+    def _struck(self, kind: str) -> None:
+        self._last_struck = time.monotonic()
+        self.tally.struck(kind)
+
+    def _ended(self, seat: Seat, event: Ended) -> None:
+        if seat.name == "R":
+            raise ReferenceLostError(f"the plain engine died:\n{event.crash or ''}\n{seat.engine.log_tail()}")
+        self.traffic.lose(seat)
+        if not seat.leaving:
+            text = (event.crash or f"exit code {seat.engine.exit_code}").strip()
+            self.tally.problem("death", f"{seat.name} ({seat.engine.log_path}) died: {text[-2000:]}")
+            self._mischief.leave(seat)
+        self._mischief.ended(seat)
+
+    def _look_for_hangs(self, now: float) -> None:
+        for request in list(self.traffic.live.values()):
+            if now - request.sent_at > HANG_S:
+                states = ", ".join(f"{leg.engine} {leg.state.value}" for leg in request.legs)
+                self.tally.problem(
+                    "hang", f"{request.request_id} ({request.plan.fault or 'no fault of its own'}): {states}"
+                )
+                for leg in request.legs:
+                    self.seats[leg.engine].engine.dump_stacks()
+                self.traffic.give_up(request)
+        for seat in self.seats:
+            since = seat.engine.waits_since()
+            if seat.engine.ready and not seat.engine.paused and since is not None and now - since > SILENCE_S:
+                self._stuck(seat, f"has not answered for {SILENCE_S:.0f} s")
+
+    def _stuck(self, seat: Seat, what: str) -> None:
+        """An engine hangs: note where, and put a fresh one in its place."""
+        self.tally.problem("hang", f"{seat.name} ({seat.engine.log_path}) {what}")
+        seat.engine.dump_stacks()
+        self._end_engine(seat)
+
+    def _end_engine(self, seat: Seat) -> None:
+        self._mischief.leave(seat)
+        seat.engine.kill()

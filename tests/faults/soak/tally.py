@@ -1,0 +1,91 @@
+"""What a soak found out: counts, and everything that must not be. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any, Literal
+
+from tests.faults.soak.request import Outcome, SoakRequest
+
+Ill = Literal["mismatch", "leak", "hang", "death"]
+ILLS: tuple[Ill, ...] = ("mismatch", "leak", "hang", "death")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that must not be; any of them makes the soak a failure."""
+
+    ill: Ill
+    round: int
+    text: str
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts of the whole run. A fault is survived when its round ended without a problem."""
+
+    rounds: int = 0
+    outcomes: Counter[Outcome] = dataclasses.field(default_factory=Counter)
+    injected: Counter[str] = dataclasses.field(default_factory=Counter)
+    survived: Counter[str] = dataclasses.field(default_factory=Counter)
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)
+    tokens_compared: int = 0
+    kv_compared: int = 0
+    kv_cells: int = 0
+    preemptions: int = 0
+    garbage_sent: int = 0
+    unexplained: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    _this_round: Counter[str] = dataclasses.field(default_factory=Counter)
+    _problems_before: int = 0
+
+    def begin_round(self) -> None:
+        self.rounds += 1
+        self._this_round.clear()
+        self._problems_before = len(self.problems)
+
+    def end_round(self) -> None:
+        if len(self.problems) == self._problems_before:
+            self.survived.update(self._this_round)
+
+    def struck(self, kind: str) -> None:
+        """A fault of this kind has been injected."""
+        self.injected[kind] += 1
+        self._this_round[kind] += 1
+
+    def problem(self, ill: Ill, text: str) -> None:
+        self.problems.append(Problem(ill, self.rounds, text))
+
+    def count(self, ill: Ill) -> int:
+        return sum(problem.ill == ill for problem in self.problems)
+
+    def account(self, request: SoakRequest, *, disturbed: bool) -> None:
+        """A request has ended, and its records and the right tokens are there. Mismatches become problems."""
+        self.outcomes[request.outcome] += 1
+        self.samples.append(request.sample())
+        self.tokens_compared += any(leg.expected is not None and leg.output is not None for leg in request.legs)
+        for leg in request.legs:
+            if leg.tokens_wrong and leg.output is not None:
+                self.problem(
+                    "mismatch",
+                    f"{request.request_id}: {leg.engine} answered {list(leg.output.token_ids)}, "
+                    f"the plain engine {list(leg.expected or ())}",
+                )
+        if request.compared_cells:
+            self.kv_compared += 1
+            self.kv_cells += request.compared_cells
+        if request.differing_cells:
+            self.problem(
+                "mismatch",
+                f"{request.request_id}: {request.differing_cells} of {request.compared_cells} (layer, block) cells "
+                f"of its KV differ between {request.p.engine} and {request.d.engine}",
+            )
+        undone = request.outcome in (Outcome.RECOMPUTED, Outcome.FAILED)
+        if undone and not disturbed and not request.faults:
+            self.unexplained.append(f"{request.request_id} {request.outcome.value}: {request.d.error or 'load failed'}")
+
+    @property
+    def requests(self) -> int:
+        return sum(self.outcomes.values())

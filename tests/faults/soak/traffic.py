@@ -1,0 +1,260 @@
+"""The load: sends requests as a P/D router does, strikes them with their own faults, and takes in what comes back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tests.e2e.enginehost import Request
+from tests.e2e.results import Finished
+from tests.faults.soak import inhost
+from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.badparams import damaged_for_d, damaged_for_p
+from tests.faults.soak.engine import Answer
+from tests.faults.soak.plan import PlannedRequest
+from tests.faults.soak.reference import Reference
+from tests.faults.soak.request import Leg, SoakRequest, State
+from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.specs import LEASE_S
+
+LATE_AFTER_S = LEASE_S + 2.0
+EXTRA_TOKENS = (64, 96, 160)
+
+
+class Traffic:
+    """All requests that are on their way (``live``), or whose records and right tokens are (``outstanding`` of both).
+
+    ``done`` gets each one when nothing of it is outstanding any more.
+    """
+
+    def __init__(
+        self,
+        seats: Seats,
+        reference: Reference,
+        agenda: Agenda,
+        struck: Callable[[str], None],
+        done: Callable[[SoakRequest], None],
+    ) -> None:
+        self._seats, self._reference, self._agenda = seats, reference, agenda
+        self._struck, self._done = struck, done
+        self.live: dict[str, SoakRequest] = {}
+        self.outstanding = 0
+        self.sent_ids: list[str] = []
+
+    def send(self, plan: PlannedRequest) -> None:
+        """Start a request on engines that are up. There must be one of either side."""
+        p = self._seats[plan.among("P", self._seats.usable("P"))]
+        d = self._seats[plan.among("D", self._seats.usable("D"))]
+        d_tokens = plan.token_ids
+        if plan.fault == "unequal":
+            rng = random.Random(plan.draw)
+            d_tokens += tuple(rng.choices(range(3, 1024), k=rng.choice(EXTRA_TOKENS)))
+        request = SoakRequest(
+            plan,
+            f"soak-{plan.number:06d}",
+            Leg("P", p.name, plan.token_ids, 1, p.incarnation, wanted=plan.fault != "no-p"),
+            Leg("D", d.name, d_tokens, plan.max_tokens, d.incarnation, wanted=plan.fault != "no-d"),
+            sent_at=time.monotonic(),
+        )
+        self.live[request.request_id] = request
+        self.outstanding += 1
+        self.sent_ids.append(request.request_id)
+        if plan.fault in ("no-p", "no-d", "unequal", "late-d", "bad-params-p", "bad-params-d"):
+            self._strike(request)
+        d_params = self._params_for_d(request, p)
+        waits_for_p = plan.order == "p-first" or plan.fault == "late-d"
+        if request.d.wanted and not (waits_for_p and request.p.wanted):
+            self._send_d(request, d_params)
+        if plan.order == "d-first":
+            self._later(plan.gap_s, partial(self._send_p, request))
+        else:
+            self._send_p(request)
+
+    def take(self, seat: Seat, finished: Finished) -> None:
+        """An engine has finished a request."""
+        request = self.live.get(finished.request_id)
+        if request is None:
+            return
+        leg = self._leg_on(request, seat)
+        if leg is None or leg.state is not State.SENT:
+            return
+        leg.output = finished
+        leg.state = State.FINISHED if finished.finish_reason == "length" else State.FAILED
+        if leg.state is State.FAILED:
+            leg.error = f"finish reason {finished.finish_reason}"
+        self._leg_over(request, leg, finished.kv_transfer_params)
+
+    def lose(self, seat: Seat) -> None:
+        """An engine has died."""
+        for request in list(self.live.values()):
+            leg = self._leg_on(request, seat)
+            if leg is not None and leg.state is State.SENT:
+                leg.state = State.LOST
+                self._leg_over(request, leg, None)
+
+    def give_up(self, request: SoakRequest) -> None:
+        """A request that hangs is aborted on both sides, so that the soak can go on."""
+        request.hung = True
+        for leg in request.legs:
+            if leg.state is State.UNSENT:
+                leg.wanted = False
+            self._abort(request, leg, then=None)
+            leg.state = leg.state if leg.over else State.ABORTED
+        self._finish(request)
+
+    # Sending
+
+    def _send_p(self, request: SoakRequest) -> None:
+        if not request.p.wanted or request.p.over:
+            return
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if request.plan.fault == "bad-params-p":
+            params = damaged_for_p(params, request.plan.draw)
+        self._send_leg(request, request.p, params)
+        if request.p.state is State.SENT:
+            self._plan_aborts(request)
+
+    def _send_d(self, request: SoakRequest, params: dict[str, Any]) -> None:
+        if request.d.over or request.d.state is State.SENT:
+            return
+        if request.plan.fault == "bad-params-d":
+            params = damaged_for_d(params, request.plan.draw)
+        self._send_leg(request, request.d, params)
+
+    def _send_leg(self, request: SoakRequest, leg: Leg, params: dict[str, Any]) -> None:
+        seat = self._seats[leg.engine]
+        if not seat.usable:
+            leg.state = State.LOST
+            self._leg_over(request, leg, None)
+            return
+        leg.incarnation, leg.state = seat.incarnation, State.SENT
+        wire = Request(request.request_id, list(leg.token_ids), params, leg.max_tokens)
+        seat.engine.add(wire, then=partial(self._added, request, leg))
+
+    def _added(self, request: SoakRequest, leg: Leg, answer: Answer) -> None:
+        if answer.error is not None and leg.state is State.SENT:
+            leg.state, leg.error = State.FAILED, answer.error.strip().splitlines()[-1]
+            self._leg_over(request, leg, None)
+
+    def _params_for_d(self, request: SoakRequest, p: Seat) -> dict[str, Any]:
+        """What a router knows in advance."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": p.engine.engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": p.engine.port,
+            "remote_request_id": request.request_id,
+            "tp_size": 1,
+            "pp_size": 1,
+        }
+
+    # A request's own faults
+
+    def _plan_aborts(self, request: SoakRequest) -> None:
+        fault, after = request.plan.fault, request.plan.after_s
+        if fault in ("abort-p", "abort-both", "resend-p"):
+            resend = partial(self._send_again, request) if fault == "resend-p" else None
+            self._later(after, partial(self._abort_planned, request, request.p, resend))
+        if fault in ("abort-d", "abort-both"):
+            self._later(after + request.plan.gap_s, partial(self._abort_planned, request, request.d, None))
+
+    def _abort_planned(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None) -> None:
+        if leg.state is State.SENT:
+            self._strike(request)
+            self._abort(request, leg, then)
+
+    def _abort(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None) -> None:
+        seat = self._seats[leg.engine]
+        if leg.state is State.SENT and seat.incarnation == leg.incarnation:
+            seat.engine.abort(request.request_id, then=partial(self._aborted, request, leg, then))
+
+    def _aborted(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None, answer: Answer) -> None:
+        if answer.gone or leg.state is not State.SENT:
+            return  # it has ended by itself
+        if then is not None:
+            then()
+            return
+        leg.state = State.ABORTED
+        self._leg_over(request, leg, None)
+
+    def _send_again(self, request: SoakRequest) -> None:
+        request.p.state = State.UNSENT
+        self._send_leg(request, request.p, {"do_remote_decode": True, "do_remote_prefill": False})
+
+    def _strike(self, request: SoakRequest) -> None:
+        assert request.plan.fault is not None
+        if request.plan.fault not in request.faults:
+            request.faults.add(request.plan.fault)
+            self._struck(request.plan.fault)
+
+    # Ending
+
+    def _leg_over(self, request: SoakRequest, leg: Leg, returned: dict[str, Any] | None) -> None:
+        if leg is request.p and request.d.wanted and request.d.state is State.UNSENT:
+            params = returned or self._params_for_d(request, self._seats[leg.engine])
+            late = LATE_AFTER_S if request.plan.fault == "late-d" else 0.0
+            self._later(late, partial(self._send_d, request, params))
+        if request.over:
+            self._finish(request)
+
+    def _finish(self, request: SoakRequest) -> None:
+        """Fetch what the engines noted about it, and the right tokens; then it is done."""
+        if self.live.pop(request.request_id, None) is None:
+            return
+        request.ended_at = time.monotonic()
+        Finishing(request, self._seats, self._reference, self._account).begin()
+
+    def _account(self, request: SoakRequest) -> None:
+        self.outstanding -= 1
+        self._done(request)
+
+    def _leg_on(self, request: SoakRequest, seat: Seat) -> Leg | None:
+        for leg in request.legs:
+            if (leg.engine, leg.incarnation) == (seat.name, seat.incarnation) and leg.state is not State.UNSENT:
+                return leg
+        return None
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._agenda.put(time.monotonic() + seconds, action)
+
+
+class Finishing:
+    """Gathers the records of an ended request from both engines, and the right tokens."""
+
+    def __init__(
+        self, request: SoakRequest, seats: Seats, reference: Reference, done: Callable[[SoakRequest], None]
+    ) -> None:
+        self._request, self._seats, self._reference, self._done = request, seats, reference, done
+        self._missing = 1
+
+    def begin(self) -> None:
+        request = self._request
+        for leg in request.legs:
+            seat = self._seats[leg.engine]
+            if leg.state is State.UNSENT or seat.incarnation != leg.incarnation or not seat.engine.ready:
+                continue
+            self._missing += 1
+            seat.engine.call(inhost.collect, [request.request_id], then=partial(self._collected, leg))
+        for leg in request.legs:
+            if leg.state is State.FINISHED:
+                self._missing += 1
+                self._reference.ask(leg.token_ids, request.d.max_tokens, partial(self._answered, leg))
+        self._one_less()
+
+    def _collected(self, leg: Leg, answer: Answer) -> None:
+        if answer.value is not None:
+            leg.record = answer.value[self._request.request_id]
+        self._one_less()
+
+    def _answered(self, leg: Leg, tokens: tuple[int, ...]) -> None:
+        leg.expected = tokens
+        self._one_less()
+
+    def _one_less(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self._done(self._request)

@@ -1,0 +1,148 @@
+"""D's part of a request ends early: its client disconnects, it is killed, it is restarted."""
+
+import pytest
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.faults import engines
+from tests.faults.checks import (
+    LogView,
+    all_along,
+    check_idle_soon,
+    check_serves,
+    early,
+    eventually,
+    restart,
+)
+
+LENGTH = 1500
+
+
+def test_client_disconnects_before_p_has_the_prompt(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """D has its blocks back at once. P computes the prompt later all the same, and keeps nothing for D."""
+    p, d = fleet.get(engines.P, engines.D)
+    p.call(wirefaults.watch)
+    handoff = early(p, d, LENGTH, seed=320)
+    d.abort(handoff.request_id)
+    check_idle_soon(d)
+    p.add(handoff.to_p())
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    assert p.call(wirefaults.count_of, "post") == 0
+    check_serves(p, d, reference, seed=321)
+
+
+def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    p, d = fleet.get(engines.P, engines.D)
+    p.hold()
+    handoff = early(p, d, LENGTH, seed=322)
+    p.add(handoff.to_p())
+    p.step(3)
+    d.abort(handoff.request_id)
+    check_idle_soon(d)
+    p.run()
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
+    check_serves(p, d, reference, seed=323)
+
+
+def test_client_disconnects_with_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
+    p, d = fleet.get(engines.P, engines.D)
+    p.call(wirefaults.on_posts, "hold", 10)
+    handoff = early(p, d, LENGTH, seed=324)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.held_posts)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    d.abort(handoff.request_id)
+    all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.5, "D keeps the blocks")
+    p.call(wirefaults.lift)
+    check_idle_soon(d)
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=325)
+
+
+def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P holds a finished prompt; D registers for it and withdraws at once."""
+    p, d = fleet.get(engines.P, engines.D)
+    d.call(wirefaults.watch)
+    handoff = Handoff(new_id(), prompt(LENGTH, seed=326), p, d)
+    p.add(handoff.to_p())
+    finished = p.wait_output(handoff.request_id)
+    p.call(wirefaults.on_posts, "hold")
+    d.add(handoff.to_d(finished.kv_transfer_params))
+    p.poll_until(wirefaults.held_posts)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    d.abort(handoff.request_id)
+    all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.0, "D keeps the blocks")
+    p.call(wirefaults.lift)
+    check_idle_soon(d)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=327)
+
+
+@pytest.mark.parametrize("held", [0, 20], ids=["all WRITEs held", "later WRITEs held"])
+def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int) -> None:
+    """P lives on, frees the blocks, and serves another D."""
+    (p, other) = fleet.get(engines.P, engines.D)
+    (d,) = fleet.spawn(engines.D)
+    p.call(wirefaults.on_posts, "hold", held)
+    handoff = early(p, d, LENGTH, seed=328)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.held_posts)
+    d.kill()
+    p.call(wirefaults.lift)
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
+    check_serves(p, other, reference, seed=329)
+
+
+def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """Nothing is on the wire when D dies; the next WRITE finds out."""
+    p, other = fleet.get(engines.P, engines.D)
+    (d,) = fleet.spawn(engines.D)
+    p.hold()
+    handoff = early(p, d, LENGTH, seed=330)
+    p.add(handoff.to_p())
+    p.step(2)
+    eventually(lambda: p.call(probes.live_writes) == 0, 5, "the WRITEs have landed")
+    d.kill()
+    p.run()
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    check_serves(p, other, reference, seed=331)
+
+
+@pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
+def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
+    """An engine in D's place, on the same port: P's connection to the old one is worth nothing."""
+    (p,) = fleet.get(engines.P)
+    (d,) = fleet.spawn(engines.D)
+    check_serves(p, d, reference, seed=332)
+    successor = restart(fleet, d, same_id=same_id)
+    check_serves(p, successor, reference, seed=333)
+    for order in ("late", "together"):
+        check(send(p, successor, prompt(600, seed=334), order).outcome(), reference)
+
+
+@pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
+def test_d_restarted_mid_transfer(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
+    """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
+    (p,) = fleet.get(engines.P)
+    (d,) = fleet.spawn(engines.D)
+    p.call(wirefaults.on_posts, "hold", 10)
+    lost = early(p, d, LENGTH, seed=335)
+    p.add(lost.to_p())
+    p.poll_until(wirefaults.held_posts)
+    successor = restart(fleet, d, same_id=same_id)
+    handoff = early(p, successor, LENGTH, seed=336)
+    p.call(wirefaults.lift)
+    p.add(handoff.to_p())
+    check(handoff.outcome(), reference)
+    p.wait_output(lost.request_id)
+    check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    check_serves(p, successor, reference, seed=337)

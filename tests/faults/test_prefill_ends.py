@@ -1,0 +1,184 @@
+"""P's part of a request ends early: its client aborts, it is preempted, killed or stopped."""
+
+import time
+
+import pytest
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.enginehost import EngineHost, Request
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
+from tests.faults import engines
+from tests.faults.checks import (
+    LogView,
+    all_along,
+    check_idle_soon,
+    check_load_failed,
+    check_owned,
+    check_serves,
+    early,
+    eventually,
+    restart,
+)
+
+LENGTH = 1500
+MOMENTS = {
+    "before the first WRITE": ("post", 0),
+    "between layers": ("landed", 20),
+    "after the last WRITE": ("send:completion", 0),
+}
+
+
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
+    """D is told at once, and its policy decides."""
+    p, d = fleet.get(engines.P, d_spec)
+    p.hold()
+    handoff = early(p, d, LENGTH, seed=300)
+    p.add(handoff.to_p())
+    p.step(3)
+    p.abort(handoff.request_id)
+    p.run()
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    log.check_one(d, handoff.request_id, "abort")
+    check_idle_soon(d)
+    check_serves(p, d, reference, seed=301)
+
+
+def test_aborted_on_p_with_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """D's blocks are its own again only when the WRITEs have ended."""
+    p, d = fleet.get(engines.P, engines.D)
+    p.hold()
+    p.call(wirefaults.on_posts, "hold", 5)
+    handoff = early(p, d, LENGTH, seed=302)
+    p.add(handoff.to_p())
+    p.step(3)
+    p.poll_until(wirefaults.held_posts)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    p.abort(handoff.request_id)
+    p.run()
+    all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.0, "D keeps the blocks")
+    assert not d.has_output(handoff.request_id)
+    p.call(wirefaults.lift)
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    log.check_one(d, handoff.request_id, "abort")
+    check_serves(p, d, reference, seed=303)
+
+
+def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P's small cache makes it compute the prompt twice; D gets the bytes of the second time, and one completion."""
+    p, d = fleet.get(engines.P_TIGHT, engines.D)
+    p.call(wirefaults.watch)
+    waiting, streaming = (Handoff(new_id(), prompt(length, seed=304), p, d) for length in (1600, 2000))
+    p.hold()
+    p.add(waiting.to_p())
+    while not p.has_output(waiting.request_id):
+        p.step()
+    d.add(streaming.to_d())
+    streaming.await_registration()
+    p.add(streaming.to_p())
+    while not p.call(probes.preemptions, streaming.request_id):
+        assert p.step() == 1
+    d.add(waiting.to_d())
+    p.run()
+    for handoff in (waiting, streaming):
+        check(handoff.outcome(), reference)
+        log.check_none(d, handoff.request_id)
+    assert streaming.push().epoch > 0
+    assert p.call(wirefaults.sent_kinds, streaming.request_id).count("completion") == 1
+
+
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_p_killed(fleet: Fleet, reference: Reference, log: LogView, moment: str, d_spec: EngineSpec) -> None:
+    """D finds out, uses the blocks only then, and serves the next P."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(d_spec)
+    p.call(wirefaults.gate, *MOMENTS[moment])
+    handoff = early(p, d, LENGTH, seed=305)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.is_at_gate)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    check_owned(d, blocks)
+    p.kill()
+    killed = time.monotonic()
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    assert time.monotonic() - killed < engines.PEER_TIMEOUT_S + engines.GRACE_S
+    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
+    check_idle_soon(d)
+    if moment == "between layers":
+        check_serves(fleet.respawn(p, same_id=False), d, reference, seed=306)
+
+
+@pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
+def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
+    """An engine in P's place, on the same port, is served like any other; D has to shake hands again."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D)
+    check_serves(p, d, reference, seed=307)
+    successor = restart(fleet, p, same_id=same_id)
+    check_serves(successor, d, reference, seed=308)
+    check_serves(successor, d, reference, seed=309)
+
+
+def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """What the old process was asked for is lost; the new one, under the old name, does not hide that."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D)
+    handoff = early(p, d, LENGTH, seed=310)
+    successor = restart(fleet, p, same_id=True)
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
+    check_serves(successor, d, reference, seed=311)
+
+
+def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D)
+    p.call(wirefaults.on_posts, "hold", 20)
+    handoff = early(p, d, LENGTH, seed=312)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.held_posts)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    p.pause()
+    check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "(silent|silence|nothing|no sign|not answer)")
+    check_owned(d, blocks)
+    fill_cache(d, reference, seed=313)
+    assert d.call(probes.free_blocks) == d.idle_blocks - len(blocks)
+    p.resume()
+    all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.0, "D waits for the WRITEs to end")
+    p.call(wirefaults.lift)
+    check_idle_soon(d)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=314)
+
+
+def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P freezes with a registration only. Nothing of it is ever written."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D_FAIL)
+    handoff = early(p, d, LENGTH, seed=315)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    eventually(lambda: d.call(wirefaults.seen, "got:accepted"), 5, "P has answered")
+    p.pause()
+    check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    check_owned(d, blocks)
+    p.resume()
+    check_idle_soon(d)
+    p.call(wirefaults.watch)
+    p.add(handoff.to_p())
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    assert p.call(wirefaults.count_of, "post") == 0
+    check_serves(p, d, reference, seed=316)
+
+
+def fill_cache(d: EngineHost, reference: Reference, seed: int) -> None:
+    """Plain prompts that want more blocks than D has: every block that it believes free gets a new owner."""
+    requests = [Request(new_id(), prompt(1000 + number, seed=seed), None, 4) for number in range(6)]
+    d.add(*requests)
+    for request in requests:
+        assert d.wait_output(request.request_id).token_ids == reference.tokens(request.token_ids, 4)

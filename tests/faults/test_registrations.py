@@ -1,0 +1,172 @@
+"""Registrations that are missing, late, doubled, ambiguous or wrong, and handshakes that fail."""
+
+import pytest
+
+from tests.e2e import engines as e2e_engines
+from tests.e2e import probes, wirefaults
+from tests.e2e.enginehost import Request
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
+from tests.e2e.pushtrace import pushes
+from tests.faults import engines
+from tests.faults.checks import LogView, check_idle_soon, check_load_failed, check_serves, early, eventually
+
+LENGTH = 900
+
+
+def test_registration_never_comes(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P's lease gives its blocks back."""
+    p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
+    handoff = Handoff(new_id(), prompt(LENGTH, seed=340), p, d)
+    p.add(handoff.to_p())
+    p.wait_output(handoff.request_id)
+    assert p.call(probes.free_blocks) < p.idle_blocks
+    check_idle_soon(p, engines.LEASE_S + 3)
+    log.check_one(p, handoff.request_id, "lease|expired")
+    check_serves(p, d, reference, seed=341)
+
+
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+def test_registration_after_the_lease(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
+    """P has nothing any more and says so: D need not wait for a deadline."""
+    p, d = fleet.get(engines.P_SHORT_LEASE, d_spec)
+    handoff = Handoff(new_id(), prompt(LENGTH, seed=342), p, d)
+    p.add(handoff.to_p())
+    finished = p.wait_output(handoff.request_id)
+    check_idle_soon(p, engines.LEASE_S + 3)
+    d.add(handoff.to_d(finished.kv_transfer_params))
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S - 1)
+    log.check_one(d, handoff.request_id, "lease")
+    check_serves(p, d, reference, seed=343)
+
+
+def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P lives but never gets the prompt: D's own deadline for a registration ends it."""
+    p, d = fleet.get(engines.P, engines.D_HASTY)
+    handoff = early(p, d, LENGTH, seed=344)
+    check_load_failed(handoff, reference, timeout=engines.REGISTRATION_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "push_registration_timeout")
+    check_serves(p, d, reference, seed=345)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
+    """One push and one completion, whether the copy comes with the first or after the end."""
+    p, d = fleet.get(engines.P, engines.D)
+    p.call(wirefaults.watch)
+    d.call(wirefaults.on_messages, "duplicate", "registration")
+    handoff = send(p, d, prompt(LENGTH, seed=346), order)
+    check(handoff.outcome(), reference)
+    before = p.call(wirefaults.count_of, "got:registration")
+    d.call(wirefaults.send_again, "registration", handoff.request_id)
+    eventually(lambda: p.call(wirefaults.count_of, "got:registration") > before, 5, "P has read the copy")
+    check_serves(p, d, reference, seed=347)
+    assert len(pushes(p.trace_dir, handoff.request_id)) == 1
+    if order == "early":
+        assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 1
+    for host in (p, d):
+        log.check_none(host, handoff.request_id)
+
+
+@pytest.mark.parametrize("order", ["registered first", "prefilled first"])
+def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: LogView, order: str) -> None:
+    """A router used one id twice: each D gets the KV of its own prompt."""
+    p, *decoders = fleet.get(engines.P, engines.D, engines.D_FAIL)
+    request_id = new_id()
+    handoffs = [Handoff(request_id, prompt(LENGTH, seed=348 + number), p, d) for number, d in enumerate(decoders)]
+    p.hold()
+    if order == "prefilled first":
+        p.add(*(handoff.to_p() for handoff in handoffs))
+        p.step(2)
+    for handoff in reversed(handoffs):
+        handoff.d.add(handoff.to_d())
+        handoff.await_registration()
+    if order == "registered first":
+        p.add(*(handoff.to_p() for handoff in handoffs))
+    p.run()
+    for handoff in handoffs:
+        output = handoff.d.wait_output(request_id)
+        assert output.token_ids == reference.tokens(handoff.token_ids)
+        p.wait_output(request_id)
+        log.check_none(handoff.d, request_id)
+    for d in decoders:
+        check_serves(p, d, reference, seed=350)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_d_registers_more_blocks_than_the_prompt_has(
+    fleet: Fleet, reference: Reference, log: LogView, order: Order
+) -> None:
+    """P cannot know what is meant, so nothing is written."""
+    p, d = fleet.get(engines.P, engines.D)
+    p.call(wirefaults.watch)
+    d.call(wirefaults.watch)
+    d.call(wirefaults.change_registrations, "one block more")
+    handoff = send(p, d, prompt(LENGTH, seed=351), order)
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    p.wait_output(handoff.request_id)
+    log.check_one(d, handoff.request_id, "block")
+    log.check_one(p, handoff.request_id, "block")
+    assert p.call(wirefaults.count_of, "post") == 0
+    d.call(wirefaults.reset)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=352)
+
+
+def test_d_registers_fewer_blocks_than_the_prompt_has(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """The last ones are meant: D has the others in its prefix cache."""
+    p, d = fleet.get(engines.P, e2e_engines.D_CACHING)
+    d.call(wirefaults.watch)
+    d.call(probes.reset_prefix_cache)
+    token_ids = prompt(LENGTH, seed=353)
+    known = Request(new_id(), token_ids[:320] + prompt(40, seed=354), None, max_tokens=1)
+    d.add(known)
+    d.wait_output(known.request_id)
+    handoff = send(p, d, token_ids, "early")
+    check(handoff.outcome(), reference)
+    assert len(d.call(wirefaults.registered_blocks, handoff.request_id)) == -(-LENGTH // 32) - 320 // 32
+    log.check_none(p, handoff.request_id)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
+    """One failed try costs a second, not the request."""
+    p, d = fleet.get(engines.P, engines.D)
+    host = p if side == "P" else d
+    p.call(wirefaults.forget_peers)
+    d.call(wirefaults.forget_peers)
+    host.call(wirefaults.fail_handshakes, 1)
+    handoff = send(p, d, prompt(LENGTH, seed=355), "together")
+    check(handoff.outcome(), reference)
+    check_serves(p, d, reference, seed=356)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_handshake_fails_for_good(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
+    """The request goes on without a push, and the next one has its own try."""
+    p, d = fleet.get(engines.P, engines.D)
+    host = p if side == "P" else d
+    p.call(wirefaults.forget_peers)
+    d.call(wirefaults.forget_peers)
+    host.call(wirefaults.fail_handshakes, 1 << 20)
+    handoff = send(p, d, prompt(LENGTH, seed=357), "together")
+    output = d.wait_output(handoff.request_id, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    assert output.token_ids == reference.tokens(handoff.token_ids)
+    log.check_one(d, handoff.request_id, "(handshake|reach|connect|silent|silence|no sign)")
+    host.call(wirefaults.fail_handshakes, 0)
+    p.wait_output(handoff.request_id)
+    check_serves(p, d, reference, seed=358)
+
+
+def test_p_has_no_room(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P's cache is full of a prompt that nobody fetches: the next one waits for that lease, and D with it."""
+    p, d = fleet.get(engines.P_TIGHT, engines.D)
+    unfetched = Handoff(new_id(), prompt(1600, seed=359), p, d)
+    p.add(unfetched.to_p())
+    p.wait_output(unfetched.request_id)
+    handoff = early(p, d, 2000, seed=360)
+    p.add(handoff.to_p())
+    check(handoff.outcome(), reference)
+    log.check_none(d, handoff.request_id)
+    log.check_one(p, unfetched.request_id, "lease|expired")

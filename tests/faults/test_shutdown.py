@@ -1,0 +1,62 @@
+"""An engine is shut down in an orderly way while pushes are in flight."""
+
+import time
+
+from tests.e2e import wirefaults
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Reference
+from tests.faults import engines
+from tests.faults.checks import LogView, check_idle_soon, check_load_failed, check_serves, early
+
+LENGTH = 1500
+EXIT_S = 15.0
+
+
+def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """WRITEs that do not end do not keep P from ending; D goes on without them."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D)
+    p.call(wirefaults.on_posts, "hold", 10)
+    handoff = early(p, d, LENGTH, seed=390)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.held_posts)
+    p.begin_stop()
+    assert p.wait_ended(EXIT_S) == 0
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
+    check_idle_soon(d)
+    check_serves(fleet.respawn(p, same_id=True), d, reference, seed=391)
+
+
+def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """No WRITE is in the way."""
+    (p,) = fleet.spawn(engines.P)
+    (d,) = fleet.get(engines.D_FAIL)
+    p.hold()
+    handoff = early(p, d, LENGTH, seed=392)
+    p.add(handoff.to_p())
+    p.step(3)
+    started = time.monotonic()
+    p.begin_stop()
+    assert p.wait_ended(EXIT_S) == 0
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    assert time.monotonic() - started < EXIT_S
+    log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
+    check_idle_soon(d)
+
+
+def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P frees what it held for D and serves another one."""
+    p, other = fleet.get(engines.P, engines.D)
+    (d,) = fleet.spawn(engines.D)
+    p.call(wirefaults.on_posts, "hold", 10)
+    handoff = early(p, d, LENGTH, seed=393)
+    p.add(handoff.to_p())
+    p.poll_until(wirefaults.held_posts)
+    d.begin_stop()
+    assert d.wait_ended(EXIT_S) == 0
+    p.call(wirefaults.lift)
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
+    check_serves(p, other, reference, seed=394)

@@ -1,0 +1,147 @@
+"""WRITEs that fail, and WRITEs that do not end."""
+
+from typing import Literal
+
+import pytest
+
+from tests.e2e import probes, wirefaults
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.faults import engines
+from tests.faults.checks import (
+    LogView,
+    all_along,
+    check_idle_soon,
+    check_load_failed,
+    check_owned,
+    check_serves,
+    early,
+)
+
+LENGTH = 1500
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("fault", ["fail", "err"])
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+def test_one_write_fails(
+    fleet: Fleet,
+    reference: Reference,
+    log: LogView,
+    d_spec: EngineSpec,
+    fault: Literal["fail", "err"],
+    order: Order,
+) -> None:
+    """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
+    p, d = fleet.get(engines.P, d_spec)
+    p.call(wirefaults.on_posts, fault, 7 if order == "early" else 0, 1)
+    handoff = send(p, d, prompt(LENGTH, seed=370), order)
+    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    p.wait_output(handoff.request_id)
+    cause = "(posted|cannot post|scripted)" if fault == "fail" else "error"
+    log.check_one(d, handoff.request_id, cause if order == "early" else "WRITE")
+    log.check_one(p, handoff.request_id, cause if order == "early" else "(WRITE|transfer)")
+    assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
+    check_idle_soon(p)
+    check_idle_soon(d)
+    check_serves(p, d, reference, seed=371)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+def test_write_does_not_end(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec, order: Order) -> None:
+    """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
+    p, d = fleet.get(engines.P_IMPATIENT, d_spec)
+    d.call(wirefaults.watch)
+    p.call(wirefaults.on_posts, "hold", 7 if order == "early" else 0, 1)
+    handoff = send(p, d, prompt(LENGTH, seed=372), order)
+    p.poll_until(wirefaults.held_posts)
+    blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
+    check_load_failed(handoff, reference, engines.WRITE_TIMEOUT_S + 2 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "write_timeout_s")
+    log.check_one(p, handoff.request_id, "write_timeout_s")
+    check_owned(d, blocks)
+    assert p.call(probes.free_blocks) < p.idle_blocks
+    assert d.call(probes.free_blocks) == d.idle_blocks - len(blocks)
+    p.call(wirefaults.lift)
+    check_idle_soon(d)
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=373)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
+    """P's blocks are read until the last WRITE has ended, though the lease would be over."""
+    p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
+    p.call(wirefaults.on_posts, "hold", 7 if order == "early" else 0)
+    d.call(wirefaults.on_messages, "drop", "heartbeat")
+    handoff = send(p, d, prompt(LENGTH, seed=374), order)
+    p.peek_output(handoff.request_id)
+    p.poll_until(wirefaults.held_posts)
+    used = p.idle_blocks - -(-LENGTH // 32)
+    all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
+    p.call(wirefaults.lift)
+    check(handoff.outcome(), reference)
+    for host in (p, d):
+        log.check_none(host, handoff.request_id)
+
+
+@pytest.mark.parametrize("kind", ["completion", "fail", "cancelled", "accepted"])
+def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
+    """Whatever P says once may be lost: D asks again, or its deadline ends the request."""
+    p, d = fleet.get(engines.P, engines.D_HASTY)
+    d.call(wirefaults.on_messages, "drop", kind, "", 1, "in")
+    handoff = early(p, d, LENGTH, seed=375)
+    if kind == "fail":
+        p.call(wirefaults.on_posts, "fail", 5, 1)
+    p.add(handoff.to_p())
+    if kind == "cancelled":
+        d.abort(handoff.request_id)
+        check_idle_soon(d, engines.PEER_TIMEOUT_S)
+    else:
+        timeout = engines.REGISTRATION_TIMEOUT_S + engines.PEER_TIMEOUT_S + engines.GRACE_S
+        check_load_failed(handoff, reference, timeout)
+    p.wait_output(handoff.request_id)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=376)
+
+
+@pytest.mark.parametrize("kind", ["cancel", "ping"])
+def test_message_of_d_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
+    """D repeats a Cancel until it is answered; one lost Ping is no silence."""
+    p, d = fleet.get(engines.P, engines.D)
+    d.call(wirefaults.on_messages, "drop", kind, "", 1)
+    p.hold()
+    handoff = early(p, d, LENGTH, seed=377)
+    p.add(handoff.to_p())
+    p.step(3)
+    if kind == "cancel":
+        d.abort(handoff.request_id)
+        check_idle_soon(d)
+        p.run()
+        p.wait_output(handoff.request_id)
+    else:
+        all_along(lambda: not d.has_output(handoff.request_id), engines.PEER_TIMEOUT_S + 1.0, "D waits on")
+        p.run()
+        check(handoff.outcome(), reference)
+        log.check_none(d, handoff.request_id)
+    check_idle_soon(p)
+    check_serves(p, d, reference, seed=378)
+
+
+@pytest.mark.parametrize("kind", ["completion", "fail", "accepted", "pong"])
+def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
+    p, d = fleet.get(engines.P, engines.D)
+    p.call(wirefaults.on_messages, "duplicate", kind)
+    handoff = early(p, d, LENGTH, seed=379)
+    if kind == "fail":
+        p.call(wirefaults.on_posts, "fail", 5, 1)
+    p.add(handoff.to_p())
+    if kind == "fail":
+        check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+        p.wait_output(handoff.request_id)
+    else:
+        check(handoff.outcome(), reference)
+    check_serves(p, d, reference, seed=380)

@@ -1,0 +1,144 @@
+"""Engines for the soak's own tests: they do nothing but remember what they were told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e.enginehost import Request
+from tests.e2e.results import Finished
+from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.engine import Answer
+from tests.faults.soak.inhost import Record, collect
+from tests.faults.soak.plan import PlannedRequest, RequestPlan
+from tests.faults.soak.reference import Reference
+from tests.faults.soak.request import SoakRequest
+from tests.faults.soak.traffic import Traffic
+
+RIGHT = (5, 6, 7)
+LATER = float("inf")
+
+
+@dataclasses.dataclass
+class FakeSpec:
+    name: str
+    role: str
+
+
+class FakeEngine:
+    """Answers everything at once, but only when it is asked to `answer` adds and aborts."""
+
+    def __init__(self, name: str) -> None:
+        self.spec = FakeSpec(name, name[0])
+        self.engine_id, self.port = f"{name}-1", 26000
+        self.ready, self.paused, self.ended = True, False, False
+        self.added: list[Request] = []
+        self.aborted: list[str] = []
+        self.called: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.signals: list[str] = []
+        self.refusal: str | None = None
+
+    def add(self, request: Request, then: Callable[[Answer], None]) -> None:
+        self.added.append(request)
+        then(Answer(error=self.refusal))
+
+    def abort(self, request_id: str, then: Callable[[Answer], None]) -> None:
+        self.aborted.append(request_id)
+        then(Answer())
+
+    def call(self, function: Callable[..., Any], *args: Any, then: Callable[[Answer], None] | None = None) -> None:
+        self.called.append((function, args))
+        if then is not None:
+            records = {request_id: Record(None, False) for request_id in args[0]} if function is collect else None
+            then(Answer(value=records))
+
+    def kill(self) -> None:
+        self.signals.append("kill")
+
+    def pause(self) -> None:
+        self.signals.append("pause")
+        self.paused = True
+
+    def resume(self) -> None:
+        self.signals.append("resume")
+        self.paused = False
+
+    def shut_down(self) -> None:
+        self.signals.append("shut down")
+
+
+@dataclasses.dataclass
+class FakeSeat:
+    engine: FakeEngine
+    incarnation: int = 1
+    leaving: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.engine.spec.name
+
+    @property
+    def usable(self) -> bool:
+        return self.engine.ready and not self.leaving
+
+    @property
+    def calm(self) -> bool:
+        return self.usable and not self.engine.paused
+
+
+class FakeSeats:
+    def __init__(self, *names: str) -> None:
+        self.seats = {name: FakeSeat(FakeEngine(name)) for name in names}
+        self.replaced: list[tuple[str, bool]] = []
+
+    def __getitem__(self, name: str) -> FakeSeat:
+        return self.seats[name]
+
+    def of(self, side: str) -> list[FakeSeat]:
+        return [seat for seat in self.seats.values() if seat.engine.spec.role == side]
+
+    def usable(self, side: str) -> list[str]:
+        return [seat.name for seat in self.of(side) if seat.usable]
+
+    def replace(self, name: str, *, same_id: bool) -> None:
+        self.replaced.append((name, same_id))
+
+
+class World:
+    """One P, one D, the plain engine, and the traffic between them."""
+
+    def __init__(self) -> None:
+        self.seats = FakeSeats("P1", "D1", "R")
+        self.agenda = Agenda()
+        self.struck: list[str] = []
+        self.done: list[SoakRequest] = []
+        self.reference = Reference(self.seats, "R")  # type: ignore[arg-type]
+        self.traffic = Traffic(
+            self.seats,  # type: ignore[arg-type]
+            self.reference,
+            self.agenda,
+            self.struck.append,
+            self.done.append,
+        )
+        self.p, self.d, self.r = (self.seats[name].engine for name in ("P1", "D1", "R"))
+
+    def send(self, **changes: Any) -> PlannedRequest:
+        plan = dataclasses.replace(RequestPlan(0, ()).next(), **{"max_tokens": 3, "order": "together", **changes})
+        self.traffic.send(plan)
+        return plan
+
+    def pass_time(self) -> None:
+        """Everything that was put off happens, and what that puts off."""
+        while len(self.agenda):
+            self.agenda.run_due(LATER)
+
+    def finish(self, name: str, tokens: tuple[int, ...] = RIGHT, reason: str = "length", params: Any = None) -> None:
+        """The engine finishes the last request that it was given."""
+        engine = self.seats[name].engine
+        length = engine.added[-1].max_tokens
+        finished = Finished(engine.added[-1].request_id, tokens[:length], params, reason)
+        if name == "R":
+            self.reference.take(finished)
+        else:
+            self.traffic.take(self.seats[name], finished)  # type: ignore[arg-type]

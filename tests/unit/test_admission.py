@@ -1,0 +1,175 @@
+"""The check in front of vLLM's own: which engines it is for, and that it is where vLLM's front ends pass."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from layerpush.admission import FRONT_END, AdmissionHook, Door, doors
+from layerpush.config import LayerPushConfig
+from layerpush.doorkeeper import Doorkeeper
+
+OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
+GOOD = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill-0",
+    "remote_request_id": "cmpl-7",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+BAD = {"do_remote_prefill": True}
+
+
+def multi(*inner: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(inner)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("transfer", "found"),
+    [
+        (OURS, [Door("kv_consumer", LayerPushConfig())]),
+        (OURS | {"kv_connector_extra_config": None}, [Door("kv_consumer", LayerPushConfig())]),
+        (
+            OURS | {"kv_connector_extra_config": {"allowed_hosts": ["a"], "num_threads": 2}},
+            [Door("kv_consumer", LayerPushConfig(allowed_hosts=("a",)))],
+        ),
+        (OURS | {"kv_connector": "NixlPushConnector"}, []),
+        (OURS | {"kv_connector": None}, []),
+        (multi(), []),
+        (multi({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}), []),
+        (
+            multi({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, OURS),
+            [Door("kv_consumer", LayerPushConfig())],
+        ),
+        (multi(multi(OURS)), [Door("kv_consumer", LayerPushConfig())]),
+    ],
+)
+def test_doors_are_the_engines_own_connectors(transfer: dict[str, Any], found: list[Door]) -> None:
+    assert list(doors("LayerwisePushConnector", transfer)) == found
+
+
+class Processor:
+    """Stands for vLLM's InputProcessor."""
+
+    def __init__(self, transfer: dict[str, Any] | None) -> None:
+        config = None if transfer is None else SimpleNamespace(**transfer)
+        self.vllm_config = SimpleNamespace(kv_transfer_config=config)
+
+    def process_inputs(self, request_id: str, prompt: Any, params: Any, tasks: Any, priority: int = 0) -> Any:
+        """Its docstring."""
+        return request_id, prompt, params, tasks, priority
+
+
+@pytest.fixture
+def front_end() -> Iterator[type[Processor]]:
+    plain = Processor.process_inputs
+    AdmissionHook("LayerwisePushConnector").patch(SimpleNamespace(InputProcessor=Processor))  # type: ignore[arg-type]
+    yield Processor
+    Processor.process_inputs = plain  # type: ignore[method-assign]
+
+
+def sampling(params: object) -> Any:
+    return SimpleNamespace(extra_args={"kv_transfer_params": params})
+
+
+@pytest.mark.parametrize("transfer", [OURS, multi(OURS)])
+def test_bad_params_are_refused_with_vllms_own_error(front_end: type[Processor], transfer: dict[str, Any]) -> None:
+    processor = front_end(transfer)
+    with pytest.raises(VLLMValidationError, match="'remote_engine_id' is missing") as refused:
+        processor.process_inputs("1", "prompt", params=sampling(BAD), tasks=())
+    assert refused.value.parameter == "kv_transfer_params.remote_engine_id"
+    with pytest.raises(VLLMValidationError, match="must be an object"):
+        processor.process_inputs("1", "prompt", sampling("bad"), ())
+
+
+@pytest.mark.parametrize(
+    ("transfer", "params"),
+    [
+        (OURS, sampling(GOOD)),
+        (OURS, sampling(None)),
+        (OURS, SimpleNamespace(extra_args=None)),
+        (OURS, SimpleNamespace(extra_args={"other": 1})),
+        (OURS, SimpleNamespace(pooling=True)),
+        (OURS | {"kv_connector": "NixlConnector"}, sampling(BAD)),
+        (None, sampling(BAD)),
+    ],
+)
+def test_everything_else_goes_on_unchanged(front_end: type[Processor], transfer: Any, params: Any) -> None:
+    processor = front_end(transfer)
+    assert processor.process_inputs("1", "prompt", params, (), 7) == ("1", "prompt", params, (), 7)
+    assert processor.process_inputs("1", prompt="p", params=params, tasks=()) == ("1", "p", params, (), 0)
+
+
+def test_the_check_is_put_in_once(front_end: type[Processor]) -> None:
+    once = front_end.process_inputs
+    AdmissionHook("LayerwisePushConnector").patch(SimpleNamespace(InputProcessor=front_end))  # type: ignore[arg-type]
+    assert front_end.process_inputs is once
+    assert once.__doc__ == "Its docstring."
+
+
+def test_a_vllm_without_the_place_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        AdmissionHook("LayerwisePushConnector").patch(ModuleType("empty"))
+    assert "InputProcessor.process_inputs does not exist in this vLLM" in caplog.text
+
+
+def test_this_vllm_has_the_place() -> None:
+    processor = importlib.import_module(FRONT_END).InputProcessor
+    names = list(inspect.signature(processor.process_inputs).parameters)
+    assert names[:4] == ["self", "request_id", "prompt", "params"]
+
+
+@pytest.mark.parametrize("order", ["load, then import", "import, then load"])
+def test_vllms_plugin_loader_has_the_check_put_in_and_imports_nothing_for_it(order: str) -> None:
+    load = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+    lazy = f"import sys\nassert {FRONT_END!r} not in sys.modules\n"
+    use = f"import {FRONT_END} as front_end\n"
+    code = load + lazy + use if order == "load, then import" else use + load
+    code += "assert front_end.InputProcessor.process_inputs.checked_by_layerpush\n"
+    code += "import inspect; assert 'class InputProcessor' in inspect.getsource(front_end)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def request(params: object) -> Any:
+    return SimpleNamespace(request_id="cmpl-7", kv_transfer_params=params)
+
+
+def test_the_doorkeeper_takes_bad_params_away_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Doorkeeper("kv_consumer", LayerPushConfig())
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        for number in range(100):
+            bad = request(BAD)
+            keeper.admit(bad, now=number / 1000)
+            assert bad.kv_transfer_params is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "request cmpl-7 runs without a KV transfer: kv_transfer_params: 'remote_engine_id' is missing" in line
+
+
+@pytest.mark.parametrize("params", [None, {}, GOOD])
+def test_the_doorkeeper_leaves_good_params_alone(params: object, caplog: pytest.LogCaptureFixture) -> None:
+    good = request(params)
+    Doorkeeper("kv_consumer", LayerPushConfig()).admit(good, now=0.0)
+    assert good.kv_transfer_params is params
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("params", [[], "text", 7, {"do_remote_prefill": []}, {"do_remote_decode": True}])
+def test_the_doorkeeper_never_raises(params: object) -> None:
+    bad = request(params)
+    Doorkeeper("kv_consumer", LayerPushConfig()).admit(bad, now=0.0)
+    assert bad.kv_transfer_params is None

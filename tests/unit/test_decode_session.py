@@ -1,0 +1,330 @@
+"""One awaited push on a decode rank, rule by rule, and every event in every state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+
+from layerpush.decode.protocol import (
+    TRANSITIONS,
+    Action,
+    Cancel,
+    Completed,
+    Dropped,
+    Event,
+    Failed,
+    GiveUp,
+    Gone,
+    Overdue,
+    Park,
+    Registered,
+    Silent,
+    Spoke,
+    State,
+    Succeed,
+    Tick,
+    Unpark,
+    Unregistered,
+    Withdrawn,
+    Word,
+)
+from layerpush.decode.session import DecodeSession
+from layerpush.prefill.protocol import IllegalTransitionError
+
+PATIENCE_S, RETRY_S = 5.0, 1.0
+CAUSES: dict[str, Event] = {
+    "a failure": Failed("A", "why", drained=False),
+    "silence": Silent("A", "why"),
+    "an abort": Dropped("why"),
+    "a deadline": Overdue("why"),
+}
+
+
+def waiting(*agents: str, spoke: str = "") -> DecodeSession:
+    """Registered with these agents at time 0; those in ``spoke`` speak layerpush."""
+    session = DecodeSession("d-1", PATIENCE_S, RETRY_S)
+    assert session.handle(Registered(frozenset(agents or ("A",))), 0.0) == []
+    for agent in spoke:
+        assert session.handle(Spoke(agent), 0.0) == []
+    return session
+
+
+def parked(*agents: str, spoke: str = "") -> DecodeSession:
+    session = waiting(*agents, spoke=spoke)
+    session.handle(Overdue("why"), 0.0)
+    session.handle(Tick(), PATIENCE_S)
+    assert session.state is State.PARKED
+    return session
+
+
+def test_the_last_needed_completion_ends_it_well() -> None:
+    session = waiting("A", "B")
+    assert session.handle(Completed("A", 2), 1.0) == []
+    assert (session.state, session.landed, session.open_agents) == (State.WAITING, 1, {"B"})
+    assert session.handle(Completed("B", 2), 2.0) == [Succeed()]
+    assert (session.state, session.cause, session.open_agents) == (State.CLOSED, None, frozenset())
+
+
+def test_more_agents_than_are_needed_do_not_delay_it() -> None:
+    assert waiting("A", "B", "C").handle(Completed("B", 1), 1.0) == [Succeed()]
+
+
+def test_fewer_agents_than_are_needed_end_it_badly() -> None:
+    session = waiting("A")
+    assert session.handle(Completed("A", 2), 1.0) == [GiveUp("only 1 of 2 prefill ranks wrote their part")]
+
+
+def test_a_completion_cannot_lower_what_is_needed() -> None:
+    session = waiting("A", "B")
+    session.handle(Completed("A", 2), 1.0)
+    assert session.handle(Completed("B", 1), 1.0) == [Succeed()]
+    session = waiting("A", "B", "C")
+    session.handle(Completed("A", 3), 1.0)
+    assert session.handle(Completed("B", 1), 1.0) == []
+
+
+@pytest.mark.parametrize("event", [Unregistered("why"), Dropped("why"), Overdue("why")])
+def test_what_nobody_knows_of_ends_at_once(event: Event) -> None:
+    session = DecodeSession("d-1", PATIENCE_S)
+    assert session.handle(event, 0.0) == [GiveUp("why")]
+    assert (session.state, session.cause) == (State.CLOSED, "why")
+
+
+def test_a_registration_needs_somebody_to_go_to() -> None:
+    with pytest.raises(IllegalTransitionError, match="d-1: registered with nobody"):
+        DecodeSession("d-1", PATIENCE_S).handle(Registered(frozenset()), 0.0)
+
+
+@pytest.mark.parametrize(
+    "event", [Failed("A", "why", drained=True), Gone("A", "why"), Withdrawn("A")], ids=lambda e: type(e).__name__
+)
+def test_a_final_word_of_the_only_agent_ends_it(event: Event) -> None:
+    session = waiting("A")
+    [action] = session.handle(event, 1.0)
+    assert isinstance(action, GiveUp)
+    assert session.cause == action.reason
+    assert session.cause == ("agent A withdrew the push" if isinstance(event, Withdrawn) else "why")
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_who_may_still_write_is_asked_to_stop(cause: str) -> None:
+    session = waiting("A", "B", "C", spoke="AC")
+    assert session.handle(CAUSES[cause], 1.0) == [Cancel(("A", "C"))]
+    assert (session.state, session.cause) == (State.CANCELLING, "why")
+    assert session.open_agents == {"A", "B", "C"}
+
+
+def test_a_failure_of_one_agent_cancels_the_others() -> None:
+    session = waiting("A", "B", spoke="AB")
+    assert session.handle(Failed("A", "why", drained=True), 1.0) == [Cancel(("B",))]
+    assert session.words == {"A": Word.FAILED}
+    assert session.handle(Withdrawn("B"), 1.1) == [GiveUp("why")]
+
+
+def test_a_failure_that_has_not_drained_is_no_final_word_but_shows_who_speaks() -> None:
+    session = waiting("A")
+    assert session.handle(Failed("A", "why", drained=False), 1.0) == [Cancel(("A",))]
+    assert session.open_agents == {"A"}
+    assert session.handle(Failed("A", "later", drained=True), 1.2) == [GiveUp("why")]
+
+
+def test_a_failure_that_has_not_drained_is_asked_about_once_more_when_already_cancelling() -> None:
+    session = waiting("A", "B", spoke="B")
+    session.handle(Overdue("why"), 1.0)
+    assert session.handle(Failed("A", "too", drained=False), 1.1) == [Cancel(("A",))]
+    assert session.handle(Failed("A", "too", drained=False), 1.2) == []
+
+
+def test_nothing_is_sent_to_who_does_not_speak_and_it_is_asked_as_soon_as_it_does() -> None:
+    session = waiting("A", "B", spoke="B")
+    assert session.handle(Overdue("why"), 1.0) == [Cancel(("B",))]
+    assert session.handle(Spoke("B"), 1.1) == []
+    assert session.handle(Spoke("A"), 1.2) == [Cancel(("A",))]
+    session = parked("A")
+    assert session.handle(Spoke("A"), 9.0) == [Cancel(("A",))]
+    session = waiting("A", "B")
+    session.handle(Overdue("why"), 1.0)
+    session.handle(Completed("A", 2), 1.0)
+    assert session.handle(Spoke("A"), 1.1) == []
+
+
+def test_a_completion_that_overtakes_the_cancellation_still_counts() -> None:
+    session = waiting("A", "B", spoke="AB")
+    session.handle(Completed("A", 2), 0.5)
+    assert session.handle(Overdue("why"), 1.0) == [Cancel(("B",))]
+    assert session.handle(Completed("B", 2), 1.1) == [Succeed()]
+
+
+def test_a_completion_counts_for_nothing_once_the_engine_has_aborted() -> None:
+    session = waiting("A")
+    session.handle(Dropped("aborted"), 1.0)
+    assert session.handle(Completed("A", 1), 1.1) == [GiveUp("aborted")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(Overdue("late"), Dropped("aborted")), (Dropped("aborted"), Overdue("late"))]
+)
+def test_an_aborted_request_keeps_its_blocks_for_as_long_as_it_takes(first: Event, second: Event) -> None:
+    session = waiting("A", spoke="A")
+    session.handle(first, 0.0)
+    assert session.handle(second, 0.5) == []
+    assert session.dropped
+    assert session.handle(Tick(), 100.0) == [Cancel(("A",))]
+    assert session.state is State.CANCELLING
+    assert session.handle(Withdrawn("A"), 101.0) == [GiveUp(first.reason)]  # type: ignore[attr-defined]
+
+
+def test_cancels_are_repeated_to_who_has_not_answered() -> None:
+    session = waiting("A", "B", "C", spoke="AB")
+    session.handle(Overdue("why"), 10.0)
+    assert session.next_due(10.0) == 11.0
+    assert session.handle(Tick(), 10.9) == []
+    assert session.handle(Tick(), 11.0) == [Cancel(("A", "B"))]
+    session.handle(Withdrawn("A"), 11.5)
+    assert session.next_due(11.5) == 12.0
+    assert session.next_due(13.0) == 13.0
+    assert session.handle(Tick(), 12.3) == [Cancel(("B",))]
+    assert session.next_due(12.3) == 13.3
+    session.handle(Withdrawn("B"), 12.4)
+    assert session.next_due(12.4) == 15.0
+    assert session.handle(Tick(), 14.0) == []
+
+
+def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
+    session = waiting("A", "B", spoke="A")
+    session.handle(Overdue("why"), 10.0)
+    session.handle(Tick(), 14.5)
+    assert session.handle(Tick(), 15.0) == [Park("why")]
+    assert (session.state, session.next_due(15.0)) == (State.PARKED, 15.5)
+    assert session.handle(Tick(), 15.5) == [Cancel(("A",))]
+    assert session.handle(Withdrawn("A"), 16.0) == []
+    assert session.next_due(16.0) is None
+    assert session.handle(Completed("B", 2), 600.0) == [Unpark()]
+    assert session.state is State.CLOSED
+
+
+def test_patience_ends_even_when_nobody_can_be_asked() -> None:
+    session = waiting("A")
+    assert session.handle(Overdue("why"), 10.0) == []
+    assert session.next_due(10.0) == 15.0
+    assert session.handle(Tick(), 15.0) == [Park("why")]
+    assert session.next_due(15.0) is None
+
+
+@pytest.mark.parametrize(
+    "word", [Completed("A", 1), Failed("A", "x", drained=True), Gone("A", "x"), Withdrawn("A")], ids=repr
+)
+def test_a_parked_request_is_over_with_any_final_word(word: Event) -> None:
+    assert parked("A").handle(word, 100.0) == [Unpark()]
+
+
+@pytest.mark.parametrize(
+    "event", [Dropped("x"), Overdue("x"), Silent("A", "x"), Failed("A", "x", drained=False)], ids=repr
+)
+def test_a_parked_request_stays_so_without_one(event: Event) -> None:
+    session = parked("A", spoke="A")
+    assert session.handle(event, 100.0) == []
+    assert (session.state, session.cause, session.dropped) == (State.PARKED, "why", False)
+
+
+def test_waiting_and_registering_need_no_clock() -> None:
+    session = DecodeSession("d-1", PATIENCE_S)
+    assert session.next_due(0.0) is None
+    assert session.handle(Tick(), 100.0) == []
+    assert waiting("A", spoke="A").next_due(0.0) is None
+
+
+WORDS: list[Event] = [
+    Spoke("A"), Completed("A", 2), Failed("A", "x", drained=True), Failed("A", "x", drained=False),
+    Withdrawn("A"), Gone("A", "x"), Silent("A", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.CANCELLING, State.PARKED], ids=lambda state: state.name)
+@pytest.mark.parametrize("event", WORDS, ids=repr)
+@pytest.mark.parametrize("first", [Completed("A", 2), Withdrawn("A"), Gone("A", "x"), Failed("A", "x", drained=True)])
+def test_after_its_final_word_an_agent_is_not_listened_to(state: State, event: Event, first: Event) -> None:
+    session = waiting("A", "B", spoke="AB") if state is not State.PARKED else parked("A", "B", spoke="AB")
+    if state is State.CANCELLING:
+        session.handle(Overdue("why"), 0.0)
+    session.handle(first, 6.0)
+    before = (session.state, session.words.copy(), session.cause)
+    assert session.handle(event, 6.0) == []
+    assert (session.state, session.words, session.cause) == before
+
+
+@pytest.mark.parametrize("event", WORDS, ids=repr)
+def test_what_an_unknown_agent_says_changes_nothing(event: Event) -> None:
+    for session in (DecodeSession("d-1", PATIENCE_S), waiting("B"), parked("B")):
+        before = copy.deepcopy(vars(session))
+        assert session.handle(event, 9.0) == []
+        assert vars(session) == before
+
+
+EVENTS: list[Event] = [
+    Registered(frozenset({"A", "B"})), Unregistered("u"), Dropped("d"), Overdue("o"), Tick(),
+    *(event
+      for agent in "AB"
+      for event in (Spoke(agent), Completed(agent, 1), Completed(agent, 2), Failed(agent, "f", drained=True),
+                    Failed(agent, "f", drained=False), Withdrawn(agent), Gone(agent, "g"), Silent(agent, "s"))),
+]  # fmt: skip
+STEP_S = 2.5
+
+
+def explored() -> Iterator[tuple[DecodeSession, Event, DecodeSession, list[Action]]]:
+    """Every event in every situation that a request with two agents can be in."""
+    start = DecodeSession("d-1", PATIENCE_S, RETRY_S)
+    fresh, seen = [(start, 0)], {_key(start, 0)}
+    while fresh:
+        session, clock = fresh.pop()
+        for event in EVENTS:
+            if not session.accepts(type(event)):
+                with pytest.raises(IllegalTransitionError):
+                    session.handle(event, clock * STEP_S)
+                continue
+            after, later = copy.deepcopy(session), clock + isinstance(event, Tick)
+            actions = after.handle(event, later * STEP_S)
+            yield session, event, after, actions
+            key = _key(after, later)
+            if key not in seen and later <= 3:
+                seen.add(key)
+                fresh.append((after, later))
+
+
+def _key(session: DecodeSession, clock: int) -> tuple[object, ...]:
+    """What decides how it goes on: not what it says about it."""
+    fields = {**vars(session), "cause": None}
+    return clock, *(str(sorted(value) if isinstance(value, set | frozenset) else value) for value in fields.values())
+
+
+def test_every_event_in_every_state() -> None:
+    """No row of the table is dead, no way leads round it, and what is given back is nobody's to write into."""
+    taken = set()
+    for before, event, after, actions in explored():
+        taken.add((before.state, type(event), after.state))
+        released = [action for action in actions if isinstance(action, Succeed | GiveUp | Unpark)]
+        assert len(released) == (after.state is State.CLOSED)
+        assert [type(action) for action in actions].count(Park) == (
+            before.state is not State.PARKED and after.state is State.PARKED
+        )
+        if released:
+            assert after.landed >= 1 or not after.open_agents
+        if any(isinstance(action, Unpark) for action in released):
+            assert before.state is State.PARKED
+        if any(isinstance(action, Succeed) for action in released):
+            assert not after.dropped
+        for action in actions:
+            if isinstance(action, Cancel):
+                assert set(action.agents) <= after.open_agents
+    table = {(state, event, to) for state, row in TRANSITIONS.items() for event, tos in row.items() for to in tos}
+    assert taken == table
+
+
+def test_a_closed_session_accepts_nothing() -> None:
+    session = waiting("A")
+    session.handle(Completed("A", 1), 0.0)
+    for event in EVENTS:
+        with pytest.raises(IllegalTransitionError, match=f"d-1: {type(event).__name__} while CLOSED"):
+            session.handle(event, 0.0)

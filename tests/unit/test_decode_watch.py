@@ -1,0 +1,453 @@
+"""When prefill processes are pinged and probed, and what is concluded from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from layerpush.decode.watch import (
+    PROBE_LOST_S,
+    SETTLE_S,
+    Order,
+    PeerWatch,
+    Reconnect,
+    ReportGone,
+    ReportSilent,
+    SendPing,
+    StartProbe,
+    Verdict,
+)
+
+T = 20.0
+BEAT_S = T / 4
+
+PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P")
+GONE = ReportGone("A", "the process of prefill agent A has ended")
+SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
+ALIVE, ENDED, UNKNOWN = Verdict
+
+
+def watching(*agents: str, spoke: bool = True) -> PeerWatch:
+    """One session, added at time 0, with agents of engine P."""
+    watch = PeerWatch(T)
+    watch.add("P", agents or ("A",), 0.0)
+    for agent in agents or ("A",):
+        watch.heard(agent, 0.0, spoke)
+    return watch
+
+
+def course(watch: PeerWatch, until: float, start: float = 0.0) -> Iterator[tuple[float, Order]]:
+    """What is ordered when nothing happens but time."""
+    now = start
+    while (due := watch.next_due(now)) is not None and due <= until:
+        now = due
+        orders = watch.due(now)
+        assert orders, f"due at {now}, but nothing to do"
+        for order in orders:
+            yield now, order
+
+
+def only(kind: type[Order], orders: Iterator[tuple[float, Order]]) -> list[float]:
+    return [at for at, order in orders if isinstance(order, kind)]
+
+
+def test_nobody_is_watched_in_vain() -> None:
+    watch = PeerWatch(T)
+    assert (watch.next_due(0.0), watch.due(100.0)) == (None, [])
+
+
+def test_an_agent_that_answers_is_pinged_and_left_alone() -> None:
+    watch = watching()
+    for beat in range(1, 20):
+        now = beat * BEAT_S
+        assert watch.next_due(now - 1) == now
+        assert watch.due(now) == [PING]
+        watch.heard("A", now + 0.01, spoke=True)
+    assert watch.next_due(now) == now + BEAT_S
+
+
+def test_a_silent_agent_is_probed_from_half_the_time_on_and_reported_once() -> None:
+    watch = watching()
+    seen = []
+    for now, order in course(watch, 3 * T):
+        seen.append((now, order))
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", UNKNOWN, now + 2)
+    assert [entry for entry in seen if entry[1] == SILENT] == [(T, SILENT)]
+    assert [at for at, order in seen if order == PROBE] == [10.0, 17.0, 24.0, 31.0, 38.0, 45.0, 52.0, 59.0]
+    assert [at for at, order in seen if order == PING] == [BEAT_S * beat for beat in range(1, 13)]
+
+
+def test_a_new_silence_is_reported_anew() -> None:
+    watch = watching()
+    assert only(ReportSilent, course(watch, 30.0)) == [T]
+    watch.heard("A", 30.0, spoke=True)
+    assert only(ReportSilent, course(watch, 100.0, 30.0)) == [30.0 + T]
+
+
+def test_a_session_that_comes_during_a_silence_has_its_own_time() -> None:
+    watch = watching()
+    assert only(ReportSilent, course(watch, 25.0)) == [T]
+    watch.add("P", ["A"], 25.0)
+    assert only(ReportSilent, course(watch, 100.0, 25.0)) == [25.0 + T]
+
+
+def test_who_never_spoke_layerpush_gets_heartbeats_and_is_never_called_silent() -> None:
+    watch = watching(spoke=False)
+    orders = []
+    for now, order in course(watch, 2 * T):
+        orders.append((now, order))
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ALIVE, now)
+    assert [entry for entry in orders if not isinstance(entry[1], SendPing)] == [
+        (10.0, PROBE),
+        (20.0, PROBE),
+        (30.0, PROBE),
+        (40.0, PROBE),
+    ]
+    assert {order for _, order in orders} == {PROBE, SendPing("P", "A", False)}
+
+
+def test_who_speaks_is_silent_though_its_side_channel_lives() -> None:
+    watch = watching()
+    for now, order in course(watch, T):
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ALIVE, now)
+    assert only(ReportSilent, course(watch, 3 * T, T)) == []
+    assert watch.next_due(3 * T) is not None
+
+
+def test_a_dead_process_is_gone_within_a_second() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    assert (watch.next_due(1.0), watch.due(1.0)) == (1.0, [PROBE])
+    watch.verdict("P", "A", ENDED, 1.1)
+    assert watch.due(1.1) == [PING], "who lives would answer"
+    assert (watch.next_due(1.1), watch.due(1.59)) == (1.1 + SETTLE_S, [])
+    assert watch.due(1.1 + SETTLE_S) == [PROBE]
+    watch.verdict("P", "A", ENDED, 1.7)
+    assert (watch.next_due(1.7), watch.due(1.7)) == (1.7, [GONE])
+    assert (watch.next_due(1.7), watch.due(100.0)) == (None, [])
+
+
+def test_a_death_that_only_the_probe_sees_is_confirmed_by_a_send() -> None:
+    watch = watching()
+    assert [order for _, order in course(watch, T / 2)] == [PING, PING, PROBE]
+    watch.verdict("P", "A", ENDED, 10.0)
+    assert watch.due(10.0) == [PING]
+    watch.lost("A", 10.0)
+    assert watch.due(10.5) == [PROBE]
+    watch.verdict("P", "A", ENDED, 10.5)
+    assert GONE in watch.due(10.5)
+
+
+def test_a_send_that_fails_after_both_probes_leads_to_a_third() -> None:
+    watch = watching()
+    watch.due(10.0)
+    watch.verdict("P", "A", ENDED, 10.0)
+    assert watch.due(10.5) == [PING, PROBE]
+    watch.verdict("P", "A", ENDED, 10.5)
+    assert watch.due(10.5) == [PING]
+    watch.lost("A", 10.5)
+    assert watch.due(10.5) == [PROBE]
+    watch.verdict("P", "A", ENDED, 10.6)
+    assert GONE in watch.due(10.6)
+
+
+def test_probes_alone_do_not_prove_a_death() -> None:
+    """Its listener is gone, but what is sent to the writer arrives."""
+    watch = watching()
+    orders = []
+    for now, order in course(watch, 2 * T):
+        orders.append(order)
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ENDED, now)
+    assert GONE not in orders
+    assert orders.count(SILENT) == 1
+
+
+@pytest.mark.parametrize("between", ["a word", "another verdict"])
+def test_what_speaks_against_a_death_starts_the_proof_anew(between: str) -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.due(1.0)
+    watch.verdict("P", "A", ENDED, 1.0)
+    now = 1.0 + SETTLE_S
+    if between == "a word":
+        watch.heard("A", 1.1, spoke=True)
+    else:
+        assert PROBE in watch.due(now)
+        watch.verdict("P", "A", UNKNOWN, now)
+    watch.lost("A", now)
+    probes = 0
+    for at, order in course(watch, now + T, now):
+        if order == GONE:
+            assert probes == 2
+            return
+        if isinstance(order, StartProbe):
+            probes += 1
+            watch.verdict("P", "A", ENDED, at)
+    pytest.fail("never gone")
+
+
+def test_a_probe_that_is_never_answered_does_not_speak_against_it() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.due(1.0)
+    watch.verdict("P", "A", ENDED, 1.0)
+    assert PROBE in watch.due(2.0)
+    assert PROBE in watch.due(2.0 + PROBE_LOST_S)
+    watch.verdict("P", "A", ENDED, 2.1 + PROBE_LOST_S)
+    assert GONE in watch.due(2.1 + PROBE_LOST_S)
+
+
+def test_a_probe_that_was_begun_before_a_word_came_proves_nothing() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    assert PROBE in watch.due(1.0)
+    watch.heard("A", 1.1, spoke=True)
+    watch.verdict("P", "A", ENDED, 1.2)
+    watch.lost("A", 1.3)
+    now = 1.2 + BEAT_S
+    assert PROBE in watch.due(now)
+    watch.verdict("P", "A", ENDED, now)
+    assert GONE not in watch.due(now)
+
+
+def test_a_verdict_that_nobody_asked_for_counts_for_nothing() -> None:
+    watch = watching("A", "B")
+    watch.lost("A", 1.0)
+    for now in (1.0, 2.0, 3.0):
+        watch.verdict("P", "A", ENDED, now)
+    watch.verdict("Q", "A", ENDED, 3.0)
+    assert watch.due(3.0) == [PROBE]
+    watch.verdict("P", "B", ENDED, 3.0)
+    watch.verdict("P", "A", ENDED, 3.0)
+    watch.verdict("P", "A", ENDED, 4.0)
+    assert GONE not in watch.due(4.0)
+
+
+def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
+    watch = watching("A", "B")
+    watch.lost("A", 1.0)
+    watch.lost("B", 1.0)
+    assert watch.due(1.0) == [PROBE]
+    watch.verdict("P", "A", ALIVE, 1.1)
+    assert (watch.next_due(1.1), watch.due(1.1)) == (1.1, [RECONNECT, StartProbe("P", "B")])
+    watch.heard("B", 1.2, spoke=True)
+    watch.verdict("P", "B", ALIVE, 1.3)
+    assert watch.due(1.3) == []
+    watch.lost("A", 1.4)
+    assert only(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
+
+
+def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> None:
+    watch = watching("A", "B", "C")
+    watch.add("Q", ["D"], 0.0)
+    for agent in "ABCD":
+        watch.lost(agent, 1.0)
+    assert watch.due(1.0) == [PROBE, StartProbe("Q", "D")]
+    assert watch.due(2.0) == []
+    watch.verdict("P", "A", UNKNOWN, 3.0)
+    assert watch.due(3.0) == [StartProbe("P", "B")]
+    watch.verdict("P", "B", ENDED, 3.0)
+    assert [order for order in watch.due(3.0) if isinstance(order, StartProbe)] == [StartProbe("P", "C")]
+    watch.verdict("P", "C", UNKNOWN, 3.1)
+    assert watch.due(3.0 + SETTLE_S) == [StartProbe("P", "B")]
+
+
+def test_a_probe_without_a_verdict_is_given_up() -> None:
+    watch = watching(spoke=False)
+    assert only(StartProbe, course(watch, 100.0)) == [10.0, 10.0 + PROBE_LOST_S, 10.0 + 2 * PROBE_LOST_S, 100.0]
+
+
+def test_sessions_are_counted() -> None:
+    watch = watching("A", "B")
+    watch.add("P", ["A"], 1.0)
+    watch.remove("P", ["A", "B"])
+    assert len(watch) == 1
+    assert [order for _, order in course(watch, BEAT_S)] == [PING]
+    watch.remove("P", ["A", "nobody"])
+    assert (len(watch), watch.next_due(9.0)) == (0, None)
+    watch.heard("A", 9.0, spoke=True)
+    watch.lost("A", 9.0)
+    watch.verdict("P", "A", ENDED, 9.0)
+    assert (len(watch), watch.due(100.0)) == (0, [])
+    assert not any([watch._engines, watch._probes, watch._reconnects, watch._engine_of])
+
+
+def test_what_comes_back_is_watched_from_its_beginning() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.due(1.0)
+    watch.remove("P", ["A"])
+    watch.verdict("P", "A", ENDED, 1.1)
+    watch.add("P", ["A"], 50.0)
+    assert watch.next_due(50.0) == 50.0 + BEAT_S
+    watch.verdict("P", "A", ALIVE, 50.0)
+    assert watch.due(50.0) == []
+
+
+def test_a_session_that_comes_after_a_death_is_told_too() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    for now in (1.0, 1.0 + SETTLE_S):
+        assert PROBE in watch.due(now)
+        watch.verdict("P", "A", ENDED, now)
+    assert GONE in watch.due(2.0)
+    watch.heard("A", 2.0, spoke=True)
+    watch.add("P", ["A"], 3.0)
+    assert (watch.next_due(3.0), watch.due(3.0), watch.next_due(3.0)) == (3.0, [GONE], None)
+
+
+class WatchMachine(RuleBasedStateMachine):
+    """Anything in any order, against the promises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeout_s = 4.0
+        self.watch = PeerWatch(self.timeout_s)
+        self.now = 100.0
+        self.sessions: Counter[str] = Counter()
+        self.since: dict[str, float] = {}
+        """Since when an agent has been watched without a break."""
+        self.heard_at: dict[str, float] = {}
+        self.spoke: set[str] = set()
+        self.lost_since: dict[str, float] = {}
+        self.started: dict[str, tuple[str, float]] = {}
+        self.proofs: dict[str, list[tuple[float, float]]] = {}
+        """(begun, over) of the probes in a row that found an agent to have ended."""
+        self.gone: set[str] = set()
+        self.silent: set[str] = set()
+        self.log: list[tuple[float, Order]] = []
+
+    agents = st.sampled_from("ABCD")
+
+    @staticmethod
+    def engine(agent: str) -> str:
+        return "P" if agent in "ABC" else "Q"
+
+    @rule(agent=agents)
+    def add(self, agent: str) -> None:
+        self.watch.add(self.engine(agent), [agent], self.now)
+        self.sessions[agent] += 1
+        self.silent.discard(agent)
+        if self.sessions[agent] == 1:
+            self.since[agent] = self.now
+            self.heard_at[agent] = -1.0
+            self._forget(agent)
+
+    @rule(agent=agents)
+    def remove(self, agent: str) -> None:
+        if self.sessions[agent]:
+            self.watch.remove(self.engine(agent), [agent])
+            self.sessions[agent] -= 1
+
+    @rule(agent=agents, spoke=st.booleans())
+    def hear(self, agent: str, spoke: bool) -> None:
+        self.watch.heard(agent, self.now, spoke)
+        if self.sessions[agent] and agent not in self.gone:
+            self.heard_at[agent] = self.now
+            self.proofs[agent] = []
+            self.lost_since.pop(agent, None)
+            self.silent.discard(agent)
+            if spoke:
+                self.spoke.add(agent)
+
+    @rule(agent=agents)
+    def lose(self, agent: str) -> None:
+        self.watch.lost(agent, self.now)
+        if self.sessions[agent]:
+            self.lost_since.setdefault(agent, self.now)
+
+    @rule(agent=agents, verdict=st.sampled_from(Verdict))
+    def judge(self, agent: str, verdict: Verdict) -> None:
+        engine = self.engine(agent)
+        self.watch.verdict(engine, agent, verdict, self.now)
+        name, begun = self.started.get(engine, ("", 0.0))
+        if name != agent:
+            return
+        del self.started[engine]
+        if verdict is ENDED and begun > self.heard_at[agent]:
+            self.proofs[agent].append((begun, self.now))
+        else:
+            self.proofs[agent] = []
+        if verdict is ALIVE:
+            self.lost_since.pop(agent, None)
+
+    @rule(agent=agents)
+    def kill(self, agent: str) -> None:
+        """What a real death looks like."""
+        for _ in range(4):
+            self.lose(agent)
+            self.act()
+            self.judge(agent, ENDED)
+            self.pass_time(0.5)
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 0.5, 1.0, 2.0, 4.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.act()
+
+    @rule()
+    def act(self) -> None:
+        due = self.watch.next_due(self.now)
+        orders = self.watch.due(self.now)
+        assert (due is not None and due <= self.now) == bool(orders)
+        for order in orders:
+            self.log.append((self.now, order))
+            self._check(order)
+
+    def _forget(self, agent: str) -> None:
+        self.proofs[agent] = []
+        self.lost_since.pop(agent, None)
+        self.gone.discard(agent)
+        self.spoke.discard(agent)
+        self.silent.discard(agent)
+        engine = self.engine(agent)
+        if not any(self.sessions[other] for other in "ABCD" if other != agent and self.engine(other) == engine):
+            self.started.pop(engine, None)
+
+    def _check(self, order: Order) -> None:
+        agent = getattr(order, "agent", None)
+        if agent is not None:
+            assert self.sessions[agent], f"{order} about nobody's agent"
+        match order:
+            case ReportGone():
+                assert self.lost_since.get(agent) is not None or agent in self.gone
+                first, *_, last = self.proofs[agent]
+                assert last[0] >= first[1] + SETTLE_S
+                assert self.heard_at[agent] < first[0]
+                self.gone.add(agent)
+            case ReportSilent():
+                assert agent in self.spoke
+                assert agent not in self.gone | self.silent
+                assert self.now >= self.heard_at[agent] + self.timeout_s
+                self.silent.add(agent)
+            case SendPing(_, _, spoke):
+                assert spoke == (agent in self.spoke)
+                assert agent not in self.gone
+            case StartProbe(engine):
+                running = self.started.get(engine)
+                assert running is None or not self.sessions[running[0]] or self.now >= running[1] + PROBE_LOST_S
+                self.started[engine] = (agent, self.now)
+
+    @invariant()
+    def orders_come_slowly(self) -> None:
+        recent = Counter(order for at, order in self.log if at > self.now - 1.0)
+        assert all(count <= 4 + self.sessions.total() for count in recent.values()), recent
+
+    @invariant()
+    def nothing_is_kept(self) -> None:
+        assert len(self.watch) == sum(count > 0 for count in self.sessions.values())
+        if not len(self.watch):
+            assert not any([self.watch._engines, self.watch._probes, self.watch._reconnects])
+
+
+WatchMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWatchMachine = WatchMachine.TestCase

@@ -1,0 +1,269 @@
+"""The side channel's listener: real sockets, and every query that is none."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from layerpush.compat import GET_META_MSG
+from layerpush.demo.ports import PortAllocator
+from layerpush.listener import MAX_QUERY_BYTES, listen
+
+PORTS = PortAllocator(range(27200, 27400))
+ANSWERS = {(0, 0): b"payload of rank 0", (0, 1): b"payload of rank 1"}
+DEADLINE_MS = 10_000
+
+Ask = Callable[..., list[bytes]]
+
+
+def query(pp_rank: object = 0, tp_rank: object = 0, message: object = GET_META_MSG) -> bytes:
+    return msgspec.msgpack.encode((message, pp_rank, tp_rank))
+
+
+class Asker:
+    """A peer of the listener: asks as vLLM does, or sends what it likes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.path = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self.context = zmq.Context()
+
+    @contextmanager
+    def socket(self, kind: int) -> Iterator[zmq.Socket[bytes]]:
+        with self.context.socket(kind) as one:
+            one.setsockopt(zmq.LINGER, 0)
+            one.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
+            one.setsockopt(zmq.IPV6, ":" in self.host)
+            one.connect(self.path)
+            yield one
+
+    def ask(self, text: bytes) -> list[bytes]:
+        with self.socket(zmq.REQ) as one:
+            one.send(text)
+            return one.recv_multipart()
+
+    def send(self, *frames: bytes) -> None:
+        """Frames as they are, and then a good query on the same connection: the answer shows that they were read."""
+        with self.socket(zmq.DEALER) as one:
+            one.send_multipart(frames)
+            one.send_multipart([b"", query()])
+            empty, payload, _clock = one.recv_multipart()
+            assert (empty, payload) == (b"", ANSWERS[0, 0])
+
+    def send_bytes(self, *pieces: bytes) -> None:
+        """Past ZMQ, straight into the connection. Returns when the listener's side has taken or refused them."""
+        with socket.create_connection((self.host, self.port), timeout=10) as raw, suppress(OSError):
+            for piece in pieces:
+                raw.sendall(piece)
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(4096):
+                pass
+
+    def check_answered(self) -> None:
+        payload, clock = self.ask(query())
+        assert payload == ANSWERS[0, 0]
+        assert isinstance(msgspec.msgpack.decode(clock), float)
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[Asker]:
+    asker, ready, stop = Asker(host, PORTS.take()), threading.Event(), threading.Event()
+    thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, host, asker.port), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield asker
+        assert thread.is_alive(), "the listener died"
+    finally:
+        stop.set()
+        thread.join(10)
+        asker.context.destroy(linger=0)
+    assert not thread.is_alive(), "the listener does not end"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Asker]:
+    with listening() as asker:
+        yield asker
+
+
+def test_each_rank_is_answered_with_its_payload_and_a_clock(shared: Asker) -> None:
+    before = msgspec.msgpack.decode(shared.ask(query())[1])
+    payload, clock = shared.ask(query(0, 1))
+    assert payload == ANSWERS[0, 1]
+    assert msgspec.msgpack.decode(clock) > before
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (1, 0), (-1, 0), (0, 2**64 - 1), (0, -(2**63))])
+def test_a_rank_that_is_not_here_gets_an_empty_frame_at_once(shared: Asker, ranks: tuple[int, int]) -> None:
+    assert shared.ask(query(*ranks)) == [b""]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xc1",
+        b"\xff" * 100,
+        b"\x93",  # a list of three, cut off
+        b"\xdd\xff\xff\xff\xff",  # a list of four thousand million
+        b"\x81" * 1000,  # deep
+        b"\x91" * 1000,
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode([GET_META_MSG, 0]),
+        msgspec.msgpack.encode([GET_META_MSG, 0, 0, 0]),
+        msgspec.msgpack.encode({"message": 1}),
+        query(0, 0) + b"more",
+        query("0", "0"),
+        query(None, None),
+        query(0.0, 0.0),
+        query(True, False),
+        query([0], [0]),
+        query({}, {}),
+        query(message="get_meta_msg"),
+        query(message=b"shut_down"),
+        query(message=None),
+    ],
+)
+def test_what_is_no_query_is_dropped_and_the_next_is_answered(shared: Asker, text: bytes) -> None:
+    shared.send(b"", text)
+    shared.check_answered()
+
+
+@pytest.mark.parametrize("frames", [[b""], [query()], [b"x", query()], [b"", b"", query()], [b"", query(), b""]])
+def test_wrong_frames_are_dropped(shared: Asker, frames: list[bytes]) -> None:
+    shared.send(*frames)
+    shared.check_answered()
+
+
+def test_a_query_that_is_too_long_costs_its_connection_only(shared: Asker) -> None:
+    with shared.socket(zmq.DEALER) as one:
+        events = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        one.send_multipart([b"", query() + b"x" * MAX_QUERY_BYTES])
+        assert events.poll(DEADLINE_MS), "the listener reads it"
+        one.disable_monitor()
+    shared.check_answered()
+
+
+# A ZMTP 3.1 greeting and a READY command of a REQ socket, then a frame that claims to be larger than memory.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type" + struct.pack(">I", 3) + b"REQ"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b""],
+        [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+        [b"\0" * 10_000],
+        [GREETING],
+        [GREETING, READY[:10]],
+        [GREETING, READY, b"\x02" + struct.pack(">Q", 2**63 - 1), b"x" * 100_000],
+        [GREETING, READY, b"\x02" + struct.pack(">Q", 2**64 - 1)],
+        [GREETING, b"\x06" + struct.pack(">Q", 2**62)],
+    ],
+)
+def test_bytes_that_are_not_even_zmq(shared: Asker, pieces: list[bytes]) -> None:
+    shared.send_bytes(*pieces)
+    shared.check_answered()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    frames=st.lists(
+        st.binary(max_size=200)
+        | st.recursive(
+            st.sampled_from([None, True, 0, 2**64 - 1, 0.5, GET_META_MSG]) | st.integers(-(2**63), 2**63) | st.binary(),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            max_leaves=8,
+        ).map(msgspec.msgpack.encode),
+        min_size=1,
+        max_size=4,
+    ),
+    enveloped=st.booleans(),
+)  # fmt: skip
+def test_fuzzed_frames(shared: Asker, frames: list[bytes], enveloped: bool) -> None:
+    message = [b"", *frames] if enveloped else frames
+    with shared.socket(zmq.DEALER) as one:
+        one.send_multipart(message)
+        one.send_multipart([b"", query(0, 1)])
+        while (reply := one.recv_multipart())[1] != ANSWERS[0, 1]:
+            assert reply[1] in (b"", ANSWERS[0, 0])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(st.binary(max_size=300) | st.sampled_from([GREETING, READY]), max_size=4))
+def test_fuzzed_bytes(shared: Asker, pieces: list[bytes]) -> None:
+    shared.send_bytes(*pieces)
+    shared.check_answered()
+
+
+def test_garbage_is_counted_in_few_lines_that_name_the_sender(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), listening() as asker, asker.socket(zmq.DEALER) as one:
+        for _ in range(500):
+            one.send_multipart([b"", b"garbage"])
+        one.send_multipart([b"", query(7, 7)])
+        assert one.recv_multipart() == [b"", b""]
+    lines = [record.getMessage() for record in caplog.records]
+    dropped = [line for line in lines if "dropped what 127.0.0.1 sent" in line]
+    assert 1 <= len(dropped) < 10
+    assert [line for line in lines if "127.0.0.1 asks for pp rank 7, tp rank 7: no such" in line]
+
+
+def test_an_answer_that_cannot_be_sent_costs_nothing_but_itself(shared: Asker) -> None:
+    """The asker is gone before it is answered."""
+    for _ in range(20):
+        with shared.socket(zmq.DEALER) as one:
+            one.send_multipart([b"", query()])
+    shared.check_answered()
+
+
+def test_it_listens_on_ipv6() -> None:
+    with listening("::1") as asker:
+        asker.check_answered()
+
+
+def test_it_ends_while_queries_keep_coming() -> None:
+    with listening() as asker, asker.socket(zmq.DEALER) as one:
+        for _ in range(1000):
+            one.send_multipart([b"", b"garbage"])
+
+
+def test_a_port_that_is_taken_is_said_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
+    asker = Asker("127.0.0.1", port)
+    thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        thread.start()
+        while not any("cannot listen on tcp://127.0.0.1" in record.getMessage() for record in caplog.records):
+            assert not ready.wait(0.01)
+    assert ready.wait(10)
+    asker.check_answered()
+    stop.set()
+    thread.join(10)
+    asker.context.destroy(linger=0)
+
+
+def test_stop_ends_the_wait_for_a_port() -> None:
+    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
+        thread.start()
+        stop.set()
+        thread.join(10)
+    assert not thread.is_alive()
+    assert not ready.is_set()

@@ -1,0 +1,397 @@
+"""A probe comes back in time, leaves nothing open and proves nothing by mistake, whoever answers it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from layerpush import probe as probe_module
+from layerpush import zmtp
+from layerpush.decode.watch import Verdict
+from layerpush.demo.ports import PortAllocator
+from layerpush.probe import Prober, probe
+from tests.contract.waiting import until
+
+PORTS = PortAllocator(range(27000, 27100))
+HOST = "127.0.0.1"
+NAME = "594a7c88-b288-4e20-b390-9eb5cc2d00b7"
+OTHER = "0f5f5c5e-9d3d-4a44-a8e7-2a2a3c1cf0aa"
+TIMEOUT_S = 0.4
+SLACK_S = 0.4
+GREETING = zmtp.GREETING
+READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
+
+Talk = Callable[[socket.socket], None]
+
+
+@contextmanager
+def listening(talk: Talk | None) -> Iterator[int]:
+    """A port where each connection is talked to on a thread of its own; with None, nobody even accepts it."""
+    listener = socket.create_server((HOST, PORTS.take()))
+    threads: list[threading.Thread] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threads.append(threading.Thread(target=serve, args=(connection,)))
+            threads[-1].start()
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            try:
+                assert talk is not None
+                talk(connection)
+            except OSError:
+                pass  # the probe has gone
+
+    accepting = threading.Thread(target=accept)
+    if talk is not None:
+        accepting.start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    if talk is not None:
+        accepting.join()
+    for thread in threads:
+        thread.join()
+
+
+def ask(port: int, name: str = NAME, host: str = HOST) -> Verdict:
+    """Probe, and fail unless it comes back in time."""
+    started = time.monotonic()
+    verdict = probe(host, port, name, 0, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - started < TIMEOUT_S + SLACK_S
+    return verdict
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    if len(body) < 256:
+        return bytes((flags, len(body))) + body
+    return bytes((flags | zmtp.LONG,)) + struct.pack(">Q", len(body)) + body
+
+
+def answer(*parts: bytes) -> bytes:
+    return b"".join(frame(part, zmtp.MORE) for part in parts[:-1]) + frame(parts[-1])
+
+
+def metadata(name: str, **changes: Any) -> bytes:
+    agent = {"engine_id": "p", "agent_metadata": b"nixlSerDes|Agent$" + name.encode() + b"|"} | changes
+    return msgspec.msgpack.encode({"compatibility_hash": "abc", "agent_metadata_bytes": msgspec.msgpack.encode(agent)})
+
+
+TIME = msgspec.msgpack.encode(123.5)
+
+
+def says(data: bytes, *, then: Talk | None = None) -> Talk:
+    """A good handshake, then this."""
+
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(GREETING + READY + data)
+        if then is not None:
+            then(connection)
+        while connection.recv(1 << 16):
+            pass
+
+    return talk
+
+
+def endlessly(data: bytes, pause_s: float = 0.0) -> Talk:
+    def talk(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(data)
+            if pause_s:
+                time.sleep(pause_s)
+
+    return talk
+
+
+def test_nobody_listens() -> None:
+    assert ask(PORTS.take()) is Verdict.ENDED
+
+
+def test_the_agent_is_named() -> None:
+    with listening(says(answer(b"", metadata(NAME), TIME))) as port:
+        assert ask(port) is Verdict.ALIVE
+
+
+def test_another_agent_is_named() -> None:
+    with listening(says(answer(b"", metadata(OTHER), TIME))) as port:
+        assert ask(port) is Verdict.ENDED
+
+
+def test_a_long_answer() -> None:
+    with listening(says(answer(b"", metadata(NAME, region_names=["region"] * 200_000), TIME))) as port:
+        assert ask(port) is Verdict.ALIVE
+
+
+def test_commands_between_frames() -> None:
+    ping = frame(b"\x04PING\x00\x00", zmtp.COMMAND)
+    with listening(says(ping + answer(b"", metadata(NAME), TIME))) as port:
+        assert ask(port) is Verdict.ALIVE
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        pytest.param(None, id="nobody accepts, as in a stopped process"),
+        pytest.param(says(b""), id="silence after the handshake"),
+        pytest.param(lambda connection: connection.recv(1) and None, id="closes at once"),
+        pytest.param(endlessly(b"HTTP/1.1 400 Bad Request\r\n\r\n"), id="no ZMTP"),
+        pytest.param(endlessly(b"\0"), id="zeros for ever"),
+        pytest.param(endlessly(b"\xff", 0.02), id="a byte now and then"),
+        pytest.param(lambda connection: connection.sendall(GREETING.replace(b"NULL", b"PLAI")), id="asks for a password"),
+        pytest.param(lambda connection: connection.sendall(GREETING.replace(b"\x03", b"\x01", 1)), id="ZMTP 1"),
+        pytest.param(says(b"", then=endlessly(frame(b"x" * 60_000, zmtp.MORE))), id="frames for ever"),
+        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.MORE))), id="empty frames for ever"),
+        pytest.param(says(b"", then=endlessly(frame(b"", zmtp.COMMAND))), id="commands for ever"),
+        pytest.param(says(b"\x02" + b"\x7f" * 8 + b"x" * 100), id="a frame of exabytes"),
+        pytest.param(says(b"\x02" + struct.pack(">Q", 7 << 20), then=endlessly(b"x", 0.02)), id="a slow large frame"),
+        pytest.param(says(answer(metadata(NAME), TIME)), id="no empty frame"),
+        pytest.param(says(answer(b"", metadata(NAME))), id="one part"),
+        pytest.param(says(answer(b"", metadata(NAME), TIME, TIME)), id="three parts"),
+        pytest.param(says(answer(b"")), id="no part"),
+        pytest.param(says(answer(b"", b"\xc1" * 9, TIME)), id="no msgpack"),
+        pytest.param(says(answer(b"", msgspec.msgpack.encode([1, 2]), TIME)), id="no handshake"),
+        pytest.param(says(answer(b"", metadata(OTHER, agent_metadata="text"), TIME)), id="a name in no bytes"),
+        pytest.param(says(answer(b"", metadata(OTHER, engine_id=5), TIME)), id="an engine id that is none"),
+        pytest.param(says(answer(b"", b"\x81\xa1x" + b"\x91" * 100_000, TIME)), id="nested for ever"),
+        pytest.param(says(answer(b"", b"\x81\xa4\xff\xff\xff\xff\x01", TIME)), id="no UTF-8"),
+    ],
+)  # fmt: skip
+def test_anything_else_proves_nothing(talk: Talk | None) -> None:
+    with listening(talk) as port:
+        assert ask(port) is Verdict.UNKNOWN
+
+
+def test_no_more_is_read_than_an_answer_can_be() -> None:
+    sent: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def flood(connection: socket.socket) -> None:
+        connection.sendall(GREETING + READY + frame(b"", zmtp.MORE))
+        piece, total = frame(b"x" * (1 << 20), zmtp.MORE), 0
+        try:
+            while True:
+                total += connection.send(piece)
+        except OSError:
+            sent.put(total)
+
+    with listening(flood) as port:
+        assert ask(port) is Verdict.UNKNOWN
+        in_buffers = 16 << 20
+        assert sent.get(timeout=10) < probe_module.MAX_ANSWER_BYTES + in_buffers
+
+
+@pytest.mark.parametrize("host", ["", "\0", "a..b", "x" * 300, "300.1.1.1.", "[", "-"])
+def test_hosts_that_are_none(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline(monkeypatch)
+    assert ask(PORTS.take(), host=host) is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("port", [0, -1, 1 << 16])
+def test_ports_that_are_none(port: int) -> None:
+    assert ask(port) is Verdict.UNKNOWN
+
+
+def test_without_a_name_nothing_is_proved() -> None:
+    with listening(says(answer(b"", metadata(""), TIME))) as port:
+        assert ask(port, name="") is Verdict.UNKNOWN
+
+
+def offline(monkeypatch: pytest.MonkeyPatch, look_up: Callable[[], list[Any]] | None = None) -> None:
+    """Numbers are still read; names are looked up here."""
+    system = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            return list(system(host, port, *args, **options))
+        if look_up is None:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return look_up()
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_a_look_up_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hang() -> list[Any]:
+        over.wait(20)
+        return []
+
+    offline(monkeypatch, hang)
+    assert ask(PORTS.take(), host="p.example") is Verdict.UNKNOWN
+    over.set()
+
+
+def addresses(*ports: int) -> list[Any]:
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOST, port)) for port in ports]
+
+
+def test_every_address_of_a_name_must_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = [PORTS.take(), PORTS.take()]
+    offline(monkeypatch, lambda: addresses(*refusing))
+    assert ask(1, host="p.example") is Verdict.ENDED
+    with listening(None) as silent:
+        offline(monkeypatch, lambda: addresses(refusing[0], silent))
+        assert ask(1, host="p.example") is Verdict.UNKNOWN
+    with listening(says(answer(b"", metadata(NAME), TIME))) as port:
+        offline(monkeypatch, lambda: addresses(refusing[0], port))
+        assert ask(1, host="p.example") is Verdict.ALIVE
+
+
+def test_an_unreachable_address_does_not_count_as_refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreachable = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("255.255.255.255", 1))
+    refusing = PORTS.take()
+    for found in ([unreachable, *addresses(refusing)], [*addresses(refusing), unreachable]):
+        offline(monkeypatch, lambda found=found: found)
+        assert ask(1, host="p.example") is Verdict.UNKNOWN
+
+
+@contextmanager
+def router(name: str) -> Iterator[int]:
+    """ZeroMQ's own end of it, as in a prefill engine. Yields its port."""
+    port, stop = PORTS.take(), threading.Event()
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.bind(f"tcp://{HOST}:{port}")
+    questions: list[Any] = []
+
+    def serve() -> None:
+        while not stop.is_set():
+            if server.poll(20):
+                identity, empty, question = server.recv_multipart()
+                assert empty == b""
+                questions.append(msgspec.msgpack.decode(question))
+                server.send_multipart((identity, b"", metadata(name), TIME))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield port
+    stop.set()
+    thread.join()
+    context.destroy(linger=0)
+    assert all(question == [b"get_meta_msg", 0, 0] for question in questions), questions
+
+
+def test_zeromq_understands_us() -> None:
+    with router(NAME) as port:
+        assert ask(port) is Verdict.ALIVE
+        assert ask(port, name=OTHER) is Verdict.ENDED
+
+
+def test_nothing_is_left_open() -> None:
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with router(NAME) as alive, listening(None) as silent, listening(says(b"\x02" + b"\x7f" * 8)) as hostile:
+        refused = PORTS.take()
+        probe(HOST, alive, NAME, 0)
+        before, threads = files(), threading.active_count()
+        verdicts = set()
+        for _ in range(60):
+            verdicts.add(probe(HOST, alive, NAME, 0))
+            verdicts.add(probe(HOST, refused, NAME, 0))
+            verdicts.add(probe(HOST, hostile, NAME, 0))
+            verdicts.add(probe(HOST, silent, NAME, 0, timeout_s=0.01))
+        assert verdicts == set(Verdict)
+        until(lambda: threading.active_count() <= threads)  # the hostile server's threads end with their connections
+        until(lambda: files() <= before)
+
+
+@pytest.fixture
+def prober() -> Iterator[Prober]:
+    one = Prober()
+    yield one
+    one.close()
+    until(lambda: not probing())
+
+
+def probing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "layerpush-probe"]
+
+
+def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
+    assert probing() == []
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for key in range(3):
+        prober.start(
+            key, HOST, PORTS.take(), NAME, 0, lambda key, verdict: heard.put((key, verdict, threading.current_thread().name))
+        )  # fmt: skip
+    assert [heard.get(timeout=10) for _ in range(3)] == [(key, Verdict.ENDED, "layerpush-probe") for key in range(3)]
+    (thread,) = probing()
+    assert thread.daemon
+
+
+def test_when_too_many_wait_the_verdict_comes_at_once(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, probed = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> Verdict:
+        probed.set()
+        held.wait(20)
+        return Verdict.ENDED
+
+    monkeypatch.setattr(probe_module, "probe", hold)
+    heard: list[tuple[int, Verdict]] = []
+    prober.start(-1, HOST, 1, NAME, 0, lambda key, verdict: heard.append((key, verdict)))
+    assert probed.wait(10)
+    for key in range(probe_module.MAX_PENDING + 1):
+        prober.start(key, HOST, 1, NAME, 0, lambda key, verdict: heard.append((key, verdict)))
+    assert heard == [(probe_module.MAX_PENDING, Verdict.UNKNOWN)]
+    held.set()
+    until(lambda: len(heard) == probe_module.MAX_PENDING + 2)
+
+
+def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([ZeroDivisionError(), Verdict.ALIVE])
+
+    def answered(*_: Any) -> Verdict:
+        one = next(answers)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    monkeypatch.setattr(probe_module, "probe", answered)
+    heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    for _ in range(2):
+        prober.start("p", HOST, 1, NAME, 0, lambda _, verdict: heard.put(verdict))
+    assert [heard.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
+
+
+def test_closed_it_starts_nothing() -> None:
+    prober = Prober()
+    prober.close()
+    prober.start("p", HOST, 1, NAME, 0, lambda *_: pytest.fail("closed"))
+    assert probing() == []
+
+
+def test_closing_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, probed = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> Verdict:
+        probed.set()
+        held.wait(20)
+        return Verdict.UNKNOWN
+
+    monkeypatch.setattr(probe_module, "probe", hold)
+    prober, heard = Prober(), []
+    for key in range(5):
+        prober.start(key, HOST, 1, NAME, 0, lambda key, _: heard.append(key))
+    assert probed.wait(10)
+    prober.close()
+    held.set()
+    until(lambda: not probing())
+    assert heard == [0]

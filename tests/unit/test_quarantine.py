@@ -1,0 +1,218 @@
+"""Blocks that a prefill engine may still write belong to nobody else; requests in vain awaited are given up once."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.decode.quarantine import Quarantine
+from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.scheduler import AwaitedPushes
+
+
+class Pool:
+    """Counts references."""
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+        self.freed: list[int] = []
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        self.references.update(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[int]) -> None:
+        for block in ordered_blocks:
+            self.references[block] -= 1
+            assert self.references[block] >= 0
+            self.freed.append(block)
+
+    @property
+    def held(self) -> set[int]:
+        return {block for block, count in self.references.items() if count}
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def quarantine(pool: Pool) -> Quarantine:
+    return Quarantine(pool)
+
+
+@pytest.fixture
+def awaited(pool: Pool) -> AwaitedPushes:
+    return AwaitedPushes(480.0, pool)
+
+
+def test_a_load_that_simply_ends_gives_its_blocks_back(pool: Pool, quarantine: Quarantine) -> None:
+    quarantine.hold("r", [1, 2, 3])
+    assert pool.held == {1, 2, 3}
+    assert not quarantine.outlasts_engine
+    quarantine.settled("r")
+    assert pool.freed == [3, 2, 1], "the end of a prompt is the first to be reused, as in vLLM"
+    assert len(quarantine) == 0
+
+
+def test_parked_blocks_stay_until_every_rank_has_cleared(pool: Pool, quarantine: Quarantine) -> None:
+    quarantine.hold("r", [1, 2])
+    quarantine.parked("r", {0, 1})
+    quarantine.settled("r")
+    assert quarantine.outlasts_engine
+    quarantine.cleared("r", {1})
+    assert pool.held == {1, 2}
+    quarantine.cleared("r", {0})
+    assert pool.held == set()
+    assert not quarantine.outlasts_engine
+
+
+def test_cleared_before_the_engine_is_told(pool: Pool, quarantine: Quarantine) -> None:
+    quarantine.hold("r", [1])
+    quarantine.parked("r", {0})
+    quarantine.cleared("r", {0})
+    assert pool.held == {1}
+    quarantine.settled("r")
+    assert pool.held == set()
+
+
+def test_nothing_is_given_back_twice(pool: Pool, quarantine: Quarantine) -> None:
+    quarantine.hold("r", [1])
+    for _ in range(2):
+        quarantine.settled("r")
+        quarantine.cleared("r", {0})
+        quarantine.parked("r", {0})
+    assert pool.freed == [1]
+    assert "r" not in quarantine
+
+
+def test_an_id_that_comes_again_while_the_first_is_parked(pool: Pool, quarantine: Quarantine) -> None:
+    quarantine.hold("r", [1])
+    quarantine.parked("r", {0})
+    quarantine.settled("r")
+    quarantine.hold("r", [2])
+    quarantine.cleared("r", {0})
+    assert pool.held == {1, 2}, "the second load is under way"
+    quarantine.settled("r")
+    assert pool.held == set()
+
+
+STEPS = st.tuples(st.sampled_from(["hold", "parked", "settled", "cleared"]), st.integers(0, 2), st.integers(0, 1))
+"""What, to which request, by which rank."""
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tuple[str, int, int]]) -> None:
+    pool = Pool()
+    quarantine = Quarantine(pool)
+    under_way: dict[int, set[int]] = {}
+    """Requests held, and the ranks that said of them that they may be written."""
+    settled: set[int] = set()
+    for what, request, rank in steps:
+        name = f"r-{request}"
+        match what:
+            case "hold":
+                quarantine.hold(name, [request])
+                under_way.setdefault(request, set())
+                settled.discard(request)
+            case "parked":
+                quarantine.parked(name, {rank})
+                if request in under_way:
+                    under_way[request].add(rank)
+            case "cleared":
+                quarantine.cleared(name, {rank})
+                under_way.get(request, set()).discard(rank)
+            case "settled":
+                quarantine.settled(name)
+                settled.add(request)
+        for one in [one for one in under_way if one in settled and not under_way[one]]:
+            del under_way[one]
+        settled &= set(under_way)
+        assert pool.held == set(under_way)
+        assert quarantine.outlasts_engine == bool(settled)
+        assert len(quarantine) == len(under_way)
+
+
+def test_overdue_once(awaited: AwaitedPushes) -> None:
+    awaited.registered("r", [1], 100.0)
+    assert awaited.cancelled(579.9) == {}
+    assert not awaited.needs_steps
+    assert awaited.cancelled(580.0) == {"r": "no push within 480 s (push_registration_timeout)"}
+    assert awaited.cancelled(9e9) == {}
+    assert awaited.needs_steps, "the workers have not said yet how it ends"
+    assert len(awaited) == 1
+    awaited.reported(["r"], None)
+    assert not awaited.needs_steps
+    assert len(awaited) == 0
+
+
+def test_only_what_is_overdue(awaited: AwaitedPushes) -> None:
+    for number in range(3):
+        awaited.registered(f"r-{number}", [number], float(number))
+    assert set(awaited.cancelled(481.0)) == {"r-0", "r-1"}
+    assert set(awaited.cancelled(482.0)) == {"r-2"}
+
+
+def test_registered_anew_it_has_all_its_time_again(awaited: AwaitedPushes) -> None:
+    awaited.registered("again", [1], 0.0)
+    awaited.registered("other", [2], 10.0)
+    awaited.registered("again", [3], 20.0)
+    assert set(awaited.cancelled(495.0)) == {"other"}
+    assert set(awaited.cancelled(500.0)) == {"again"}
+
+
+def test_aborted_once(awaited: AwaitedPushes) -> None:
+    awaited.registered("r", [1], 0.0)
+    awaited.finished("r")
+    assert awaited.needs_steps
+    assert awaited.cancelled(1.0) == {"r": ABORTED}
+    assert awaited.cancelled(9e9) == {}
+    awaited.reported(["r"], None)
+    assert not awaited.needs_steps
+
+
+def test_aborted_after_it_was_overdue(awaited: AwaitedPushes) -> None:
+    awaited.registered("r", [1], 0.0)
+    assert "no push" in awaited.cancelled(480.0)["r"]
+    awaited.finished("r")
+    assert awaited.cancelled(481.0) == {"r": ABORTED}
+    assert awaited.cancelled(482.0) == {}
+
+
+def test_what_has_ended_is_not_given_up(awaited: AwaitedPushes) -> None:
+    awaited.registered("r", [1], 0.0)
+    awaited.finished("r")
+    awaited.reported(["r"], None)
+    assert awaited.cancelled(9e9) == {}
+
+
+def test_a_request_that_was_received_finishes_in_peace(awaited: AwaitedPushes) -> None:
+    awaited.registered("r", [1], 0.0)
+    awaited.reported(["r"], None)
+    awaited.finished("r")
+    awaited.finished("never registered")
+    assert awaited.cancelled(9e9) == {}
+    assert not awaited.needs_steps
+
+
+def test_a_report_is_heeded_in_the_order_in_which_things_happen(pool: Pool, awaited: AwaitedPushes) -> None:
+    """Parked, told and cleared within one step."""
+    awaited.registered("r", [1], 0.0)
+    awaited.reported(["r"], DecodeReport(parked={"r": {0, 1}}, cleared={"r": {0}}))
+    assert pool.held == {1}
+    assert awaited.needs_steps
+    awaited.reported([], DecodeReport(cleared={"r": {1}}))
+    assert pool.held == set()
+    assert not awaited.needs_steps
+
+
+def test_reports_of_ranks_add_up() -> None:
+    both = DecodeReport({"a": {0}}, {"b": {0}}).aggregate(DecodeReport({"a": {1}, "c": {1}}, {}))
+    assert both == DecodeReport({"a": {0, 1}, "c": {1}}, {"b": {0}})
+    assert pickle.loads(pickle.dumps(both)) == both
+    assert both, "vLLM drops a report that is false"

@@ -1,0 +1,116 @@
+"""The soak's command line and what it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.faults.soak import command
+from tests.faults.soak.command import BROKEN, FAILED, INTERRUPTED, PASSED, app
+from tests.faults.soak.engine import Memory
+from tests.faults.soak.kinds import KINDS
+from tests.faults.soak.soak import Settings
+from tests.faults.soak.tally import Tally
+
+ROOT = Path(__file__).parents[2]
+
+
+class NamedSeat:
+    name = "P1"
+
+
+class SeatsInMemory:
+    def __iter__(self):
+        return iter([NamedSeat()])
+
+    def memories(self, name: str) -> list[Memory]:
+        return [Memory(500.0, [400.0, 410.0]), Memory(600.0, [450.0, 480.0])]
+
+
+def tally(*, compared: int = 1) -> Tally:
+    made = Tally(tokens_compared=compared, kv_compared=compared)
+    made.begin_round()
+    made.struck("kill-p")
+    made.end_round()
+    return made
+
+
+def report(made: Tally, tmp_path: Path, *, broken: bool = False, stopped: bool = False) -> tuple[int, str, dict]:
+    console = Console(record=True, width=200, file=(tmp_path / "console").open("w"))
+    settings = Settings(2.0, 41, KINDS)
+    out = tmp_path / "new" / "soak.json"
+    status = command._report(
+        console,
+        settings,
+        made,
+        SeatsInMemory(),  # type: ignore[arg-type]
+        tmp_path / "logs",
+        out,
+        130.0,
+        broken,
+        stopped,
+    )
+    return status, console.export_text(), json.loads(out.read_text())
+
+
+def test_a_clean_run_passes_and_says_what_was_survived(tmp_path: Path):
+    status, text, figures = report(tally(), tmp_path)
+    assert status == PASSED
+    assert figures["verdict"] == "passed"
+    assert figures["faults"]["kill-p"] == {"injected": 1, "survived": 1}
+    assert (figures["seed"], figures["minutes"], figures["seconds"]) == (41, 2.0, 130)
+    assert {"argv", "git_sha", "git_dirty", "versions", "samples", "mismatches", "leaks", "hangs"} <= figures.keys()
+    assert (figures["memory"]["P1"]["peak_mib"], figures["memory"]["P1"]["growth_mib"]) == (600.0, 30.0)
+    assert "Nothing was wrong" in text
+
+
+@pytest.mark.parametrize("ill", ["mismatch", "leak", "hang", "death"])
+def test_any_problem_fails_and_says_how_to_see_it_again(tmp_path: Path, ill):
+    made = tally()
+    made.problem(ill, "P1 [did] it")
+    status, text, figures = report(made, tmp_path, stopped=ill == "leak")
+    assert status == FAILED
+    assert "P1 [did] it" in text
+    assert "scripts/soak --seed 41 --minutes 2" in text
+    assert f"Logs: {tmp_path / 'logs'}" in text
+    assert figures["problems"] == [{"ill": ill, "round": 1, "text": "P1 [did] it"}]
+
+
+def test_a_run_that_compared_nothing_fails(tmp_path: Path):
+    assert report(tally(compared=0), tmp_path)[0] == FAILED
+
+
+def test_interrupted_and_broken_runs_report_too(tmp_path: Path):
+    assert report(tally(), tmp_path, stopped=True)[0] == INTERRUPTED
+    assert report(tally(compared=0), tmp_path, stopped=True)[0] == INTERRUPTED
+    status, _, figures = report(tally(), tmp_path, broken=True)
+    assert status == BROKEN
+    assert figures["broken"] is True
+
+
+def test_the_list_names_every_kind():
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--list"])
+    assert result.exit_code == 0
+    assert [kind.name for kind in KINDS if kind.name not in result.output] == []
+
+
+def test_an_unknown_kind_is_refused_with_a_hint():
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["--faults", "kill-p,stop-dd"])
+    assert result.exit_code == 2
+    assert "did you mean stop-d?" in " ".join(result.output.split())
+
+
+def test_make_hands_minutes_and_arguments_on():
+    made = subprocess.run(
+        ["make", "--dry-run", "soak", "MINUTES=3", "ARGS=--seed 4"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout.split() == ["scripts/soak", "--minutes", "3", "--seed", "4"]

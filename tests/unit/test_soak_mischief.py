@@ -1,0 +1,119 @@
+"""How faults of engines and wires strike and end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import wirefaults
+from tests.faults.soak import vandal
+from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.inhost import throw_garbage
+from tests.faults.soak.kinds import BY_NAME, KINDS
+from tests.faults.soak.mischief import Mischief
+from tests.faults.soak.plan import PlannedFault
+from tests.unit.soak_world import LATER, FakeSeats
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.seats, self.agenda = FakeSeats("P1", "P2", "D1", "D2"), Agenda()
+        self.struck: list[str] = []
+        self.skipped: list[str] = []
+        self.bursts: list[int] = []
+        self.stuck: list[str] = []
+        self.mischief = Mischief(
+            self.seats,  # type: ignore[arg-type]
+            self.agenda,
+            self.struck.append,
+            self.skipped.append,
+            self.bursts.append,
+            lambda seat, _: self.stuck.append(seat.name),
+        )
+
+    def strike(self, name: str, draw: float = 0.5, until: float = LATER) -> None:
+        self.mischief.strike(PlannedFault(BY_NAME[name], 0.0, draw), until)
+
+    def signals(self) -> dict[str, list[str]]:
+        return {name: seat.engine.signals for name, seat in self.seats.seats.items() if seat.engine.signals}
+
+    def calls(self) -> list[object]:
+        return [function for seat in self.seats.seats.values() for function, _ in seat.engine.called]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.place != "request"], ids=lambda kind: kind.name)
+def test_every_kind_does_something_to_the_side_it_names(kind, monkeypatch: pytest.MonkeyPatch):
+    visits: list[int] = []
+    monkeypatch.setattr(vandal, "vandalise", lambda host, port, rng: visits.append(port))
+    rig = Rig()
+    rig.strike(kind.name)
+    touched = {name[0] for name, seat in rig.seats.seats.items() if seat.engine.signals or seat.engine.called}
+    assert touched or rig.bursts or visits
+    assert kind.side is None or touched <= {kind.side}
+    assert rig.struck == [kind.name]
+
+
+@pytest.mark.parametrize(("name", "same_id"), [("kill-p", True), ("kill-d-new", False)])
+def test_a_killed_engine_comes_back(name: str, same_id: bool):
+    rig = Rig()
+    rig.strike(name)
+    [(killed, signals)] = rig.signals().items()
+    assert signals == ["kill"]
+    assert rig.seats[killed].leaving
+    rig.mischief.ended(rig.seats[killed])  # type: ignore[arg-type]
+    assert rig.mischief.outstanding == 1
+    rig.agenda.run_due(LATER)
+    assert rig.seats.replaced == [(killed, same_id)]
+    assert rig.mischief.outstanding == 0
+
+
+def test_a_stopped_engine_goes_on():
+    rig = Rig()
+    rig.strike("stop-d")
+    assert rig.mischief.outstanding == 1
+    rig.agenda.run_due(LATER)
+    assert list(rig.signals().values()) == [["pause", "resume"]]
+
+
+def test_an_engine_that_does_not_shut_down_is_noticed():
+    rig = Rig()
+    rig.strike("shutdown-p")
+    rig.agenda.run_due(LATER)
+    assert len(rig.stuck) == 1
+
+
+def test_held_writes_go_out_later():
+    rig = Rig()
+    rig.strike("stuck-handle")
+    assert rig.calls() == [wirefaults.on_posts]
+    rig.agenda.run_due(LATER)
+    assert rig.calls() == [wirefaults.on_posts, wirefaults.lift]
+
+
+def test_nothing_is_lifted_on_the_next_incarnation():
+    rig = Rig()
+    rig.strike("stuck-handle")
+    for seat in rig.seats.seats.values():
+        seat.incarnation += 1
+    rig.agenda.run_due(LATER)
+    assert rig.calls() == [wirefaults.on_posts]
+
+
+def test_one_engine_of_a_side_is_disturbed_at_a_time():
+    rig = Rig()
+    rig.strike("kill-p")
+    rig.strike("stop-p")
+    rig.strike("garbage-notes", draw=0.5)
+    assert rig.struck == ["kill-p", "garbage-notes"]
+    assert throw_garbage in rig.calls()
+    for seat in rig.seats.seats.values():
+        seat.leaving = False
+    rig.agenda.run_due(LATER)
+    assert rig.struck[-1] == "stop-p"
+
+
+def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
+    rig = Rig()
+    for seat in rig.seats.seats.values():
+        seat.engine.ready = False
+    rig.strike("kill-p", until=0.0)
+    assert (rig.struck, rig.skipped) == ([], ["kill-p"])

@@ -1,0 +1,170 @@
+"""How requests go out, what strikes them, and when they are done."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.soak.inhost import collect
+from tests.faults.soak.request import Outcome, State
+from tests.unit.soak_world import RIGHT, World
+
+
+def test_both_engines_are_asked_at_once_and_every_answer_is_compared():
+    world = World()
+    plan = world.send()
+    assert [len(engine.added) for engine in (world.p, world.d)] == [1, 1]
+    assert world.d.added[0].kv_transfer_params is not None
+    assert world.d.added[0].kv_transfer_params["remote_request_id"] == world.p.added[0].request_id
+    world.finish("P1")
+    world.finish("D1")
+    assert world.done == []
+    assert world.traffic.outstanding == 1
+    assert list(plan.token_ids) == world.r.added[0].token_ids
+    world.finish("R")
+    [request] = world.done
+    assert request.outcome is Outcome.COMPLETED
+    assert (request.p.expected, request.d.expected) == (RIGHT, RIGHT)
+    assert [function for function, _ in world.p.called + world.d.called] == [collect, collect]
+    assert world.traffic.outstanding == 0
+
+
+def test_p_first_hands_on_what_p_returned():
+    world = World()
+    world.send(order="p-first")
+    assert world.d.added == []
+    world.finish("P1", params={"from": "P"})
+    world.pass_time()
+    assert world.d.added[0].kv_transfer_params == {"from": "P"}
+
+
+def test_d_first_leaves_p_for_later():
+    world = World()
+    world.send(order="d-first")
+    assert world.p.added == []
+    world.pass_time()
+    assert len(world.p.added) == 1
+
+
+def test_a_d_that_comes_after_p_was_aborted_is_told_where_p_was():
+    world = World()
+    world.send(order="p-first", fault="abort-p")
+    world.pass_time()
+    assert world.p.aborted
+    assert world.d.added[0].kv_transfer_params is not None
+    assert world.d.added[0].kv_transfer_params["remote_engine_id"] == "P1-1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "aborted"), [("abort-p", (1, 0)), ("abort-d", (0, 1)), ("abort-both", (1, 1)), ("resend-p", (1, 0))]
+)
+def test_aborts_strike_the_side_they_name(fault: str, aborted: tuple[int, int]):
+    world = World()
+    world.send(fault=fault)
+    world.pass_time()
+    assert (len(world.p.aborted), len(world.d.aborted)) == aborted
+    assert len(world.p.added) == (2 if fault == "resend-p" else 1)
+    assert world.struck == [fault]
+
+
+def test_an_abort_that_comes_too_late_is_no_fault():
+    world = World()
+    world.send(fault="abort-both")
+    world.finish("P1")
+    world.finish("D1")
+    world.pass_time()
+    assert world.struck == []
+    assert world.p.aborted + world.d.aborted == []
+
+
+def test_a_side_that_is_never_asked_is_not_waited_for():
+    world = World()
+    world.send(fault="no-p", order="p-first")
+    assert (len(world.p.added), len(world.d.added)) == (0, 1)
+    world.finish("D1")
+    world.finish("R")
+    assert world.done[0].outcome is Outcome.COMPLETED
+    world.send(fault="no-d")
+    world.finish("P1")
+    world.finish("R")
+    assert world.done[1].outcome is Outcome.COMPLETED
+    assert len(world.d.added) == 1
+
+
+def test_unequal_prompts_are_answered_from_their_own():
+    world = World()
+    world.send(fault="unequal")
+    assert len(world.d.added[0].token_ids) > len(world.p.added[0].token_ids)
+    world.finish("P1")
+    world.finish("D1")
+    assert [len(question.token_ids) for question in world.r.added] == [
+        len(world.p.added[0].token_ids),
+        len(world.d.added[0].token_ids),
+    ]
+
+
+def test_a_refused_request_has_failed_cleanly():
+    world = World()
+    world.d.refusal = "Traceback:\nValueError: remote_port is missing\n"
+    world.send(fault="bad-params-d")
+    world.finish("P1")
+    world.finish("R")
+    assert world.done[0].outcome is Outcome.FAILED
+    assert world.done[0].d.error == "ValueError: remote_port is missing"
+
+
+def test_an_error_from_the_engine_is_a_clean_failure():
+    world = World()
+    world.send()
+    world.finish("P1")
+    world.finish("D1", tokens=(), reason="error")
+    world.finish("R")
+    assert world.done[0].outcome is Outcome.FAILED
+
+
+def test_what_was_on_a_dead_engine_is_lost_and_the_other_side_goes_on():
+    world = World()
+    world.send()
+    world.traffic.lose(world.seats["D1"])  # type: ignore[arg-type]
+    assert world.done == []
+    world.finish("P1")
+    world.finish("R")
+    assert world.done[0].outcome is Outcome.LOST
+    assert world.done[0].p.state is State.FINISHED
+
+
+def test_words_of_an_engine_that_came_back_are_not_taken_for_the_old_ones():
+    world = World()
+    world.send()
+    world.seats["D1"].incarnation = 2
+    world.finish("D1")
+    assert world.traffic.live
+
+
+def test_nothing_is_sent_to_an_engine_that_is_gone():
+    world = World()
+    world.send(order="d-first")
+    world.seats["P1"].leaving = True
+    world.pass_time()
+    assert world.p.added == []
+    world.finish("D1")
+    world.finish("R")
+    assert world.done[0].p.state is State.LOST
+
+
+def test_a_hung_request_is_given_up_on_both_sides():
+    world = World()
+    world.send()
+    [request] = world.traffic.live.values()
+    world.traffic.give_up(request)
+    assert world.p.aborted
+    assert world.d.aborted
+    assert world.done[0].outcome is Outcome.HUNG
+    assert world.traffic.live == {}
+
+
+def test_the_plain_engine_is_asked_once_for_equal_prompts():
+    world = World()
+    world.send()
+    world.finish("P1")
+    world.finish("D1")
+    assert len(world.r.added) == 1

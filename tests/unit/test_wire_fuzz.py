@@ -1,0 +1,266 @@
+"""Whatever bytes a peer sends, reading them ends in a message with sound fields or in a ``WireError``."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from layerpush.wire import (
+    HEARTBEAT_PREFIX,
+    PEER_PREFIX,
+    REGISTRATION_PREFIX,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Completion,
+    Fail,
+    Heartbeat,
+    Message,
+    PeerMessage,
+    Ping,
+    Pong,
+    Registration,
+    WireError,
+    encode,
+    encode_completion,
+    encode_heartbeat,
+    encode_registration,
+    read,
+)
+
+PREFIXES = [REGISTRATION_PREFIX, PEER_PREFIX, HEARTBEAT_PREFIX, b""]
+INT64 = 2**63
+
+# --- what a sound message is, said again without msgspec ---
+
+
+def is_clean(text: object, most: int = 1024) -> bool:
+    if type(text) is not str or not 1 <= len(text) <= most:
+        return False
+    return not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char == "\u202e" for char in text)
+
+
+def is_count(number: object, least: int = 0, most: int = INT64 - 1) -> bool:
+    return type(number) is int and least <= number <= most
+
+
+def is_request(text: object) -> bool:
+    return is_clean(text) and not f"{text}:1".startswith(("HB:", "PUSH_REG:", "LAYERPUSH:"))
+
+
+def is_blocks(groups: object) -> bool:
+    assert type(groups) is tuple
+    assert all(type(group) is tuple for group in groups)
+    named = [block for group in groups for block in group]
+    twice = any(len(set(used)) < len(used) for used in ([block for block in group if block] for group in groups))
+    return len(groups) <= 1024 and len(named) <= 2**20 and all(is_count(b, 0, 2**31 - 1) for b in named) and not twice
+
+
+SOUND: dict[str, Callable[[Any], bool]] = {
+    "request_id": is_request,
+    "decode_engine_id": is_clean,
+    "decode_host": lambda host: is_clean(host, 255),
+    "decode_port": lambda port: is_count(port, 1, 65535),
+    "decode_tp_size": lambda size: is_count(size, 1, 1024),
+    "local_block_ids": is_blocks,
+    "layerpush": is_count,
+    "prefill_request_id": lambda text: text is None or is_request(text),
+    "prompt_digest": lambda text: text is None or is_clean(text),
+    "epoch": is_count,
+    "number": is_count,
+    "drained": lambda value: type(value) is bool,
+    "reason": lambda text: type(text) is str and len(text) <= 1000 and (text == "" or text.isprintable()),
+    "world_size": lambda size: is_count(size, 1, 999_999),
+    "request_ids": lambda ids: type(ids) is tuple and len(ids) <= 65536 and all(map(is_clean, ids)),
+}
+
+
+def read_or_refused(notification: bytes) -> Message | None:
+    """The one property of this file. None when it was refused."""
+    refusal, message = None, None
+    try:
+        message = read(notification)
+    except WireError as error:
+        refusal = str(error)
+    if message is None:
+        assert refusal is not None
+        assert refusal.isprintable()
+        assert len(refusal) < 1500
+        return None
+    for field in message.__struct_fields__:
+        value = getattr(message, field)
+        ok = is_clean(value) if isinstance(message, Completion) and field == "request_id" else SOUND[field](value)
+        assert ok, f"{type(message).__name__}.{field} = {value!r}"
+    assert read(sent_again(message)) == message
+    return message
+
+
+def sent_again(message: Message) -> bytes:
+    match message:
+        case Registration():
+            return encode_registration(message)
+        case Completion():
+            return encode_completion(message.request_id, message.world_size)
+        case Heartbeat():
+            return encode_heartbeat(message.request_ids)
+        case _:
+            return encode(message)
+
+
+# --- messages as they should be ---
+
+letters = st.characters(exclude_categories=("Cc", "Cs", "Cf", "Zl", "Zp"))
+names = st.text(letters, min_size=1, max_size=20)
+request_ids = names.filter(is_request) | st.sampled_from(["cmpl-1:x", "a,b", "HBx", "x" * 1024])
+counts = st.integers(0, INT64 - 1)
+ports, sizes = st.integers(1, 65535), st.integers(1, 1024)
+reasons = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+groups = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9, unique=True).map(tuple), max_size=4).map(tuple)
+registrations = st.builds(
+    Registration,
+    request_id=request_ids,
+    decode_engine_id=names,
+    decode_host=names,
+    decode_port=ports,
+    decode_tp_size=sizes,
+    local_block_ids=groups,
+    layerpush=counts,
+    prefill_request_id=st.none() | request_ids,
+    prompt_digest=st.none() | names,
+)
+peer_messages = st.one_of(
+    st.builds(Accepted, request_ids),
+    st.builds(Fail, request_ids, counts, reasons, st.booleans()),
+    st.builds(Cancel, request_ids, names, names, ports, sizes),
+    st.builds(Cancelled, request_ids),
+    st.builds(Ping, names, counts),
+    st.builds(Pong, counts),
+)
+completions = st.builds(Completion, request_ids, st.integers(1, 999_999))
+heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple))
+notifications = st.one_of(registrations, peer_messages, completions, heartbeats).map(sent_again)
+
+
+@given(registrations, st.dictionaries(st.text(letters, min_size=20, max_size=30), st.booleans(), max_size=3))
+def test_a_registration_comes_back_as_it_was_sent(sent: Registration, extra: dict[str, bool]) -> None:
+    assert read(encode_registration(sent, **extra)) == sent
+    assert read_or_refused(encode_registration(sent)) == sent
+
+
+@given(peer_messages)
+def test_our_messages_come_back_as_they_were_sent(sent: PeerMessage) -> None:
+    back = read_or_refused(encode(sent))
+    if isinstance(sent, Fail):
+        assert back == msgspec.structs.replace(sent, reason="".join(c if c.isprintable() else "?" for c in sent.reason))
+    else:
+        assert back == sent
+
+
+@given(completions | heartbeats)
+def test_messages_of_upstream_come_back_as_they_were_sent(sent: Completion | Heartbeat) -> None:
+    assert read_or_refused(sent_again(sent)) == sent
+
+
+# --- messages as they should not be ---
+
+
+@given(st.sampled_from(PREFIXES), st.binary(max_size=120))
+@example(PEER_PREFIX, b"\x81\xa4kind\xa3a\nb")
+@example(PEER_PREFIX, b"\x82\xa4kind\xa4ping\xa4kind\xa4pong")
+@example(PEER_PREFIX, b"\x81\xa4kind\xa3\xed\xa0\x80")
+@example(REGISTRATION_PREFIX, b"\xdf\xff\xff\xff\xff")
+@example(REGISTRATION_PREFIX, b"\x81\xaarequest_id\xc7\xff\xff")
+def test_garbage(prefix: bytes, payload: bytes) -> None:
+    read_or_refused(prefix + payload)
+
+
+@settings(max_examples=250)
+@given(notifications, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=8))
+def test_flipped_bits(sent: bytes, flips: list[tuple[int, int]]) -> None:
+    damaged = bytearray(sent)
+    for at, bit in flips:
+        damaged[at % len(damaged)] ^= 1 << bit
+    read_or_refused(bytes(damaged))
+
+
+@settings(max_examples=60)
+@given(registrations.map(sent_again) | peer_messages.map(sent_again))
+def test_every_truncation_is_refused(sent: bytes) -> None:
+    for length in range(len(sent)):
+        message = read_or_refused(sent[:length])
+        # the head of an id with a colon and a digit may be a completion; nothing else survives without its tail
+        assert message is None or (isinstance(message, Completion) and not sent[:length].startswith(PEER_PREFIX))
+
+
+@settings(max_examples=250)
+@given(notifications, notifications, st.integers(0, 10_000), st.integers(0, 10_000), st.binary(max_size=6))
+def test_splices(head: bytes, tail: bytes, upto: int, after: int, between: bytes) -> None:
+    read_or_refused(head[: upto % len(head)] + between + tail[after % len(tail) :])
+
+
+@given(notifications, st.binary(min_size=1, max_size=20))
+def test_more_than_a_message(sent: bytes, more: bytes) -> None:
+    read_or_refused(sent + more)
+    read_or_refused(more + sent)
+
+
+numbers = st.sampled_from([-1, 0, 1, 2**31, INT64 - 1, INT64, 2**64 - 1, -INT64]) | st.integers(-INT64, 2**64 - 1)
+scalars = st.one_of(st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5), st.binary(max_size=5))
+oddities = st.sampled_from(
+    [
+        msgspec.msgpack.Ext(5, b""),
+        msgspec.msgpack.Ext(-1, b"\0"),
+        "",
+        "a\nb",
+        "x" * 1025,
+        "\u202e",
+        [[1, 1]],
+        [[0, 0]],
+        [[-1]],
+    ]
+)
+anything = st.recursive(
+    scalars | oddities,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | numbers, inner, max_size=4),
+    max_leaves=12,
+)
+fields = st.dictionaries(st.sampled_from(sorted(SOUND)) | st.text(max_size=5), anything, max_size=5)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(registrations, fields)
+def test_any_value_in_any_field_of_a_registration(sent: Registration, changes: dict[str, Any]) -> None:
+    message = {**msgspec.to_builtins(sent), **changes}
+    back = read_or_refused(REGISTRATION_PREFIX + msgspec.msgpack.encode(message))
+    assert back is None or isinstance(back, Registration)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(peer_messages, fields)
+def test_any_value_in_any_field_of_ours(sent: PeerMessage, changes: dict[str, Any]) -> None:
+    back = read_or_refused(PEER_PREFIX + msgspec.msgpack.encode({**msgspec.to_builtins(sent), **changes}))
+    assert back is None or type(back) is type(sent)
+
+
+@given(st.sampled_from(PREFIXES), anything)
+def test_any_value_for_a_message(prefix: bytes, value: object) -> None:
+    assert not isinstance(read_or_refused(prefix + msgspec.msgpack.encode(value)), Registration | Accepted | Pong)
+
+
+@given(st.lists(st.binary(max_size=12), max_size=6), st.text("0123456789+-_ .:٣", max_size=8))
+def test_any_text_of_upstream(parts: list[bytes], number: str) -> None:
+    read_or_refused(HEARTBEAT_PREFIX + b",".join(parts))
+    read_or_refused(b":".join([*parts, number.encode()]))
+
+
+@pytest.mark.parametrize("prefix", [REGISTRATION_PREFIX, PEER_PREFIX])
+@pytest.mark.parametrize("code", range(256))
+def test_every_first_byte_of_msgpack(prefix: bytes, code: int) -> None:
+    for rest in (b"", b"\xff", b"\x00" * 9, b"\xff" * 9, bytes([code]) * 5000):
+        assert read_or_refused(prefix + bytes([code]) + rest) is None
