@@ -34,6 +34,7 @@ from vllm.platforms import current_platform
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
 from layerpush.peers import Address
+from layerpush.prefill.coverage import MismatchError
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.plan import StepPlan
 from layerpush.prefill.staging import Link
@@ -275,13 +276,13 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         self._engine_last_active[engine_id] = time.perf_counter()
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
-        """Raises ``LookupError`` for a block that a connected decode engine does not have."""
+        """Raises ``MismatchError`` for a block that a connected decode engine does not have."""
         assert self.transfer_topo is not None
         pages = self.transfer_topo.get_engine_info(engine_id).remote_physical_blocks_per_logical
         limit = min(self.dst_region_num_blocks[engine_id]) // pages
         last = max((block for group in blocks for block in group), default=0)
         if last >= limit:
-            raise LookupError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
+            raise MismatchError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
 
     # Writer thread: loads (layerpush.decode.desk.Loads).
 
@@ -405,7 +406,7 @@ class _AgentDescription(msgspec.Struct):
 def agent_of_handshake(payload: bytes) -> bytes:
     """NIXL's own description of an agent, which has its name in it, from a side channel's answer.
 
-    Raises ``msgspec.MsgspecError`` or ``ValueError`` for any other bytes.
+    Raises ``ValueError`` for any other bytes, or ``RecursionError``.
     """
     handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
     return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription).agent_metadata

@@ -22,7 +22,7 @@ MAX_CACHED_TOKENS = 2**31 - 1
 # What vLLM's engine, or its front end, needs of a D's request, and dies of in some versions when it is not so.
 _IDS = ("remote_engine_id", "remote_request_id")
 _SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
-_FROM_P = "; D needs it to reach the prefill engine; the router copies it from P's response"
+_FROM_P = "; the router copies it from P's response"
 
 
 class ParamsError(ValueError):
@@ -91,7 +91,9 @@ def _flag(params: Mapping[object, object], key: str) -> bool:
 def _needed(params: Mapping[object, object], key: str) -> object:
     value = params.get(key)
     if value is None:
-        _refuse(key, ("is null" if key in params else "is missing") + _FROM_P)
+        _refuse(
+            key, ("is null" if key in params else "is missing") + f"; D needs it to reach the prefill engine{_FROM_P}"
+        )
     return value
 
 

@@ -30,7 +30,8 @@ class QueryError(ValueError):
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
     """vLLM's listener thread: the same answers to good queries, and bad ones change nothing."""
-    Listener(answers, stop, f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}").run(ready)
+    bare = host.strip("[]")
+    Listener(answers, stop, f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}").run(ready)
 
 
 class Listener:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from vllm.logger import init_logger
 
 from layerpush import compat
@@ -22,6 +21,8 @@ logger = init_logger("vllm.layerpush.probe")
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
+NO_SUCH_RANK = b""
+"""Our own listener's answer where its engine has fewer ranks than the one that was here before."""
 
 
 def probe(
@@ -32,7 +33,7 @@ def probe(
     The question is upstream's handshake query, which a stock engine answers too.
     """
     deadline = time.monotonic() + timeout_s
-    if not host or not 0 < port < 1 << 16 or not agent_name:
+    if not 0 < port < 1 << 16 or not agent_name:
         return Verdict.UNKNOWN
     try:
         connection = _connect(host, port, deadline)
@@ -43,10 +44,12 @@ def probe(
     try:
         with connection:
             parts = ask(connection, compat.handshake_query(pp_rank, tp_rank), deadline, MAX_ANSWER_BYTES)
+        if parts == [NO_SUCH_RANK]:
+            return Verdict.ENDED
         if len(parts) != 2:
             return Verdict.UNKNOWN
         named = agent_name.encode() in compat.agent_of_handshake(parts[0])
-    except (OSError, ZmtpError, ValueError, msgspec.MsgspecError, RecursionError):
+    except (OSError, ZmtpError, ValueError, RecursionError):
         return Verdict.UNKNOWN
     return Verdict.ALIVE if named else Verdict.ENDED
 

@@ -21,6 +21,8 @@ PROTOCOL_VERSION = 1
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
 HEARTBEAT_PREFIX = b"HB:"
+QUIET_PREFIX = HEARTBEAT_PREFIX + b"layerpush."
+"""Before one of our messages, in hex: a stock peer takes it for the heartbeat of a request that it does not know."""
 PEER_PREFIX = b"LAYERPUSH:"
 
 MAX_NOTIFICATION_BYTES = 4 << 20
@@ -172,6 +174,8 @@ def read(notification: bytes) -> Message:
         return decode_registration(notification)
     if notification.startswith(PEER_PREFIX):
         return _read_peer_message(notification)
+    if notification.startswith(QUIET_PREFIX):
+        return _read_quiet(notification)
     if notification.startswith(HEARTBEAT_PREFIX):
         return _read_heartbeat(notification)
     return _read_completion(notification)
@@ -182,6 +186,11 @@ def encode(message: PeerMessage) -> bytes:
     if isinstance(message, Fail):
         message = msgspec.structs.replace(message, reason=one_line(message.reason))
     return _checked(PEER_PREFIX + _packed(message))
+
+
+def encode_quietly(message: PeerMessage) -> bytes:
+    """One of our own messages, to a peer that may be a stock one, which ignores it. Raises as ``encode`` does."""
+    return _checked(QUIET_PREFIX + encode(message).hex().encode())
 
 
 def encode_registration(registration: Registration, **extra: object) -> bytes:
@@ -250,6 +259,16 @@ def _read_peer_message(notification: bytes) -> PeerMessage:
     if isinstance(message, Fail):
         return msgspec.structs.replace(message, reason=one_line(message.reason))
     return message
+
+
+def _read_quiet(notification: bytes) -> PeerMessage:
+    try:
+        inner = bytes.fromhex(_text(notification[len(QUIET_PREFIX) :], "a quiet notification"))
+    except ValueError as error:
+        raise _unreadable("a quiet notification", error) from error
+    if not inner.startswith(PEER_PREFIX):
+        raise WireError(f"a quiet notification holds none of our messages: {inner[:64]!r}")
+    return _read_peer_message(inner)
 
 
 def _read_completion(notification: bytes) -> Completion:

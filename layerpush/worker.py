@@ -28,9 +28,10 @@ from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
 from layerpush.peers import Address, Peers
 from layerpush.prefill.capture import Capture
+from layerpush.prefill.coverage import MismatchError, check_blocks
 from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.host import Identity
+from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
@@ -68,6 +69,7 @@ NOTIFICATION_POLL_S = 1e-3
 IDLE_POLL_S = 50e-3
 SHUTDOWN_DRAIN_S = 2.0
 DIGESTS_KEPT = 1 << 16
+RESTARTED = "the decode engine was restarted after it had registered"
 
 
 class LayerwisePushWorker(compat.WatchedPushWorker):
@@ -287,6 +289,12 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
         try:
             call()
+        except MismatchError as error:
+            if request_id is None:
+                logger.exception("layerpush: %s failed", what)
+            else:
+                self.writer.fail(request_id, str(error))
+            return False
         except Exception as error:  # upstream's code may raise anything; the push fails, the writer thread lives on
             logger.exception("layerpush: %s failed (request %s)", what, request_id)
             if request_id is not None:
@@ -348,6 +356,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
             self._peers.reach(address_of(registration), connected, time.perf_counter())
             return None
+        if not self.prefill_desk.is_current(registration):
+            raise HandshakeError(RESTARTED)
         self.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:
@@ -359,10 +369,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def take_registration(self, request_id: str) -> Registration | None:
         return self.prefill_desk.take(request_id, time.perf_counter())
 
+    def is_unwanted(self, request_id: str) -> bool:
+        return self.prefill_desk.is_unwanted(request_id, time.perf_counter())
+
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
             if not self.writer.is_delegated(request_id):
                 return
+            if error is None and not self.prefill_desk.is_current(registration):
+                error = RESTARTED
             if error is not None:
                 self.writer.fail(request_id, error)
                 return
@@ -371,7 +386,10 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._peers.reach(address_of(registration), connected, time.perf_counter())
 
     def _push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
-        self.check_targets(registration.decode_engine_id, registration.local_block_ids)
+        targets = registration.local_block_ids
+        self.check_targets(registration.decode_engine_id, targets)
+        if compat.refusal(self, registration.decode_engine_id) is None:  # else blocks are not counted alike
+            check_blocks([len(group) for group in blocks], targets)
         self.push_whole(request_id, blocks, msgspec.to_builtins(registration))
 
     def retract(self, retraction: Retract, *, withdrawn: bool) -> None:

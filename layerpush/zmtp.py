@@ -14,7 +14,6 @@ SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 3) + b"REQ"
 MORE, LONG, COMMAND = 1, 2, 4
-MAX_FRAMES = 8
 CHUNK = 1 << 16
 
 
@@ -35,7 +34,7 @@ def ask(connection: socket.socket, question: bytes, deadline: float, limit: int)
     stream.write(bytes((COMMAND, len(READY))) + READY)
     stream.write(bytes((MORE, 0)) + bytes((0, len(question))) + question)
     parts: list[bytes] = []
-    for _ in range(MAX_FRAMES):
+    while True:
         flags, body = stream.frame()
         if flags & COMMAND:
             continue
@@ -44,7 +43,6 @@ def ask(connection: socket.socket, question: bytes, deadline: float, limit: int)
             if parts[0]:
                 raise ZmtpError("no empty frame before the answer")
             return parts[1:]
-    raise ZmtpError(f"more than {MAX_FRAMES} frames")
 
 
 class _Stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from layerpush.wire import (
     encode,
     encode_completion,
     encode_heartbeat,
+    encode_quietly,
     encode_registration,
 )
 
@@ -33,6 +34,7 @@ logger = logging.getLogger("vllm.layerpush.decode")
 
 HOLD_S = 30.0
 HELD = 65536
+SPEAKERS_KEPT = 4096
 
 Word = Accepted | Fail | Cancelled | Completion
 
@@ -94,6 +96,7 @@ class DecodeDesk:
         self._early: deque[tuple[float, str, Word]] = deque()
         self._outcomes: deque[tuple[float, str, Callable[[], None]]] = deque()
         self._pings = 0
+        self._speakers: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._awaited)
@@ -138,6 +141,11 @@ class DecodeDesk:
         """Anything from an agent; ``message`` if it is about a request. A word of ours says that the agent speaks."""
         speaks = message is None or not isinstance(message, Completion)
         self._watch.heard(sender, now, spoke=speaks)
+        if speaks:
+            self._speakers[sender] = None
+            self._speakers.move_to_end(sender)
+            while len(self._speakers) > SPEAKERS_KEPT:
+                self._speakers.popitem(last=False)
         if message is None:
             return
         awaited = self._awaited.get(message.request_id)
@@ -214,6 +222,10 @@ class DecodeDesk:
                 return
             self._dispatch(session.request_id, protocol.Registered(frozenset(agents)), now)
             self._watch.add(address.engine_id, frozenset(agents), now)
+            for agent in agents:
+                if agent in self._speakers:  # it need not say so again, should its answer be lost
+                    self._watch.spoke(agent)
+                    self._dispatch(session.request_id, protocol.Spoke(agent), now)
             for agent in sorted(frozenset(agents) - reached):
                 failed = protocol.Failed(agent, "it was not reached by the registration", True)
                 self._dispatch(session.request_id, failed, now)
@@ -249,8 +261,11 @@ class DecodeDesk:
             case protocol.Cancel(agents):
                 mine = awaited.registration
                 address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
+                cancel = Cancel(request_id, *address)
                 for agent in agents:
-                    if not self._peers.notify(agent, encode(Cancel(request_id, *address))):
+                    # one that has not spoken may be a stock one, or our registration or its answer was lost
+                    payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
+                    if not self._peers.notify(agent, payload):
                         self._watch.lost(agent, now)
             case Succeed():
                 self._report(request_id, partial(self._loads.loaded, awaited.completions), now)

@@ -52,7 +52,7 @@ class Unregistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class Spoke(Event):
-    """This agent speaks layerpush: it may be sent a Cancel."""
+    """This agent speaks layerpush."""
 
     agent: str
 

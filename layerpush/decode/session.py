@@ -88,15 +88,14 @@ class DecodeSession:
         """When a ``Tick`` will change something if nothing happens until then; ``now`` if it would already."""
         if self.state not in (S.CANCELLING, S.PARKED):
             return None
-        due = [self._asked_at + self._retry_s] if self._listeners else []
+        due = [self._asked_at + self._retry_s]
         if self.state is S.CANCELLING and not self.dropped:
             due.append(self._patient_until)
         return max(now, min(due)) if due else None
 
-    @property
-    def _listeners(self) -> tuple[str, ...]:
-        """Open agents that understand a ``Cancel``."""
-        return tuple(sorted(self.open_agents & self._spoken))
+    def speaks(self, agent: str) -> bool:
+        """Whether this agent is known to speak layerpush. One that is not may be asked to stop all the same."""
+        return agent in self._spoken
 
     @property
     def _complete(self) -> bool:
@@ -112,8 +111,9 @@ class DecodeSession:
         self.agents = event.agents
         return S.WAITING
 
-    def _on_spoke(self, event: protocol.Spoke, now: float, actions: list[Action]) -> State:
-        self._listen(event.agent, now, actions)
+    def _on_spoke(self, event: protocol.Spoke, _: float, __: list[Action]) -> State:
+        if event.agent in self.agents:
+            self._spoken.add(event.agent)
         return self.state
 
     def _on_completed(self, event: protocol.Completed, now: float, actions: list[Action]) -> State:
@@ -127,7 +127,7 @@ class DecodeSession:
             return self.state
         if event.drained:
             return self._take(event.agent, Word.FAILED, event.reason, now, actions)
-        self._listen(event.agent, now, actions)
+        self._spoken.add(event.agent)
         return self._leave(event.reason, now, actions)
 
     def _on_withdrawn(self, event: protocol.Withdrawn, now: float, actions: list[Action]) -> State:
@@ -150,7 +150,7 @@ class DecodeSession:
         if self.state not in (S.CANCELLING, S.PARKED):
             return self.state
         if now >= self._asked_at + self._retry_s:
-            self._ask(self._listeners, now, actions)
+            self._ask(now, actions)
         if self.state is S.CANCELLING and not self.dropped and now >= self._patient_until:
             actions.append(Park(self.cause or ""))
             return S.PARKED
@@ -173,7 +173,7 @@ class DecodeSession:
         if self.state is not S.WAITING:
             return self.state
         self._patient_until = now + self._patience_s
-        self._ask(self._listeners, now, actions)
+        self._ask(now, actions)
         return S.CANCELLING
 
     def _close(self, cause: str | None, actions: list[Action]) -> State:
@@ -187,18 +187,9 @@ class DecodeSession:
             actions.append(GiveUp(self.cause))
         return S.CLOSED
 
-    def _listen(self, agent: str, now: float, actions: list[Action]) -> None:
-        """An agent turns out to speak layerpush: if its word is wanted, ask for it."""
-        if agent in self._spoken or agent not in self.agents:
-            return
-        self._spoken.add(agent)
-        if self.state in (S.CANCELLING, S.PARKED) and agent in self.open_agents:
-            self._ask((agent,), now, actions)
-
-    def _ask(self, agents: tuple[str, ...], now: float, actions: list[Action]) -> None:
-        if agents:
-            self._asked_at = now
-            actions.append(Cancel(agents))
+    def _ask(self, now: float, actions: list[Action]) -> None:
+        self._asked_at = now
+        actions.append(Cancel(tuple(sorted(self.open_agents))))
 
 
 _HANDLERS: Mapping[type[Event], Callable[[Any, Any, float, list[Action]], State]] = {

@@ -72,12 +72,12 @@ class _Agent:
 
     sessions: int
     heard_at: float
-    patient_since: float
-    """Silence counts from here, or from when it was last heard."""
     ping_at: float
     probe_from: float
     """Not to be probed earlier."""
     spoke: bool = False
+    pinged_at: float | None = None
+    """When the first ping was sent that nothing has followed: silence counts from there, not from our own pauses."""
     lost: bool = False
     """A send to it failed, and nothing has come from it since."""
     ended_at: float | None = None
@@ -101,8 +101,9 @@ class PeerWatch:
     begun ``SETTLE_S`` or more after the first was over, and nothing came from it since before the first. Probes alone
     prove too little: with several ranks the listener lives in another process than the writer, and may die on its own.
 
-    An agent is *silent* when it speaks layerpush and has said nothing for ``timeout_s``, in spite of pings. That proves
-    nothing, and is said once per silence. An agent that does not speak layerpush never answers: it is probed instead.
+    An agent is *silent* when it speaks layerpush and has said nothing for ``timeout_s``, in spite of pings for the last
+    three quarters of it. That proves nothing, and is said once per silence. An agent that does not speak layerpush
+    never answers: it is probed instead.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -122,13 +123,13 @@ class PeerWatch:
         for name in agents:
             agent = self._find(name)
             if agent is None:
-                agent = _Agent(0, heard_at=now, patient_since=now, ping_at=now + self._beat_s, probe_from=now)
+                agent = _Agent(0, heard_at=now, ping_at=now + self._beat_s, probe_from=now)
                 self._engine_of[name] = engine_id
                 self._engines.setdefault(engine_id, {})[name] = agent
             agent.sessions += 1
             agent.untold = agent.gone
             if agent.silent:
-                agent.silent, agent.patient_since = False, now
+                agent.silent, agent.pinged_at = False, None
 
     def remove(self, engine_id: str, agents: Collection[str]) -> None:
         """A session is over that had been added with these agents."""
@@ -148,9 +149,15 @@ class PeerWatch:
         """Something came from this agent; ``spoke``: in layerpush's language."""
         agent = self._find(name)
         if agent is not None and not agent.gone:
-            agent.heard_at, agent.ended_at = now, None
+            agent.heard_at, agent.pinged_at, agent.ended_at = now, None, None
             agent.spoke |= spoke
             agent.lost = agent.silent = False
+
+    def spoke(self, name: str) -> None:
+        """This agent speaks layerpush's language, as it did before it was awaited."""
+        agent = self._find(name)
+        if agent is not None:
+            agent.spoke = True
 
     def lost(self, name: str, now: float) -> None:
         """A send to this agent failed: it is probed at once, unless that was done just now."""
@@ -195,6 +202,7 @@ class PeerWatch:
                     )
                 if not agent.gone and now >= agent.ping_at:
                     agent.ping_at = now + self._beat_s
+                    agent.pinged_at = now if agent.pinged_at is None else agent.pinged_at
                     orders.append(SendPing(engine_id, name, agent.spoke))
             if engine_id in self._reconnects:
                 self._reconnects.remove(engine_id)
@@ -225,9 +233,9 @@ class PeerWatch:
             agent.gone = agent.untold = True
 
     def _silent_at(self, agent: _Agent) -> float:
-        if agent.gone or agent.silent or not agent.spoke:
+        if agent.gone or agent.silent or not agent.spoke or agent.pinged_at is None:
             return math.inf
-        return max(agent.heard_at, agent.patient_since) + self._timeout_s
+        return agent.pinged_at + self._timeout_s - self._beat_s
 
     def _next_probe(self, engine_id: str) -> tuple[float, str]:
         """When to probe next, and which agent; ``StartProbe`` was given for one at a time."""

@@ -11,6 +11,19 @@ class CoverageError(AssertionError):
     """A block was posted or landed twice, or landed without having been posted: completing would be a lie."""
 
 
+class MismatchError(ValueError):
+    """What a decode engine asks for is not the end of the prompt that it means. The text says what is wrong."""
+
+
+def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> None:
+    """Whether ``targets``, blocks of each KV cache group, can be the last of ``totals``. Raises ``MismatchError``."""
+    wanted = [len(group) for group in targets]
+    if len(wanted) != len(totals):
+        raise MismatchError(f"the registration has {len(wanted)} KV cache groups, the prompt {len(totals)}")
+    if any(count > total for count, total in zip(wanted, totals, strict=True)):
+        raise MismatchError(f"the registration wants {wanted} blocks of a prompt of {list(totals)}")
+
+
 class Coverage:
     """Two bitmaps of shape ``(layers, blocks)``; ``blocks[i]`` is how many blocks layer ``i`` has to deliver."""
 

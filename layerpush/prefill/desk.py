@@ -15,7 +15,7 @@ from typing import Any
 from layerpush.complaints import Complaints
 from layerpush.decode.watch import Verdict
 from layerpush.peers import Address, Peers, Probe
-from layerpush.prefill.ledger import Ledger
+from layerpush.prefill.ledger import KEPT_S, Ledger
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.writer import PushWriter
 from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, encode
@@ -65,8 +65,8 @@ class PrefillDesk:
         self._served = Remembered()
         self._over = Remembered()
         self._senders = Remembered()
+        self._unwanted = Remembered()
         self._bad_ends: dict[str, tuple[float, str]] = {}
-        self._ranks = Remembered()
         self._strangers: dict[str, list[tuple[str, Registration]]] = {}
         self._doomed: dict[str, str] = {}
         self._lost = Remembered()
@@ -90,7 +90,7 @@ class PrefillDesk:
             self._writer.register(request_id, registration)
             return
         reason = self._bad_end(registration, now)
-        if reason is not None:
+        if reason is not None and registration.layerpush:
             self._refuse(registration, reason, now)
             return
         for dropped in self._ledger.add(registration, now):
@@ -105,7 +105,9 @@ class PrefillDesk:
             return
         address = Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
         self._lost.pop(message.decode_engine_id, None)
-        self._ledger.drop(key)
+        kept = self._ledger.drop(key)
+        if kept is not None:
+            self._unwanted.note(key, (now + KEPT_S, kept))
         request_id = self._served.get(key)
         if request_id is None or self._writer.withdraw(request_id, key):  # else ``retract`` follows
             self._over.note(key, Cancelled(message.request_id))
@@ -125,6 +127,26 @@ class PrefillDesk:
         if registration is not None:
             self._served.note(registration.key, request_id)
         return registration
+
+    def is_unwanted(self, request_id: str, now: float) -> bool:
+        """Whether the registration of this request came and was withdrawn before the request was there."""
+        for key, (deadline, registration) in list(self._unwanted.items()):
+            if deadline <= now:
+                del self._unwanted[key]
+            elif self._is_for(registration, request_id):
+                del self._unwanted[key]
+                return True
+        return False
+
+    def is_current(self, registration: Registration) -> bool:
+        """Whether the engine that we are connected to is the process that sent this registration.
+
+        One that was restarted under its old name has given the blocks of that name to others.
+        """
+        engine_id = registration.decode_engine_id
+        agents = set(self._peers.agents(engine_id))
+        senders = self._senders.get(registration.key, ())
+        return not agents.isdisjoint(senders)
 
     def retract(self, retraction: Retract, withdrawn: bool, now: float) -> None:
         """Pass on that a completion will never come."""
@@ -215,7 +237,7 @@ class PrefillDesk:
     def _is_strange(self, sender: str, registration: Registration) -> bool:
         engine_id = registration.decode_engine_id
         known = self._peers.agents(engine_id)
-        if not known or sender in known or (engine_id, sender) in self._ranks or registration.key in self._served:
+        if not known or sender in known or registration.key in self._served:
             return False
         waiting = self._strangers.setdefault(engine_id, [])
         if len(waiting) < REMEMBERED:
@@ -242,11 +264,9 @@ class PrefillDesk:
             return
         address = self._peers.address(engine_id)
         for sender, registration in self._strangers.pop(engine_id, []):
-            if address == address_of(registration):
-                self._ranks.note((engine_id, sender), None)  # a rank of it that we do not write to
-                self.registered(sender, registration, now)
-                continue
-            text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, which lives elsewhere"
+            elsewhere = address != address_of(registration)
+            what = "which lives elsewhere" if elsewhere else "of which it is no living rank that we write to"
+            text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, {what}"
             self._complaints.add("engine id in use", text, now)
 
 

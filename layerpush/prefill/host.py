@@ -28,6 +28,9 @@ class Host(Protocol):
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
 
+    def is_unwanted(self, request_id: str) -> bool:
+        """Whether the registration of this request came and was withdrawn before the request was there."""
+
     def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
 

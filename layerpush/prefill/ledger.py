@@ -68,8 +68,10 @@ class Ledger:
         current = [entry for deadline, entry in self._entries.values() if deadline > now]
         return [entry for entry in current if self._is_for(entry, request_id)]
 
-    def drop(self, key: Key) -> None:
-        self._entries.pop(key, None)
+    def drop(self, key: Key) -> Registration | None:
+        """Forget a registration, and return it if it was kept."""
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry[1]
 
     def drop_engine(self, engine_id: str) -> None:
         """A decode engine has ended, and all that it asked for."""

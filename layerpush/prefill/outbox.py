@@ -97,7 +97,7 @@ class Outbox:
             return self._transport.poll(part.handle), "a WRITE ended in an error"
         except TransportError as error:
             write.peer_lost |= isinstance(error, PeerLostError)
-            return WriteState.FAILED, f"a WRITE was cut off: {error}"
+            return WriteState.FAILED, str(error)
 
     def _released(self, part: RankWrite) -> bool:
         try:

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from layerpush import compat
 from layerpush.config import LayerPushConfig
-from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.report import DecodeReport
 from layerpush.decode.scheduler import AwaitedPushes
 from layerpush.doorkeeper import Doorkeeper
 from layerpush.listener import listen
@@ -96,9 +96,6 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, compat.NixlConnectorMetadata)
         cancelled = self.awaited.cancelled(time.perf_counter())
-        for request_id, reason in cancelled.items():
-            if reason != ABORTED:
-                logger.warning("layerpush gives up the KV cache of request %s: %s", request_id, reason)
         digests, self._prompt_digests = self._prompt_digests, {}
         return compat.LayerwiseMetadata.extending(metadata, self._plan(scheduler_output), digests, cancelled)
 

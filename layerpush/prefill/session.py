@@ -20,7 +20,6 @@ from typing import Any
 
 from layerpush.prefill import protocol
 from layerpush.prefill.coverage import Coverage, CoverageError
-from layerpush.prefill.plan import NULL_BLOCK, Alignment
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
     TRANSITIONS,
@@ -32,16 +31,14 @@ from layerpush.prefill.protocol import (
     Post,
     Release,
     Retract,
-    Segment,
     State,
     Tell,
     Write,
 )
+from layerpush.prefill.supply import Supply
 from layerpush.wire import Registration
 
 S = State
-
-PAIRS_KEPT = 8
 
 
 class Session:
@@ -61,17 +58,16 @@ class Session:
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
         self._policy = policy
-        self._layer_groups = tuple(layer_groups)
-        self._layer_bytes = tuple(layer_bytes)
+        self._supply = Supply(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
-        self._alignments: tuple[Alignment, ...] = ()
+        self._aligned = False
         self._coverage: Coverage | None = None
-        self._totals: tuple[int, ...] = ()
         self._dropped = False
-        self._rewind(0)
 
     def handle(self, event: Event) -> list[Action]:
-        """Apply one event. Raises ``IllegalTransitionError`` or ``CoverageError``; ``Failed`` must follow then."""
+        """Apply one event. Raises ``MismatchError`` for what the decode engine asks, ``IllegalTransitionError`` and
+        ``CoverageError`` for what should never happen. ``Failed`` must follow then.
+        """
         allowed = TRANSITIONS[self.state].get(type(event))
         if allowed is None:
             raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
@@ -90,25 +86,16 @@ class Session:
     @property
     def all_ready(self) -> bool:
         """Every layer of the whole prompt is in this engine's memory."""
-        return self._final and self._unready == 0
+        return self._supply.is_complete
 
     def _rewind(self, epoch: int) -> None:
         self.epoch = epoch
-        self._tables: list[list[int]] = []
-        self._pairs: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._chunk_ends: list[tuple[int, ...]] = []
-        self._ready_layers: list[set[int]] = []
-        self._complete: tuple[int, ...] = ()
-        self._ready = [0] * len(self._layer_groups)
-        self._posted = [0] * len(self._layer_groups)
-        self._unready = 0
-        self._final = False
-        self._flush = False
+        self._supply.rewind()
         self._cover()
 
     def _cover(self) -> None:
-        if self._alignments:
-            self._coverage = Coverage([len(self._alignments[group].targets) for group in self._layer_groups])
+        if self._aligned:
+            self._coverage = Coverage(self._supply.wanted)
 
     def _on_planned(self, event: protocol.Planned, _: list[Action]) -> State:
         chunk = event.chunk
@@ -117,32 +104,12 @@ class Session:
             state = self._restart(chunk.epoch)
         if state in (S.TOLD, S.ABANDONED, S.DRAINING):
             return state
-        if chunk.index != len(self._chunk_ends):
-            raise IllegalTransitionError(
-                f"{self.request_id}: chunk {chunk.index} follows {len(self._chunk_ends)} chunks"
-            )
-        self._tables = self._tables or [[] for _ in chunk.groups]
-        for table, part in zip(self._tables, chunk.groups, strict=True):
-            table.extend(part.blocks)
-        self._totals = tuple(part.total for part in chunk.groups)
-        self._chunk_ends.append(tuple(part.end for part in chunk.groups))
-        self._ready_layers.append(set())
-        self._unready += len(self._layer_groups)
-        self._final = chunk.final
+        self._supply.plan(chunk)
         return state
 
     def _on_ready(self, event: protocol.Ready, _: list[Action]) -> State:
-        if event.epoch != self.epoch or event.chunk >= len(self._chunk_ends):
-            return self.state
-        layers = self._ready_layers[event.chunk]
-        if event.layer not in layers:
-            layers.add(event.layer)
-            self._unready -= 1
-            end = self._chunk_ends[event.chunk][self._layer_groups[event.layer]]
-            self._ready[event.layer] = max(self._ready[event.layer], end)
-            if len(layers) == len(self._layer_groups):
-                self._complete = self._chunk_ends[event.chunk]
-                self._flush = True
+        if event.epoch == self.epoch and event.chunk < self._supply.chunks:
+            self._supply.ready(event.chunk, event.layer)
         return self.state
 
     def _on_pump(self, _: protocol.Pump, actions: list[Action]) -> State:
@@ -165,15 +132,9 @@ class Session:
 
     def _on_connected(self, _: protocol.Connected, __: list[Action]) -> State:
         assert self.registration is not None
-        targets = self.registration.local_block_ids
-        if len(targets) != len(self._totals):
-            raise CoverageError(f"the registration has {len(targets)} KV cache groups, the prompt {len(self._totals)}")
-        self._alignments = tuple(map(Alignment, self._totals, targets))
-        if any(alignment.skipped < 0 for alignment in self._alignments):
-            wanted = [len(group) for group in targets]
-            raise CoverageError(f"the registration wants {wanted} blocks of a prompt of {list(self._totals)}")
+        self._supply.align(self.registration.local_block_ids)
+        self._aligned = True
         self._cover()
-        self._flush = any(len(layers) == len(self._layer_groups) for layers in self._ready_layers)
         return S.STREAMING
 
     def _on_refused(self, _: protocol.Refused, actions: list[Action]) -> State:
@@ -190,7 +151,7 @@ class Session:
             return self.state if self.in_flight else S.STREAMING
         assert self._coverage is not None
         for part in write.segments:
-            skipped = self._alignments[part.group].skipped
+            skipped = self._supply.skipped(part.group)
             self._coverage.land(part.layers, part.first - skipped, part.end - skipped)
         return self._settle(actions)
 
@@ -245,68 +206,23 @@ class Session:
 
     def _pump(self, actions: list[Action]) -> None:
         while len(self.in_flight) < self._policy.max_in_flight:
-            segments = self._pending()
-            size = sum(self._size(part) for part in segments)
+            segments = self._supply.pending()
+            size = self._supply.size(segments)
             worth_it = self._policy.by_layer and size >= max(1, self._policy.min_write_bytes)
-            if not segments or not (self._flush or worth_it):
+            if not segments or not (self._supply.chunk_is_whole or worth_it):
                 return
-            self._flush = False
-            self._posted = [max(self._reach(layer), posted) for layer, posted in enumerate(self._posted)]
+            self._supply.take()
             assert self._coverage is not None
             for part in segments:
-                skipped = self._alignments[part.group].skipped
+                skipped = self._supply.skipped(part.group)
                 self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
-            write = Write(self._writes, self.epoch, len(self._chunk_ends) - 1, size, segments)
+            write = Write(self._writes, self.epoch, self._supply.chunks - 1, size, segments)
             self._writes += 1
             self.in_flight[write.id] = write
             actions.append(Post(write))
 
-    def _pending(self) -> tuple[Segment, ...]:
-        """What is ready and not posted, layers with equal blocks side by side in one segment."""
-        segments: list[Segment] = []
-        for layer, group in enumerate(self._layer_groups):
-            skipped = self._alignments[group].skipped
-            first, end = max(self._posted[layer], skipped), self._reach(layer)
-            if first >= end:
-                continue
-            last = segments[-1] if segments else None
-            if last and (last.layers.stop, last.group, last.first, last.end) == (layer, group, first, end):
-                segments[-1] = Segment(slice(last.layers.start, layer + 1), group, first, end, last.source, last.target)
-                continue
-            source, target = self._paired(group, first, end)
-            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
-        return tuple(segments)
-
-    def _paired(self, group: int, first: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Our blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
-        key = (group, first, end)
-        if key not in self._pairs:
-            skipped = self._alignments[group].skipped
-            pairs = [
-                (source, target)
-                for source, target in zip(
-                    self._tables[group][first:end],
-                    self._alignments[group].targets[first - skipped : end - skipped],
-                    strict=True,
-                )
-                if source != NULL_BLOCK and target != NULL_BLOCK
-            ]
-            source, target = zip(*pairs, strict=True) if pairs else ((), ())
-            self._pairs = {key: (source, target)} if len(self._pairs) > PAIRS_KEPT else self._pairs
-            self._pairs[key] = (source, target)
-        return self._pairs[key]
-
-    def _reach(self, layer: int) -> int:
-        """Up to which block a layer may be posted now."""
-        if self._policy.by_layer:
-            return self._ready[layer]
-        return self._complete[self._layer_groups[layer]] if self._complete else 0
-
-    def _size(self, part: Segment) -> int:
-        return len(part.source) * sum(self._layer_bytes[part.layers])
-
     def _settle(self, actions: list[Action]) -> State:
-        if self.in_flight or not self.all_ready or self._pending():
+        if self.in_flight or not self.all_ready or self._supply.pending():
             return S.STREAMING
         assert self._coverage is not None
         assert self.registration is not None

@@ -11,10 +11,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from layerpush.layout import CacheLayout
 from layerpush.prefill.capture import Armed, Capture, LayerSaved
+from layerpush.prefill.coverage import MismatchError
+from layerpush.prefill.flight import Flight
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
 from layerpush.prefill.plan import ChunkPlan
@@ -25,13 +26,10 @@ from layerpush.prefill.protocol import (
     Connect,
     Connected,
     Delegate,
-    Delivered,
     Event,
     Evicted,
     Failed,
     Finished,
-    Landed,
-    Lost,
     Planned,
     Post,
     Pump,
@@ -47,6 +45,7 @@ from layerpush.prefill.protocol import (
 )
 from layerpush.prefill.push import BlockIds, Push
 from layerpush.prefill.session import Session
+from layerpush.prefill.table import PushTable
 from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord, TraceFile
 from layerpush.transport.base import PeerLostError, Transport, TransportError
@@ -60,7 +59,7 @@ PEER_POLL_S = 1e-3
 RELEASE_RETRY_S = 1.0
 
 
-class PushWriter:
+class PushWriter(PushTable):
     def __init__(
         self,
         identity: Identity,
@@ -72,6 +71,7 @@ class PushWriter:
         trace: TraceFile,
         write_timeout_s: float = math.inf,
     ) -> None:
+        super().__init__()
         self.counters = PushCounters()
         self._identity = identity
         self._layout = layout
@@ -81,19 +81,12 @@ class PushWriter:
         self._capture = capture
         self._host = host
         self._trace = trace
-        self._write_timeout_s = write_timeout_s
+        self._flight = Flight(self._outbox, host, self.counters, write_timeout_s)
         self._layer_groups = tuple(layer.group for layer in layout.layers)
-        self._pushes: dict[str, Push] = {}
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._current = self._swept = 0
-        self._later: deque[tuple[Push, Registration]] = deque()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pushes
-
-    def __len__(self) -> int:
-        return len(self._pushes)
+        self._later: deque[tuple[Push, Registration | None]] = deque()
 
     def turn(self) -> None:
         """Take in what the forward pass reported, see what landed, post what is ready."""
@@ -116,43 +109,6 @@ class PushWriter:
         if any(push.awaits_peer for push in self._pushes.values()):
             return PEER_POLL_S
         return RELEASE_RETRY_S if self._outbox.has_leftovers else None
-
-    def writes_in_flight(self, request_id: str) -> bool:
-        """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
-        push = self._pushes.get(request_id)
-        return push is not None and push.in_flight
-
-    @property
-    def engines_in_use(self) -> set[str]:
-        """Decode engines that a live push has registered from."""
-        return {
-            push.session.registration.decode_engine_id
-            for push in list(self._pushes.values())
-            if push.session.registration is not None
-        }
-
-    @property
-    def engines_in_flight(self) -> set[str]:
-        """Decode engines that a WRITE is on its way to."""
-        return {
-            push.record.decode_engine_id
-            for push in self._pushes.values()
-            if push.in_flight and push.record.decode_engine_id is not None
-        }
-
-    def is_delegated(self, request_id: str) -> bool:
-        """Whether a request is upstream's to push whole, and still wanted."""
-        push = self._pushes.get(request_id)
-        return push is not None and push.session.state is State.DELEGATED and push.session.failure is None
-
-    def waiting(self) -> list[str]:
-        """Requests that no decode engine has registered yet."""
-        return [push.request_id for push in self._pushes.values() if push.is_unclaimed]
-
-    def failure(self, request_id: str) -> str | None:
-        """Why a live request will not be pushed, if that is so."""
-        push = self._pushes.get(request_id)
-        return None if push is None else push.session.failure
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
@@ -311,6 +267,8 @@ class PushWriter:
             actions = push.session.handle(event) if push.session.state is not State.CLOSED else []
             for action in actions:
                 _ACTIONS[type(action)](self, push, action)
+        except MismatchError as error:
+            self._fail(push, str(error))
         except Exception as error:  # a broken invariant or a failing host ends this push, never the writer thread
             logger.exception("push of %s failed on %s", push.request_id, type(event).__name__)
             self._fail(push, f"{type(error).__name__}: {error}")
@@ -370,11 +328,12 @@ class PushWriter:
     def _do_post(self, push: Push, action: Post) -> None:
         assert push.link is not None
         posted = self._outbox.post(action.write, push.link)
+        if not posted.parts:
+            self._dispatch(push, self._flight.ended(push, posted))
+            return
         push.writes.append(posted)
         if self._trace.enabled:
             push.record.writes.extend(part.record for part in posted.parts)
-        if not posted.parts:
-            self._ended(push, posted)
 
     def _do_tell(self, push: Push, action: Tell) -> None:
         if self._capture.is_void(push.request_id, push.step):
@@ -397,7 +356,7 @@ class PushWriter:
         record = push.record
         if action.registration is None:
             registration = self._host.take_registration(push.request_id)
-            if registration is not None:
+            if registration is not None or self._host.is_unwanted(push.request_id):
                 self._later.append((push, registration))
             return
         record.decode_request_id = action.registration.request_id
@@ -407,9 +366,14 @@ class PushWriter:
         record.mode = "request"
         self._host.delegate(push.request_id, push.blocks or (), action.registration)
 
-    def _claim(self, push: Push, registration: Registration) -> None:
-        """A registration was found for a push that upstream is to make, unless the push has ended meanwhile."""
-        if push.is_unclaimed:
+    def _claim(self, push: Push, registration: Registration | None) -> None:
+        """A registration was found for a push that upstream is to make, unless the push has ended meanwhile; or None:
+        it had come, and was withdrawn.
+        """
+        if registration is None:
+            if push.is_unclaimed:
+                self._dispatch(push, Withdrawn())
+        elif push.is_unclaimed:
             self._dispatch(push, Registered(registration))
         else:
             reason = push.session.failure or "the prefill request has ended"
@@ -430,58 +394,21 @@ class PushWriter:
             if not push.in_flight:
                 continue
             try:
-                self._poll_push(push)
+                for event in self._flight.poll(push):
+                    self._dispatch(push, event)
+                self._end_overdue(push)
             except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
                 self._fail(push, f"{type(error).__name__}: {error}")
 
-    def _poll_push(self, push: Push) -> None:
-        for write in list(push.writes):
-            if self._outbox.poll(write, partial(self._part_ended, push)):
-                self._ended(push, write)
-        delegated = push.delegated
-        if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push)):
-            push.delegated = None
-            if push.retraction is not None:
-                self._do_retract(push, push.retraction)
-            self._note_loss(push, delegated)
-            self._dispatch(push, Delivered(delegated.lost))
-        self._check_deadline(push)
-
-    def _check_deadline(self, push: Push) -> None:
+    def _end_overdue(self, push: Push) -> None:
         """A WRITE that stays on the wire for too long ends the push, but only its own end frees what it touches."""
-        posted = min((part.record.t_posted for part in push.parts), default=math.inf)
-        if push.overdue or time.perf_counter() - posted < self._write_timeout_s:
+        reason = self._flight.overdue(push)
+        if reason is None:
             return
-        push.overdue = True
-        reason = f"a WRITE is on the wire for more than {self._write_timeout_s:g} s (write_timeout_s)"
         session = push.session
         if push.delegated is not None and session.registration is not None:
             self._host.retract(Retract(session.registration, session.epoch, reason, False), withdrawn=push.withdrawn)
         self._fail(push, reason)
-
-    def _note_loss(self, push: Push, write: PostedWrite) -> None:
-        if write.peer_lost and push.session.registration is not None:
-            self._host.peer_lost(push.session.registration.decode_engine_id)
-
-    def _ended(self, push: Push, write: PostedWrite) -> None:
-        push.writes.remove(write)
-        self._note_loss(push, write)
-        if write.lost is None:
-            self._dispatch(push, Landed(write.id))
-            return
-        logger.error("push of %s to %s: %s", push.request_id, push.record.decode_request_id, write.lost)
-        self._dispatch(push, Lost(write.id, write.lost))
-
-    def _delegated_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
-        if not landed:
-            logger.error("whole-request push of %s failed", push.request_id)
-        self._host.delegated_write_ended(push.request_id, part, landed)
-        self._part_ended(push, part, landed)
-
-    def _part_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
-        if landed:
-            push.record.t_last_landed = part.record.t_landed
-            self.counters.landed(part.record)
 
 
 _ACTIONS: dict[type[Action], Callable[[PushWriter, Push, Action], None]] = {

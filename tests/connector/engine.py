@@ -93,6 +93,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.sent: list[str] = []
         self.received: list[str] = []
+        self.failed: list[str] = []
+        """Loads that came to nothing."""
         self.finished: list[str] = []
         self.transfer_params: dict[str, dict[str, Any]] = {}
 
@@ -120,7 +122,8 @@ class Engine:
     def prefill(self, request_id: str, tokens: int) -> Request:
         return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
 
-    def decode_from(self, producer: Engine, request_id: str, tokens: int) -> Request:
+    def decode_from(self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None) -> Request:
+        """``prefill_id`` is what the router believes that the prefill engine calls it."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -129,7 +132,7 @@ class Engine:
             "remote_port": producer.port,
             "tp_size": 1,
             "pp_size": 1,
-            "remote_request_id": request_id,
+            "remote_request_id": prefill_id or request_id,
         }
         return self.add(request_id, tokens, params, max_tokens=2)
 
@@ -150,10 +153,13 @@ class Engine:
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
+        assert self.worker.get_block_ids_with_load_errors() == set()
+        report = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         self.sent += sorted(results.finished_sending)
-        self.received += sorted(results.finished_recving)
-        self._update(output, results)
+        self.received += sorted(results.finished_recving - results.failed_recving)
+        self.failed += sorted(results.failed_recving)
+        self._update(output, results, report)
         return output
 
     def _compute(self, name: str, output: SchedulerOutput) -> None:
@@ -165,7 +171,7 @@ class Engine:
                 value = pattern(layer, request.prompt_token_ids[position], position)
                 self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
 
-    def _update(self, output: SchedulerOutput, results: Any) -> None:
+    def _update(self, output: SchedulerOutput, results: Any, report: Any) -> None:
         ids = list(output.num_scheduled_tokens)
         done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
         runner = ModelRunnerOutput(
@@ -176,6 +182,7 @@ class Engine:
                 finished_sending=results.finished_sending,
                 finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
+                kv_connector_worker_meta=report,
             ),
         )
         for outputs in self.scheduler.update_from_output(output, runner).values():

@@ -126,6 +126,7 @@ class Decode:
         for _ in range(200):
             self.step()
             if not self.scheduler.has_unfinished_requests():
+                self.step()  # the workers hear which have finished
                 return
         raise AssertionError("requests are left over")
 
@@ -369,6 +370,14 @@ def test_aborted_before_it_was_scheduled_nobody_awaits_it(decode: Build) -> None
     assert d.metadata.push_registrations == {}
     assert d.metadata.cancelled == {}
     assert not d.scheduler.has_requests()
+
+
+def test_a_failed_load_is_never_named_by_its_blocks(engine: Callable[..., Any]) -> None:
+    """Another request may have them by then, and vLLM would take that one's tokens for lost."""
+    d = engine("kv_consumer")
+    d.worker.connector_worker._invalid_block_ids.put({1, 2})
+    assert d.worker.get_block_ids_with_load_errors() == set()
+    assert d.worker.connector_worker._invalid_block_ids.empty()
 
 
 def test_the_registration_says_whose_it_is(decode: Build) -> None:

@@ -31,7 +31,7 @@ def step_until(*engines: Engine, done: Callable[[], object]) -> None:
 
 def registered(p: Engine) -> None:
     """Wait until a decode engine's registration has reached P's worker, which looks for it at every step."""
-    step_until(p, done=lambda: len(p.worker.connector_worker._ledger))
+    step_until(p, done=lambda: len(p.worker.connector_worker.prefill_desk._ledger))
 
 
 def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:
@@ -101,7 +101,7 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
     run(p, STEPS)
     assert p.finished == ["r-1"]
     assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "held for the decode engine"
-    step_until(p, done=lambda: p.worker.connector_worker._push_finished_blocks)  # P's writer has heard of it
+    step_until(p, done=p.writer.waiting)  # P's writer has heard of it
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     blocks = d.blocks("r-1")
@@ -186,7 +186,11 @@ def test_a_request_for_this_engine_alone_is_left_alone(engine: Build) -> None:
     assert p.sent == ["r-1"]
 
 
-def test_an_abort_in_the_middle_tells_nobody(engine: Build) -> None:
+def gives_everything_back(engine: Engine) -> bool:
+    return engine.free_blocks == engine.config.cache_config.num_gpu_blocks - 1
+
+
+def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
     d.decode_from(p, "r-1", TOKENS)
     d.step()
@@ -197,11 +201,90 @@ def test_an_abort_in_the_middle_tells_nobody(engine: Build) -> None:
     p.abort("r-1")
     step_until(p, done=lambda: len(p.writer) == 0)
 
-    assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
+    assert gives_everything_back(p)
     assert p.writer.counters.outcomes == {"cancelled": 1}
-    run(d, 3)
-    assert d.received == []
+    step_until(d, done=lambda: d.failed)
+    assert gives_everything_back(d)
+    assert (d.received, d.failed, d.finished) == ([], ["r-1"], ["r-1"])
     assert p.sent == []
+
+
+def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    p.abort("r-1")
+    step_until(p, d, done=lambda: d.failed)
+    assert gives_everything_back(d)
+
+
+def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
+    """P has its blocks back when prefill is over, D has its own when P has said that it writes no more."""
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    p.prefill("r-1", TOKENS)
+    run(p, 2)
+    until(lambda: p.writer.counters.writes)
+    d.abort("r-1")
+    assert not gives_everything_back(d), "P may write to them"
+    step_until(d, done=lambda: gives_everything_back(d))
+    written = p.writer.counters.writes
+    step_until(p, d, done=lambda: "r-1" in p.sent)
+    assert gives_everything_back(p)
+    assert p.writer.counters.writes == written
+    assert p.writer.counters.outcomes == {"cancelled": 1}
+    assert d.received == []
+
+
+def test_an_abort_of_the_decode_before_the_prefill_leaves_nothing_behind(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    d.abort("r-1")
+    step_until(p, d, done=lambda: gives_everything_back(d))
+    assert len(p.worker.connector_worker.prefill_desk._ledger) == 0
+
+
+def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    p.prefill("r-1", TOKENS)
+    run(p, 2)
+    p.abort("r-1")
+    step_until(p, done=lambda: len(p.writer) == 0)
+    d.decode_from(p, "r-1", TOKENS)
+    step_until(p, d, done=lambda: d.failed)
+    assert gives_everything_back(d)
+
+
+def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    p.port += 1
+    d.decode_from(p, "r-1", TOKENS)
+    step_until(d, done=lambda: d.failed)
+    assert gives_everything_back(d)
+
+
+@pytest.mark.parametrize("extra", [{}, {"layerwise": False}], ids=["by layer", "whole"])
+def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dict[str, object]) -> None:
+    """One router's request, twice: each engine has added what it likes to the id."""
+    p, d = engine("kv_producer", extra), engine("kv_consumer")
+    ids = {tokens: f"same-{tokens:08x}" for tokens in (100, TOKENS)}
+    for tokens, name in ids.items():
+        p.prefill(name, tokens)
+    step_until(p, done=lambda: len(p.writer.waiting()) == 2)
+    blocks = {}
+    for tokens in reversed(ids):
+        d.decode_from(p, f"same-{tokens + 1:08x}", tokens, prefill_id=f"same-{tokens + 2:08x}")
+        d.step()
+        blocks[tokens] = d.blocks(f"same-{tokens + 1:08x}")
+    step_until(p, d, done=lambda: len(d.received) == 2 and len(p.sent) == 2)
+    for tokens in ids:
+        assert holds_prompt(d, blocks[tokens], tokens)
 
 
 def test_preempted_it_starts_again(engine: Build) -> None:

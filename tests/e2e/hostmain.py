@@ -65,6 +65,7 @@ class HostedEngine:
             layers = watched_layers(self.llm.vllm_config, self.scheduler.kv_cache_config)
             self.watch = KvWatch(self.scheduler, layers, spec.engine_options()["block_size"])
         self._internal: dict[str, str] = {}
+        self._ambiguous: set[str] = set()
         self._idle_waiters: list[int] = []
 
     # Commands
@@ -79,6 +80,8 @@ class HostedEngine:
                 detokenize=False,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
+            if self._internal.get(request_id) in self.scheduler.requests:
+                self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not say which is which
             self._internal[request_id] = self.llm.add_request(request_id, {"prompt_token_ids": token_ids}, sampling)
         return [self._internal[request[0]] for request in requests]
 
@@ -151,7 +154,8 @@ class HostedEngine:
     def _step(self) -> None:
         finished = [output for output in self.llm.step() if output.finished]
         if self.watch is not None:
-            self.watch.after_step([self._internal[output.request_id] for output in finished])
+            clear = [output.request_id for output in finished if output.request_id not in self._ambiguous]
+            self.watch.after_step([self._internal[request_id] for request_id in clear])
         for output in finished:
             tokens, reason = tuple(output.outputs[0].token_ids), output.outputs[0].finish_reason
             result = Finished(output.request_id, tokens, output.kv_transfer_params, reason)

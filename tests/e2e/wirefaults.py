@@ -275,8 +275,10 @@ def lift(host: HostedEngine) -> None:
 
 
 def reset(host: HostedEngine) -> None:
+    """No fault is left; what was held goes out."""
     if host.faults is not None:
         host.faults.clear()
+        fail_handshakes(host, 0)
 
 
 def watch(host: HostedEngine) -> None:

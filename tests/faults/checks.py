@@ -11,6 +11,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.e2e.results import Finished
+from tests.faults import engines
 
 # Attributes that remember finished requests on purpose, bounded in number and in time.
 BOUNDED_MEMORIES = ("._served", "._senders", "._over", "._bad_ends", "._early")
@@ -24,6 +25,7 @@ THREADS = {
     "vllm-nixl-handshake-initiator_",
 }
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
 
 def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = 8) -> Handoff:
@@ -52,7 +54,7 @@ def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) 
     assert handoff.push().outcome == "completed"
 
 
-def check_idle_soon(host: EngineHost, seconds: float = 5.0) -> None:
+def check_idle_soon(host: EngineHost, seconds: float = engines.GRACE_S) -> None:
     """All blocks are back long before a lease would give them back."""
     eventually(lambda: host.call(probes.free_blocks) == host.idle_blocks, seconds, f"{host.engine_id} frees all blocks")
 
@@ -85,6 +87,8 @@ class LogView:
 
     def __init__(self) -> None:
         self._start: dict[EngineHost, int] = {}
+        self.tracebacks_expected = False
+        """Of a failed handshake upstream logs the whole story."""
 
     def begin(self, host: EngineHost) -> None:
         self._start[host] = host.log_size()
@@ -93,7 +97,9 @@ class LogView:
         return host.log()[self._start.get(host, 0) :].splitlines()
 
     def serious(self, host: EngineHost, mentioning: str) -> list[str]:
-        return [line for line in self.lines(host) if mentioning in line and SERIOUS.search(line)]
+        """The lines that an operator would have to read, but for the one with which vLLM repeats a failed load."""
+        lines = [line for line in self.lines(host) if mentioning in line and SERIOUS.search(line)]
+        return [line for line in lines if UPSTREAM_ECHO not in line]
 
     def check_one(self, host: EngineHost, request_id: str, cause: str, level: str | None = None) -> None:
         """One warning or error names the request, and it gives the cause (a regular expression)."""
@@ -108,7 +114,6 @@ class LogView:
 
 def check_clean(host: EngineHost, log: LogView) -> None:
     """Idle, nothing held, nothing remembered, no thread or handle more than before, no traceback."""
-    host.call(wirefaults.reset)
     host.wait_idle(timeout=20)
     assert host.call(probes.request_statuses) == {}
     assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
@@ -119,6 +124,8 @@ def check_clean(host: EngineHost, log: LogView) -> None:
     threads = host.call(probes.threads)
     assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
     assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads
+    if log.tracebacks_expected:
+        return
     tracebacks = [line for line in log.lines(host) if "Traceback (most recent call last)" in line]
     assert tracebacks == [], f"{host.engine_id} has tracebacks in its log:\n{host.log_tail()}"
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e import wirefaults
 from tests.e2e.fleet import Fleet
 from tests.faults.checks import LogView, check_clean
 
@@ -30,6 +31,9 @@ def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
         host.forget_requests()
     yield
     try:
+        for host in fleet.live():
+            if not host.broken:
+                host.call(wirefaults.reset)
         for host in fleet.live():
             if host.broken:
                 fleet.discard(host)

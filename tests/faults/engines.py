@@ -4,12 +4,12 @@ from typing import Any
 
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
 
-PEER_TIMEOUT_S = 3
+PEER_TIMEOUT_S = 4
 WRITE_TIMEOUT_S = 4
 LEASE_S = 2
 REGISTRATION_TIMEOUT_S = 4
 # Seconds that a test allows on top of a deadline, for a busy machine.
-GRACE_S = 6.0
+GRACE_S = 10.0
 
 SMALL_CACHE = (("max_model_len", 2560), ("num_gpu_blocks_override", 160), ("scheduler_reserve_full_isl", False))
 

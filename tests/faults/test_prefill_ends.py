@@ -40,7 +40,7 @@ def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: 
     p.step(3)
     p.abort(handoff.request_id)
     p.run()
-    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     log.check_one(d, handoff.request_id, "abort")
     check_idle_soon(d)
     check_serves(p, d, reference, seed=301)
@@ -61,7 +61,7 @@ def test_aborted_on_p_with_writes_in_flight(fleet: Fleet, reference: Reference, 
     all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.0, "D keeps the blocks")
     assert not d.has_output(handoff.request_id)
     p.call(wirefaults.lift)
-    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     log.check_one(d, handoff.request_id, "abort")
     check_serves(p, d, reference, seed=303)
 

@@ -37,7 +37,7 @@ def test_one_write_fails(
     p, d = fleet.get(engines.P, d_spec)
     p.call(wirefaults.on_posts, fault, 7 if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=370), order)
-    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+    check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
     cause = "(posted|cannot post|scripted)" if fault == "fail" else "error"
     log.check_one(d, handoff.request_id, cause if order == "early" else "WRITE")
@@ -99,7 +99,7 @@ def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
     p.add(handoff.to_p())
     if kind == "cancelled":
         d.abort(handoff.request_id)
-        check_idle_soon(d, engines.PEER_TIMEOUT_S)
+        check_idle_soon(d)
     else:
         timeout = engines.REGISTRATION_TIMEOUT_S + engines.PEER_TIMEOUT_S + engines.GRACE_S
         check_load_failed(handoff, reference, timeout)
@@ -140,7 +140,7 @@ def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogVie
         p.call(wirefaults.on_posts, "fail", 5, 1)
     p.add(handoff.to_p())
     if kind == "fail":
-        check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S)
+        check_load_failed(handoff, reference, timeout=engines.GRACE_S)
         p.wait_output(handoff.request_id)
     else:
         check(handoff.outcome(), reference)

@@ -150,8 +150,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def _check(self, action: Action) -> None:
         if isinstance(action, Cancel):
-            assert set(action.agents) <= self.spoken
-            assert set(action.agents) <= self.session.open_agents
+            assert set(action.agents) == self.session.open_agents
             self.asked.update(dict.fromkeys(action.agents, self.now))
             return
         self.reports.append(action)
@@ -174,9 +173,10 @@ class DecodeMachine(RuleBasedStateMachine):
             assert (self.session.state is State.PARKED) == (kinds == (Park,))
 
     @invariant()
-    def who_speaks_is_asked(self) -> None:
+    def who_may_write_is_asked(self) -> None:
         if hasattr(self, "reports") and self.session.state in (State.CANCELLING, State.PARKED):
-            assert self.session.open_agents & self.spoken <= self.asked.keys()
+            assert self.session.open_agents <= self.asked.keys()
+            assert {agent for agent in AGENTS if self.session.speaks(agent)} == self.spoken
 
     def teardown(self) -> None:
         """Whatever happened: when every rank has stopped and said so, it is over."""

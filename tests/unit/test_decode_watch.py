@@ -90,6 +90,12 @@ def test_a_new_silence_is_reported_anew() -> None:
     assert only(ReportSilent, course(watch, 100.0, 30.0)) == [30.0 + T]
 
 
+def test_a_pause_of_our_own_is_no_silence_of_theirs() -> None:
+    watch = watching()
+    assert watch.due(10 * T) == [PING, PROBE]
+    assert only(ReportSilent, course(watch, 20 * T, 10 * T)) == [10 * T + T - BEAT_S]
+
+
 def test_a_session_that_comes_during_a_silence_has_its_own_time() -> None:
     watch = watching()
     assert only(ReportSilent, course(watch, 25.0)) == [T]
@@ -141,6 +147,7 @@ def test_a_death_that_only_the_probe_sees_is_confirmed_by_a_send() -> None:
     watch.verdict("P", "A", ENDED, 10.0)
     assert watch.due(10.0) == [PING]
     watch.lost("A", 10.0)
+    assert watch.due(10.4) == []
     assert watch.due(10.5) == [PROBE]
     watch.verdict("P", "A", ENDED, 10.5)
     assert GONE in watch.due(10.5)
@@ -246,6 +253,22 @@ def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
     assert only(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
 
 
+def test_a_send_that_failed_before_a_sign_of_life_proves_nothing() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.due(1.0)
+    watch.verdict("P", "A", ALIVE, 1.0)
+    seen = [order for _, order in course(watch, 1.0 + BEAT_S, 1.0)]
+    assert seen == [RECONNECT, PING]
+    for now, order in course(watch, 30.0, 6.0):
+        seen.append(order)
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ENDED, now)
+    assert seen.count(PROBE) > 2
+    assert GONE not in seen
+    assert seen.count(RECONNECT) == 1
+
+
 def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> None:
     watch = watching("A", "B", "C")
     watch.add("Q", ["D"], 0.0)
@@ -272,6 +295,9 @@ def test_sessions_are_counted() -> None:
     watch.remove("P", ["A", "B"])
     assert len(watch) == 1
     assert [order for _, order in course(watch, BEAT_S)] == [PING]
+    watch.lost("A", 8.0)
+    watch.due(8.0)
+    watch.verdict("P", "A", ALIVE, 8.0)
     watch.remove("P", ["A", "nobody"])
     assert (len(watch), watch.next_due(9.0)) == (0, None)
     watch.heard("A", 9.0, spoke=True)
@@ -318,6 +344,8 @@ class WatchMachine(RuleBasedStateMachine):
         """Since when an agent has been watched without a break."""
         self.heard_at: dict[str, float] = {}
         self.spoke: set[str] = set()
+        self.unanswered: dict[str, float] = {}
+        """When the first ping was sent since an agent was last heard."""
         self.lost_since: dict[str, float] = {}
         self.started: dict[str, tuple[str, float]] = {}
         self.proofs: dict[str, list[tuple[float, float]]] = {}
@@ -336,7 +364,9 @@ class WatchMachine(RuleBasedStateMachine):
     def add(self, agent: str) -> None:
         self.watch.add(self.engine(agent), [agent], self.now)
         self.sessions[agent] += 1
-        self.silent.discard(agent)
+        if agent in self.silent:
+            self.silent.remove(agent)
+            self.unanswered.pop(agent, None)
         if self.sessions[agent] == 1:
             self.since[agent] = self.now
             self.heard_at[agent] = -1.0
@@ -356,6 +386,7 @@ class WatchMachine(RuleBasedStateMachine):
             self.proofs[agent] = []
             self.lost_since.pop(agent, None)
             self.silent.discard(agent)
+            self.unanswered.pop(agent, None)
             if spoke:
                 self.spoke.add(agent)
 
@@ -405,6 +436,7 @@ class WatchMachine(RuleBasedStateMachine):
 
     def _forget(self, agent: str) -> None:
         self.proofs[agent] = []
+        self.unanswered.pop(agent, None)
         self.lost_since.pop(agent, None)
         self.gone.discard(agent)
         self.spoke.discard(agent)
@@ -427,9 +459,10 @@ class WatchMachine(RuleBasedStateMachine):
             case ReportSilent():
                 assert agent in self.spoke
                 assert agent not in self.gone | self.silent
-                assert self.now >= self.heard_at[agent] + self.timeout_s
+                assert self.now >= self.unanswered[agent] + 0.75 * self.timeout_s
                 self.silent.add(agent)
             case SendPing(_, _, spoke):
+                self.unanswered.setdefault(agent, self.now)
                 assert spoke == (agent in self.spoke)
                 assert agent not in self.gone
             case StartProbe(engine):

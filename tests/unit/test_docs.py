@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from layerpush import wire
 from layerpush.calm import VARIABLE
 from layerpush.config import UPSTREAM_KEYS, LayerPushConfig
 from layerpush.plugin import CONNECTOR_NAME
-from layerpush.prefill.protocol import TRANSITIONS
 from layerpush.trace import ChunkRecord, PushRecord, WriteRecord
-from scripts.docgen import figures, protocol
+from scripts.docgen import figures, limits, messages, protocol
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated
 
@@ -24,6 +25,7 @@ DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
     (ROOT / "docs").rglob("*.md")
 )
 
+BLANK = "\0"
 PROVENANCE = {
     "argv": ["layerpush", "demo", "--link", "1gbit"],
     "machine": {"cpus": 2},
@@ -82,11 +84,19 @@ def test_missing_and_double_markers_are_refused(page: str) -> None:
         fill(page, "a", "new")
 
 
-def test_the_two_diagrams_show_every_move_of_the_table_once() -> None:
-    drawn = [move for diagram in (protocol.course(), protocol.endings()) for move in moves(diagram)]
+@pytest.mark.parametrize(
+    ("machine", "diagrams"),
+    [
+        (protocol.PREFILL, (protocol.course(), protocol.endings())),
+        (protocol.DECODE, (protocol.DECODE.diagram(),)),
+    ],
+    ids=["P", "D"],
+)
+def test_the_diagrams_show_every_move_of_the_table_once(machine: protocol.Machine, diagrams: tuple[str, ...]) -> None:
+    drawn = [move for diagram in diagrams for move in moves(diagram)]
     table = {
         (state.name, event.__name__, target.name)
-        for state, exits in TRANSITIONS.items()
+        for state, exits in machine.module.TRANSITIONS.items()
         for event, targets in exits.items()
         for target in targets - {state}
     }
@@ -98,13 +108,92 @@ def moves(diagram: str) -> list[tuple[str, str, str]]:
     return [(state, event, target) for state, target, events in arrows for event in events.split(", ")]
 
 
-def test_the_state_table_has_every_accepted_event() -> None:
-    for line in protocol.states().splitlines()[2:]:
+@pytest.mark.parametrize("machine", [protocol.PREFILL, protocol.DECODE], ids=["P", "D"])
+def test_the_state_table_has_every_accepted_event(machine: protocol.Machine) -> None:
+    for line in machine.states().splitlines()[2:]:
         state = re.match(r"\| `(\w+)`", line)
         assert state is not None
-        (events,) = [exits for one, exits in TRANSITIONS.items() if one.name == state[1]]
+        (events,) = [exits for one, exits in machine.module.TRANSITIONS.items() if one.name == state[1]]
         named = set(re.findall(r"`([A-Z][a-z]+)`", line))
         assert named == {event.__name__ for event in events}
+
+
+def test_the_message_tables_have_every_message() -> None:
+    named = re.findall(r"^\| `(\w+)`", f"{messages.upstream()}\n{messages.ours()}", re.MULTILINE)
+    assert sorted(named) == sorted(kind.__name__ for kind in wire.Message.__args__)
+
+
+@pytest.mark.parametrize("source", ["A = 1 << 3", "A = 2**3", "A = 4 + 4", "A = 9 - 1", "A = 8"])
+def test_a_constant_is_read_from_the_source(tmp_path: Path, source: str) -> None:
+    (tmp_path / "layerpush/inner").mkdir(parents=True)
+    (tmp_path / "layerpush/inner/module.py").write_text(f"B = 5\n{source}\n")
+    assert limits.constant(tmp_path, "inner.module.A") == 8
+
+
+@pytest.mark.parametrize("source", ["B = 8", "A = f()", "A = 'eight'"])
+def test_a_constant_that_is_no_number_is_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "layerpush").mkdir()
+    (tmp_path / "layerpush/module.py").write_text(f"{source}\n")
+    with pytest.raises(LookupError, match=r"no plain number|defines no A"):
+        limits.constant(tmp_path, "module.A")
+
+
+def test_the_limits_of_messages_are_the_codes() -> None:
+    text = limits.messages(ROOT)
+    assert "| a notification | 4 MiB |" in text
+    assert f"| a host | {wire.MAX_HOST_CHARS} characters |" in text
+    assert f"| ids of a heartbeat | {wire.MAX_HEARTBEAT_IDS:,} |" in text
+
+
+def matrix() -> list[list[str]]:
+    """The rows of the matrix of failures, cell by cell."""
+    part = (ROOT / "docs/design/failures.md").read_text().split("## The matrix")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows[1:]]
+
+
+def test_the_matrix_names_tests_that_exist() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "tests/faults").glob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    named = {name for row in matrix() for name in re.findall(r"`(test_\w+)`", row[4])}
+    assert named - defined == set()
+    assert defined - named == set(), "fault tests that no row of docs/design/failures.md names"
+
+
+def test_the_matrix_quotes_the_log_as_it_is() -> None:
+    """What varies is ``<...>`` there, a placeholder in the code."""
+    said = [blank(text) for file in (ROOT / "layerpush").rglob("*.py") for text in texts(file.read_text())]
+    quotes = [quote for row in matrix() for quote in re.findall(r"`([^`]*)`", row[3])]
+    ours = [quote for quote in quotes if not quote.startswith("Releasing expired KV blocks")]
+    assert len(ours) > 10
+    assert [quote for quote in ours if not is_said(blank(quote), said)] == []
+
+
+def is_said(quote: str, said: list[str]) -> bool:
+    """Whether it is one of these texts, or one with others put in."""
+    if quote == BLANK or any(quote in text for text in said):
+        return True
+    for text in said:
+        if BLANK in text and len(text.replace(BLANK, "")) > 8:
+            found = re.fullmatch(re.escape(text).replace(re.escape(BLANK), "(.+?)"), quote)
+            if found and all(is_said(part, said) for part in found.groups()):
+                return True
+    return False
+
+
+def texts(source: str) -> list[str]:
+    """Every string of a module; what a format puts in shows as ``{}``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def blank(text: str) -> str:
+    return re.sub(r"<[^<>]*>|\{\}|%[sdr]", BLANK, text)
 
 
 def test_without_results_the_readme_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Registrations that wait for their request: found by exact id, then by base id, and not kept for ever."""
+"""Registrations that wait for their request: the one that names it exactly goes first, none is kept for ever."""
 
 from __future__ import annotations
 
@@ -6,53 +6,105 @@ from layerpush.prefill.ledger import Ledger
 from layerpush.wire import Registration
 
 
-def registration(request_id: str, block: int = 1) -> Registration:
+def registration(
+    request_id: str, block: int = 1, engine: str = "D", layerpush: int = 1, prefill: str | None = None
+) -> Registration:
     return Registration(
         request_id=request_id,
-        decode_engine_id="D",
+        decode_engine_id=engine,
         decode_host="127.0.0.1",
         decode_port=1,
         decode_tp_size=1,
         local_block_ids=((block,),),
+        layerpush=layerpush,
+        prefill_request_id=prefill,
     )
 
 
-def base_id(request_id: str) -> str:
-    return request_id.partition("/")[0]
+def has_base(registration: Registration, request_id: str) -> bool:
+    """Ids are a router's id, a slash and what an engine has added."""
+    names = {registration.request_id, registration.prefill_request_id or registration.request_id}
+    return request_id.partition("/")[0] in {name.partition("/")[0] for name in names}
+
+
+def ledger_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> Ledger:
+    ledger = Ledger(has_base, kept=kept, kept_s=kept_s)
+    for one in registrations:
+        ledger.add(one, 0.0)
+    return ledger
 
 
 def test_the_exact_id_goes_before_the_base_id() -> None:
-    ledger = Ledger(base_id)
-    for request_id in ("a/1", "a/2", "b/1"):
-        ledger.add(registration(request_id), 0.0)
+    ledger = ledger_of(*map(registration, ("a/1", "a/2", "b/1")))
     assert ledger.take("a/1", 0.0) == registration("a/1")
     assert ledger.take("b/7", 0.0) == registration("b/1")
     assert ledger.take("c/1", 0.0) is None
+    assert ("D", "a/2") in ledger
     assert len(ledger) == 1
 
 
-def test_of_one_base_id_the_newest_is_meant_and_the_older_ones_end() -> None:
-    ledger = Ledger(base_id)
-    for request_id in ("a/old", "a/older", "a/new"):
-        ledger.add(registration(request_id), 0.0)
+def test_the_id_that_the_prefill_engine_gave_is_exact_too() -> None:
+    named = registration("a/d", prefill="a/p7")
+    ledger = ledger_of(named, registration("a/new"))
+    assert ledger.take("a/p7", 0.0) == named
+    other = registration("x/d", prefill="a/p7")
+    assert ledger_of(other).take("a/p7", 0.0) == other
+
+
+def test_of_one_base_id_the_newest_is_meant() -> None:
+    ledger = ledger_of(*map(registration, ("a/old", "a/older", "a/new")))
     assert ledger.take("a/x", 1.0) == registration("a/new")
-    assert len(ledger) == 0
+    assert ledger.take("a/y", 1.0) == registration("a/older")
+
+
+def test_older_ones_of_stock_engines_end_with_it() -> None:
+    """These never withdraw what a router that tried again has left behind; others do."""
+    ours = registration("a/ours")
+    ledger = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
+    ledger.add(registration("a/new"), 0.0)
+    assert ledger.take("a/x", 1.0) == registration("a/new")
+    assert ("D", "a/stock") not in ledger
+    assert ledger.meaning("a/x", 1.0) == [ours]
+    assert ("D", "b/stock") in ledger
+
+
+def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
+    ledger = ledger_of(registration("a/1"))
+    ledger.add(registration("a/2"), 5.0)
+    ledger.add(registration("a/3"), 6.0)
+    assert [one.request_id for one in ledger.meaning("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
+    assert [one.request_id for one in ledger.meaning("a/x", 10.0)] == ["a/2", "a/3"]
+    assert len(ledger) == 3
+
+
+def test_engines_that_use_the_same_id_are_told_apart() -> None:
+    ledger = ledger_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
+    assert len(ledger) == 2
+    ledger.drop(("D", "a/1"))
+    assert ledger.take("a/1", 0.0) == registration("a/1", engine="E")
+
+
+def test_an_engine_that_has_ended_takes_its_own_with_it() -> None:
+    ledger = ledger_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
+    ledger.drop_engine("D")
+    assert len(ledger) == 1
+    assert ("E", "a/1") in ledger
 
 
 def test_a_second_copy_replaces_the_first_and_counts_as_new() -> None:
-    ledger = Ledger(base_id)
-    ledger.add(registration("a/1", block=1), 0.0)
-    ledger.add(registration("a/2"), 0.0)
-    ledger.add(registration("a/1", block=5), 0.0)
+    ledger = ledger_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
     assert ledger.take("a/x", 0.0) == registration("a/1", block=5)
 
 
 def test_nothing_is_kept_for_ever() -> None:
-    ledger = Ledger(base_id, kept=2, kept_s=10.0)
+    ledger = Ledger(has_base, kept=2, kept_s=10.0)
     ledger.add(registration("a/1"), 0.0)
     assert ledger.add(registration("b/1"), 10.0) == [registration("a/1")]
     assert ledger.add(registration("c/1"), 11.0) == []
     assert ledger.add(registration("d/1"), 12.0) == [registration("b/1")]
     assert ledger.take("c/1", 21.0) is None
-    ledger.drop("d/1")
+    assert ledger.expire(20.9) == []
+    assert ledger.expire(21.0) == [registration("c/1")]
+    ledger.drop(("D", "d/1"))
+    ledger.drop(("D", "d/1"))
     assert len(ledger) == 0

@@ -92,11 +92,14 @@ def replan(world: PushWorld) -> None:
 
 
 def likeness(world: PushWorld) -> str:
-    """Equal for worlds with the same future."""
-    inner = {name: value for name, value in vars(world.session).items() if name not in ("registration", "_coverage")}
-    outer = {name: value for name, value in vars(world).items() if name not in ("session", "registration", "shape")}
+    """Equal for worlds with the same future: why a push has failed, and in which words, has no part in it."""
+    inner = vars(world.session) | {"failure": world.session.failure is None}
+    supply = {name: value for name, value in vars(world.session._supply).items() if name != "_pairs"}
+    outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts]}
+    inner = {name: value for name, value in inner.items() if name not in ("registration", "_coverage", "_supply")}
+    outer = {name: value for name, value in outer.items() if name not in ("session", "registration", "shape")}
     outer = {name: sorted(value) if isinstance(value, set) else value for name, value in outer.items()}
-    return f"{inner}{outer}"
+    return f"{inner}{supply}{outer}"
 
 
 def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:

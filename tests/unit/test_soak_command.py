@@ -5,31 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.faults.soak import command
-from tests.faults.soak.command import BROKEN, FAILED, INTERRUPTED, PASSED, app
+from tests.faults.soak.command import app
+from tests.faults.soak.ending import BROKEN, FAILED, INTERRUPTED, PASSED, Ending
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.kinds import KINDS
-from tests.faults.soak.soak import Settings
+from tests.faults.soak.settings import Settings
 from tests.faults.soak.tally import Tally
 
 ROOT = Path(__file__).parents[2]
 
 
-class NamedSeat:
-    name = "P1"
-
-
-class SeatsInMemory:
-    def __iter__(self):
-        return iter([NamedSeat()])
-
-    def memories(self, name: str) -> list[Memory]:
-        return [Memory(500.0, [400.0, 410.0]), Memory(600.0, [450.0, 480.0])]
+MEMORIES = {"P1": [Memory(500.0, [400.0, 410.0]), Memory(600.0, [450.0, 480.0])]}
 
 
 def tally(*, compared: int = 1) -> Tally:
@@ -40,29 +32,20 @@ def tally(*, compared: int = 1) -> Tally:
     return made
 
 
-def report(made: Tally, tmp_path: Path, *, broken: bool = False, stopped: bool = False) -> tuple[int, str, dict]:
+def report(made: Tally, tmp_path: Path, **ends: bool) -> tuple[int, str, dict[str, Any]]:
     console = Console(record=True, width=200, file=(tmp_path / "console").open("w"))
-    settings = Settings(2.0, 41, KINDS)
     out = tmp_path / "new" / "soak.json"
-    status = command._report(
-        console,
-        settings,
-        made,
-        SeatsInMemory(),  # type: ignore[arg-type]
-        tmp_path / "logs",
-        out,
-        130.0,
-        broken,
-        stopped,
-    )
-    return status, console.export_text(), json.loads(out.read_text())
+    ending = Ending(Settings(2.0, 41), made, MEMORIES, tmp_path / "logs", 130.0, **ends)
+    ending.write(out)
+    ending.show(console, out)
+    return ending.exit_status, console.export_text(), json.loads(out.read_text())
 
 
 def test_a_clean_run_passes_and_says_what_was_survived(tmp_path: Path):
     status, text, figures = report(tally(), tmp_path)
     assert status == PASSED
     assert figures["verdict"] == "passed"
-    assert figures["faults"]["kill-p"] == {"injected": 1, "survived": 1}
+    assert figures["faults"]["kill-p"] == {"injected": 1, "struck": None, "survived": 1}
     assert (figures["seed"], figures["minutes"], figures["seconds"]) == (41, 2.0, 130)
     assert {"argv", "git_sha", "git_dirty", "versions", "samples", "mismatches", "leaks", "hangs"} <= figures.keys()
     assert (figures["memory"]["P1"]["peak_mib"], figures["memory"]["P1"]["growth_mib"]) == (600.0, 30.0)
@@ -91,6 +74,16 @@ def test_interrupted_and_broken_runs_report_too(tmp_path: Path):
     status, _, figures = report(tally(), tmp_path, broken=True)
     assert status == BROKEN
     assert figures["broken"] is True
+
+
+def test_the_command_line_brings_everything_back():
+    kinds = (KINDS[0], KINDS[3])
+    words = Settings(1.5, 7, kinds, engines=1, in_flight=4, round_s=12.0, corrupt=True).command_line().split()
+    assert words[:5] == ["scripts/soak", "--seed", "7", "--minutes", "1.5"]
+    assert words[5:7] == ["--faults", f"{KINDS[0].name},{KINDS[3].name}"]
+    assert words[7:] == ["--engines", "1", "--in-flight", "4", "--round-seconds", "12", "--corrupt"]
+    assert "--faults none" in Settings(1.5, 7, ()).command_line()
+    assert "--faults" not in Settings(1.5, 7).command_line()
 
 
 def test_the_list_names_every_kind():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from layerpush import wire
 from tests.e2e import wirefaults
 from tests.faults.soak import vandal
 from tests.faults.soak.agenda import Agenda
-from tests.faults.soak.inhost import throw_garbage
 from tests.faults.soak.kinds import BY_NAME, KINDS
 from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import PlannedFault
+from tests.faults.soak.scripted import arm_posts, garbage, throw_garbage
 from tests.unit.soak_world import LATER, FakeSeats
 
 
@@ -19,6 +22,7 @@ class Rig:
         self.seats, self.agenda = FakeSeats("P1", "P2", "D1", "D2"), Agenda()
         self.struck: list[str] = []
         self.skipped: list[str] = []
+        self.idle: set[str] = set()
         self.bursts: list[int] = []
         self.stuck: list[str] = []
         self.mischief = Mischief(
@@ -26,6 +30,7 @@ class Rig:
             self.agenda,
             self.struck.append,
             self.skipped.append,
+            lambda seat: seat.name not in self.idle,
             self.bursts.append,
             lambda seat, _: self.stuck.append(seat.name),
         )
@@ -84,9 +89,9 @@ def test_an_engine_that_does_not_shut_down_is_noticed():
 def test_held_writes_go_out_later():
     rig = Rig()
     rig.strike("stuck-handle")
-    assert rig.calls() == [wirefaults.on_posts]
+    assert rig.calls() == [arm_posts]
     rig.agenda.run_due(LATER)
-    assert rig.calls() == [wirefaults.on_posts, wirefaults.lift]
+    assert rig.calls() == [arm_posts, wirefaults.lift]
 
 
 def test_nothing_is_lifted_on_the_next_incarnation():
@@ -95,7 +100,7 @@ def test_nothing_is_lifted_on_the_next_incarnation():
     for seat in rig.seats.seats.values():
         seat.incarnation += 1
     rig.agenda.run_due(LATER)
-    assert rig.calls() == [wirefaults.on_posts]
+    assert rig.calls() == [arm_posts]
 
 
 def test_one_engine_of_a_side_is_disturbed_at_a_time():
@@ -111,9 +116,34 @@ def test_one_engine_of_a_side_is_disturbed_at_a_time():
     assert rig.struck[-1] == "stop-p"
 
 
+def test_engines_are_not_killed_while_they_have_nothing_to_do():
+    rig = Rig()
+    rig.idle = {"P1", "P2"}
+    rig.strike("kill-p")
+    assert rig.struck == []
+    rig.idle = set()
+    rig.agenda.run_due(LATER)
+    assert rig.struck == ["kill-p"]
+
+
 def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
     rig = Rig()
     for seat in rig.seats.seats.values():
         seat.engine.ready = False
     rig.strike("kill-p", until=0.0)
     assert (rig.struck, rig.skipped) == ([], ["kill-p"])
+
+
+def test_garbage_is_told_from_messages():
+    """No bytes of it may be an order about a request that somebody has."""
+    rng, kinds = random.Random(0), set()
+    for _ in range(500):
+        try:
+            message = wire.read(garbage(rng))
+        except wire.WireError:
+            kinds.add("refused")
+        else:
+            kinds.add(type(message).__name__)
+            assert "soak-" not in str(message)
+    assert "refused" in kinds
+    assert kinds <= {"refused", "Heartbeat", "Completion"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from tests.e2e.conftest import BOUNDED_MEMORIES
@@ -73,6 +74,7 @@ class Auditor:
 
     def __init__(self, seats: Sequence[Seat], texts: Sequence[str]) -> None:
         self._audits = [EngineAudit(seat, texts) for seat in seats]
+        self.effects: Counter[str] = Counter()
         self._until = time.monotonic() + PATIENCE_S
 
     def over(self, now: float) -> bool:
@@ -92,13 +94,16 @@ class Auditor:
     def leaking(self) -> list[Seat]:
         return [audit.seat for audit in self._audits if audit.findings()]
 
-    def take_preemptions(self) -> int:
-        """Preemptions since the last audit."""
+    def take_counts(self) -> int:
+        """Preemptions since the last audit; ``effects`` has the faults that struck since then."""
         count = 0
         for audit in self._audits:
             if audit.last is not None and not audit.gone:
                 count += audit.last.preemptions - audit.seat.preemptions
                 audit.seat.preemptions = audit.last.preemptions
+                self.effects.update(audit.last.effects)
+                self.effects.subtract(audit.seat.effects)
+                audit.seat.effects = audit.last.effects
                 if audit.seat.usual_threads is None:
                     audit.seat.usual_threads = audit.last.os_threads
         return count

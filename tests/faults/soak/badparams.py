@@ -7,7 +7,7 @@ from typing import Any
 
 FOR_D: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("remote_engine_id", (None, 7, "", "x" * 5000, ["P1-1"], "nobody-of-that-name")),
-    ("remote_host", (None, 7, "", "no such host", "127.0.0.1\x00", "999.1.1.1", ["127.0.0.1"])),
+    ("remote_host", (None, 7, "", "no such host", "127.0.0.1\x00", "999.1.1.1", "192.0.2.1", ["127.0.0.1"])),
     ("remote_port", (None, 0, -1, 65536, 10**30, "26000", 1, 2.5, [26000])),
     ("remote_request_id", (None, 7, "", {}, "x" * 5000)),
     ("tp_size", (None, 0, -1, 3, 10**9, "1", 1.5, [])),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import tempfile
@@ -16,23 +15,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from layerpush.demo.provenance import provenance
 from tests.e2e.enginehost import free_ports
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display
+from tests.faults.soak.ending import Ending
 from tests.faults.soak.engine import Engine
 from tests.faults.soak.kinds import KINDS, Kind, UnknownKindError, chosen
-from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, verdict
 from tests.faults.soak.seats import Seats
-from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Settings, Soak
+from tests.faults.soak.settings import Settings
+from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.specs import REFERENCE, decoders, prefills
 from tests.faults.soak.tally import Tally
 
 PORTS = (26000, 26399)
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
-PASSED, FAILED, BROKEN, INTERRUPTED = 0, 1, 2, 130
-SHOWN_PROBLEMS = 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -54,8 +51,10 @@ def soak(
     engines: Annotated[
         int, typer.Option(min=1, max=2, help="Prefill engines, and as many decode engines; each needs about 1 GiB.")
     ] = 2,
-    in_flight: Annotated[int, typer.Option(min=1, help="Requests on their way at the same time.")] = 8,
-    round_seconds: Annotated[float, typer.Option(min=5.0, help="Load between two audits.")] = 30.0,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Requests on their way at the same time, beside those that wait for a deadline.")
+    ] = 8,
+    round_seconds: Annotated[float, typer.Option(min=5.0, help="Load between two audits.")] = 45.0,
     out: Annotated[
         Path,
         typer.Option("--json", metavar="FILE", help="Where the figures go.", show_default="bench/results/soak.json"),
@@ -93,22 +92,24 @@ def soak(
         raise typer.BadParameter(str(error), param_hint="--faults") from error
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     folder = logs or Path(tempfile.mkdtemp(prefix="layerpush-soak-"))
-    settings = Settings(minutes, seed, kinds, in_flight, round_seconds)
-    raise typer.Exit(_run(console, settings, engines, folder.resolve(), out, corrupt=corrupt))
+    settings = Settings(minutes, seed, kinds, engines, in_flight, round_seconds, corrupt)
+    ending = _run(console, settings, folder.resolve())
+    ending.write(out)
+    ending.show(console, out)
+    raise typer.Exit(ending.exit_status)
 
 
-def _run(console: Console, settings: Settings, engines: int, folder: Path, out: Path, *, corrupt: bool) -> int:
+def _run(console: Console, settings: Settings, folder: Path) -> Ending:
     began = time.monotonic()
     tally = Tally()
     model = ModelShelf(folder).path("llama")
-    specs = [*prefills(engines, corrupt=corrupt), *decoders(engines), REFERENCE]
+    specs = [*prefills(settings.engines, corrupt=settings.corrupt), *decoders(settings.engines), REFERENCE]
     console.print(
         f"Seed {settings.seed}. {settings.minutes:g} min, {len(settings.kinds)} kinds of fault, engines "
         f"{', '.join(spec.name for spec in specs)}. Logs: {folder}",
         highlight=False,
     )
-    makers = {spec.name: partial(_make, spec, model) for spec in specs}
-    seats = Seats(makers, folder, free_ports(*PORTS))
+    seats = Seats({spec.name: partial(_make, spec, model) for spec in specs}, folder, free_ports(*PORTS))
     broken = False
     with Display(console, seats, tally, 60 * settings.minutes) as display:
         run = Soak(settings, seats, tally, display.update)
@@ -121,7 +122,8 @@ def _run(console: Console, settings: Settings, engines: int, folder: Path, out: 
             console.print(str(error), style="red", markup=False, highlight=False)
         finally:
             seats.close()
-    return _report(console, settings, tally, seats, folder, out, time.monotonic() - began, broken, run.stopped)
+    memories = {seat.name: seats.memories(seat.name) for seat in seats}
+    return Ending(settings, tally, memories, folder, time.monotonic() - began, broken, run.stopped)
 
 
 def _make(spec: EngineSpec, model: Path, engine_id: str, port: int, folder: Path) -> Engine:
@@ -135,47 +137,6 @@ def _stop_on_signals(run: Soak, console: Console) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-
-
-def _report(
-    console: Console,
-    settings: Settings,
-    tally: Tally,
-    seats: Seats,
-    folder: Path,
-    out: Path,
-    seconds: float,
-    broken: bool,
-    stopped: bool,
-) -> int:
-    memories = {seat.name: seats.memories(seat.name) for seat in seats}
-    console.print(requests_table(tally), faults_table(tally, settings.kinds), memory_table(memories))
-    figures = as_json(tally, settings.kinds, memories)
-    run = {"minutes": settings.minutes, "seconds": round(seconds), "interrupted": stopped, "broken": broken}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(provenance(settings.seed) | run | figures, indent=1) + "\n")
-    console.print(f"Figures: {out}. {seconds:.0f} s in all.", highlight=False)
-    reasons = verdict(tally)
-    if broken:
-        return BROKEN
-    if not reasons:
-        console.print("[green]Nothing was wrong.[/]" + (" Interrupted." if stopped else ""))
-        return INTERRUPTED if stopped else PASSED
-    if stopped and not tally.problems:
-        console.print("[yellow]Interrupted before anything could be compared.[/]")
-        return INTERRUPTED
-    console.print(f"[red]FAILED[/]: {'; '.join(reasons)}", highlight=False)
-    for problem in tally.problems[:SHOWN_PROBLEMS]:
-        console.print(f"  {problem.ill}, round {problem.round}: {problem.text}", markup=False, highlight=False)
-    if len(tally.problems) > SHOWN_PROBLEMS:
-        console.print(f"  and {len(tally.problems) - SHOWN_PROBLEMS} more, in {out}")
-    names = ",".join(kind.name for kind in settings.kinds) or "none"
-    console.print(
-        f"Again, with the same requests and faults: scripts/soak --seed {settings.seed} --minutes {settings.minutes:g} "
-        f"--in-flight {settings.in_flight} --round-seconds {settings.round_s:g} --faults {names}\nLogs: {folder}",
-        highlight=False,
-    )
-    return FAILED
 
 
 def _kinds_table() -> Table:

@@ -7,18 +7,23 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from tests.faults.soak.request import Outcome
 from tests.faults.soak.seats import Seats
 from tests.faults.soak.tally import ILLS, Tally
 
+SHOWN = 10
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.5
 
 
 class Display:
-    """Call ``update`` as often as you like. ``total_s``: how long the load is to last."""
+    """Call ``update`` as often as you like. ``total_s``: how long the load is to last.
+
+    The first problems are shown when they are found; the report has them all.
+    """
 
     def __init__(self, console: Console, seats: Seats, tally: Tally, total_s: float) -> None:
         self._console, self._seats, self._tally, self._total_s = console, seats, tally, total_s
@@ -37,8 +42,10 @@ class Display:
             self._live.stop()
 
     def update(self, phase: str) -> None:
-        for problem in self._tally.problems[self._told :]:
-            self._console.print(f"[red]{problem.ill}[/] in round {problem.round}:", problem.text, highlight=False)
+        for problem in self._tally.problems[self._told : SHOWN]:
+            self._console.print(
+                f"[red]{problem.ill}[/] in round {problem.round}:", escape(problem.text), highlight=False
+            )
         self._told = len(self._tally.problems)
         now = time.monotonic()
         if now < self._next:

@@ -17,6 +17,7 @@ from tests.e2e.hostentry import run_host
 from tests.e2e.results import Finished
 
 LOG_TAIL_LINES = 30
+EXIT_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +196,7 @@ class Engine:
 
     def _end(self, events: list[Event], crash: str | None) -> None:
         self.ended, self.ready, self.paused = True, False, False
+        self._process.join(EXIT_S)
         events.append(Ended(crash))
         unanswered, self._then = list(self._then.values()), {}
         for _, then in unanswered:

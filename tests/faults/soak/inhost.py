@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import probes, wirefaults
 from tests.e2e.results import KvDigest
+from tests.faults.soak import scripted
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
@@ -35,6 +35,8 @@ class Audit:
     threads: tuple[str, ...]
     os_threads: int
     preemptions: int
+    effects: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How often each armed kind of fault has struck so far."""
 
 
 class Notebook:
@@ -64,7 +66,7 @@ def install(host: HostedEngine) -> None:
     """Once per process, before its first request."""
     _NOTEBOOKS.append(Notebook(host.scheduler, probes.free_blocks(host)))
     if host.scheduler.connector is not None:
-        wirefaults.watch(host)
+        scripted.install(host)
 
 
 def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]:
@@ -91,6 +93,7 @@ def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]
 
 def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Audit:
     """``texts`` are ids that no table may mention any more, but those whose paths contain one of ``allowed``."""
+    effects = scripted.settle(host)
     notebook = _NOTEBOOKS[0]
     found = [path for path in probes.mentions(host, texts) if not any(part in path for part in allowed)]
     return Audit(
@@ -101,46 +104,7 @@ def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Aud
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         os_threads=len(os.listdir("/proc/self/task")),
         preemptions=notebook.preemptions,
-    )
-
-
-def throw_garbage(host: HostedEngine, count: int, seed: float) -> int:
-    """Send notifications that are none to every peer that this engine knows; returns how many left."""
-    worker = wirefaults._worker()
-    send = wirefaults._faults(host)._real["send_notif"]  # the wrapper would want to know what kind it is
-    rng = random.Random(seed)
-    sent = 0
-    agents = [agent for ranks in list(worker._remote_agents.values()) for agent in list(ranks.values())]
-    for agent in agents:
-        for _ in range(count):
-            try:
-                send(agent, garbage(rng))
-            except Exception:  # noqa: BLE001, S112  a peer that is gone gets none; NIXL builds differ in their errors
-                continue
-            sent += 1
-    return sent
-
-
-def garbage(rng: random.Random) -> bytes:
-    """Bytes that are no message of anybody's request: cut, mistyped, huge, out of range, or merely unknown."""
-    noise = rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))
-    nobody = f"nobody-{rng.getrandbits(64):x}".encode()
-    return rng.choice(
-        (
-            noise,
-            b"LAYERPUSH:" + noise,
-            b"LAYERPUSH:\x82\xa4kind\xa6Cancel\xaarequest_id" + bytes([0xA0 | len(nobody) % 32]) + nobody[:31],
-            b"PUSH_REG:" + noise,
-            b"PUSH_REG:\x81\xafrequest_id\xa3abc",
-            b"PUSH_REG:\xdd\xff\xff\xff\xff",
-            nobody + b":1",
-            nobody + b":" + b"9" * 30,
-            nobody + b":-1",
-            b":",
-            b"HB:" + nobody,
-            b"HB:" + b"," * 1000,
-            b"\xff\xfe:1",
-        )
+        effects=effects,
     )
 
 

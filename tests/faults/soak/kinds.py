@@ -48,6 +48,7 @@ KINDS = (
     Kind("dup-notes", "wire", "layerpush's own notifications arrive twice"),
     Kind("delay-notes", "wire", "layerpush's own notifications arrive late and out of order"),
     Kind("dup-registration", "wire", "D's registrations arrive twice", "D"),
+    Kind("fail-handshake", "wire", "the next handshakes with engines that are new to one cannot reach them"),
     Kind("garbage-notes", "wire", "an engine's peers get notifications that are none, or name strange requests"),
     Kind("garbage-port", "wire", "somebody sends garbage to an engine's side channel"),
 )

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.e2e import wirefaults
-from tests.faults.soak import inhost, vandal
+from tests.faults.soak import scripted, vandal
 from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.kinds import Kind, Side
 from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.seats import Seat, Seats
 from tests.faults.soak.specs import PEER_TIMEOUT_S, WRITE_TIMEOUT_S
 
-RETRY_S = 2.0
+RETRY_S = 0.2
 RESTART_S = (0.0, 1.0, 5.0)
 SHUTDOWN_S = 20.0
+# How long a deadline is overrun: in time for the first answer to it, or so late that D has set its blocks aside.
+BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
 OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", "ping")}
 
@@ -25,6 +27,7 @@ OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", 
 class Mischief:
     """Injects faults, and ends them; ``struck`` and ``skipped`` are told of each.
 
+    ``busy`` tells whether an engine has requests: one that has none is not worth being killed.
     ``burst`` sends so many long prompts; ``stuck`` takes an engine that does not do what it was told.
     """
 
@@ -34,29 +37,31 @@ class Mischief:
         agenda: Agenda,
         struck: Callable[[str], None],
         skipped: Callable[[str], None],
+        busy: Callable[[Seat], bool],
         burst: Callable[[int], None],
         stuck: Callable[[Seat, str], None],
     ) -> None:
         self._seats, self._agenda = seats, agenda
-        self._struck, self._skipped, self._burst, self._stuck = struck, skipped, burst, stuck
+        self._struck, self._skipped, self._busy, self._burst, self._stuck = struck, skipped, busy, burst, stuck
         self._restarts: dict[str, tuple[bool, float]] = {}
         self.outstanding = 0
 
     def strike(self, fault: PlannedFault, until: float) -> None:
-        """Inject a fault now, or a bit later while its side is disturbed, or not at all when that lasts ``until``."""
+        """Inject a fault now, or later while its side is disturbed or idle, or never when that lasts ``until``."""
         rng = random.Random(fault.draw)
         sides: tuple[Side, ...] = (fault.kind.side,) if fault.kind.side else ("P", "D")
         side = rng.choice(sides)
         calm = [seat for seat in self._seats.of(side) if seat.calm]
         disturbs = fault.kind.place == "engine" and fault.kind.name != "preempt"
-        if not calm or (disturbs and len(calm) < len(self._seats.of(side))):
+        seat = rng.choice(calm) if calm else None
+        if seat is None or (disturbs and (len(calm) < len(self._seats.of(side)) or not self._busy(seat))):
             at = time.monotonic() + RETRY_S
             if at > until:
                 self._skipped(fault.kind.name)
             else:
                 self._agenda.put(at, partial(self.strike, fault, until))
             return
-        self._inject(fault.kind, rng.choice(calm), rng)
+        self._inject(fault.kind, seat, rng)
 
     def leave(self, seat: Seat) -> None:
         """An engine has ended, or is about to, without having been told to: it comes back under its own id."""
@@ -81,13 +86,13 @@ class Mischief:
             case "stop-p" | "stop-d":
                 seat.engine.pause()
                 limit = PEER_TIMEOUT_S if kind.name == "stop-p" else WRITE_TIMEOUT_S
-                self._outlast(limit + rng.uniform(0.5, 4), partial(self._resume, seat, seat.incarnation))
+                self._outlast(limit + rng.choice(BEYOND_S), partial(self._resume, seat, seat.incarnation))
             case "preempt":
                 self._burst(BURST)
             case "garbage-port":
                 vandal.vandalise("127.0.0.1", seat.engine.port, rng)
             case "garbage-notes":
-                seat.engine.call(inhost.throw_garbage, rng.randint(1, 20), rng.random())
+                seat.engine.call(scripted.throw_garbage, rng.randint(1, 20), rng.random())
             case _:
                 self._arm(kind.name, seat, rng)
 
@@ -95,18 +100,20 @@ class Mischief:
         engine, count = seat.engine, rng.randint(1, 8)
         match name:
             case "fail-post":
-                engine.call(wirefaults.on_posts, "fail", rng.randrange(20), count)
+                engine.call(scripted.arm_posts, name, "fail", rng.randrange(6), count)
             case "err-handle":
-                engine.call(wirefaults.on_posts, "err", rng.randrange(20), count)
+                engine.call(scripted.arm_posts, name, "err", rng.randrange(6), count)
             case "stuck-handle":
-                engine.call(wirefaults.on_posts, "hold", rng.randrange(10), count)
-                self._lift_after(seat, WRITE_TIMEOUT_S + rng.uniform(1, 4))
+                engine.call(scripted.arm_posts, name, "hold", rng.randrange(6), count)
+                self._lift_after(seat, WRITE_TIMEOUT_S + rng.choice(BEYOND_S))
+            case "fail-handshake":
+                engine.call(scripted.arm_handshakes, name, rng.randint(1, 3))
             case "dup-registration":
-                engine.call(wirefaults.on_messages, "duplicate", "registration", "", count)
+                engine.call(scripted.arm_messages, name, "duplicate", "registration", count)
             case "drop-notes" | "dup-notes" | "delay-notes":
                 fault = {"drop-notes": "drop", "dup-notes": "duplicate", "delay-notes": "hold"}[name]
                 for kind in rng.sample(OUR_MESSAGES[engine.spec.role], k=2):
-                    engine.call(wirefaults.on_messages, fault, kind, "", count)
+                    engine.call(scripted.arm_messages, name, fault, kind, count)
                 if fault == "hold":
                     self._lift_after(seat, rng.choice((0.2, 1.0, PEER_TIMEOUT_S + 1.0)))
 

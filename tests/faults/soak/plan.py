@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from tests.faults.soak.kinds import Kind, Side
@@ -17,7 +17,8 @@ LENGTHS = (1, 31, 32, 33, 64, 96, 149, 150, 151, 255, 256, 257, 400, 512, 700, 9
 PREFIXES = (64, 200, 480)
 BURST_LENGTHS = (1100, 1250)
 ANSWERS = (1, 4, 8, 8, 8, 16)
-FAULTY_REQUESTS = 0.3
+FAULTY_REQUESTS = 0.35
+HELD_FOR_S = 3.0
 ENGINE_FAULT_EVERY_S = 6.0
 WIRE_FAULT_EVERY_S = 3.0
 FIRST_FAULT_S = 1.5
@@ -25,7 +26,10 @@ FIRST_FAULT_S = 1.5
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request. ``draw`` (0 to 1) decides what else a fault of it leaves open; ``after_s`` when it strikes."""
+    """One request. ``draw`` (0 to 1) decides what else a fault of it leaves open; ``after_s`` when it strikes.
+
+    ``gap_s`` is how much later P is asked (``d-first``), ``d_after_s`` how long after P's answer D is (``p-first``).
+    """
 
     number: int
     token_ids: tuple[int, ...]
@@ -37,6 +41,7 @@ class PlannedRequest:
     fault: str | None
     after_s: float
     draw: float
+    d_after_s: float = 0.0
 
     def among(self, side: Side, names: Sequence[str]) -> str:
         """One of the engines that are there."""
@@ -67,10 +72,12 @@ class RequestPlan:
         return self._request(rng, self._prompt(rng.choice(LENGTHS), shares=fault != "unequal"), fault)
 
     def burst(self, size: int) -> list[PlannedRequest]:
-        """Long prompts that share nothing."""
+        """Long prompts that share nothing, all for the first P, which must keep one of them until its D comes."""
         rng = self._burst_rng
-        lengths = [rng.choice(BURST_LENGTHS) for _ in range(size)]
-        return [self._request(rng, tuple(rng.choices(VOCABULARY, k=length)), None) for length in lengths]
+        prompts = [tuple(rng.choices(VOCABULARY, k=rng.choice(BURST_LENGTHS))) for _ in range(size)]
+        burst = [replace(self._request(rng, prompt, None), p_rank=0, order="d-first", gap_s=0.2) for prompt in prompts]
+        burst[0] = replace(burst[0], order="p-first", d_after_s=HELD_FOR_S)
+        return burst
 
     def _prompt(self, length: int, *, shares: bool) -> tuple[int, ...]:
         """With a prefix of others, if it ``shares``; one that D has cached hides how many blocks it wants in all."""
@@ -89,7 +96,7 @@ class RequestPlan:
             order=rng.choice(("together", "together", "d-first", "p-first")),
             gap_s=rng.uniform(0, 0.5),
             fault=fault,
-            after_s=rng.choice((0.0, rng.uniform(0, 0.2), rng.uniform(0, 2.5))),
+            after_s=rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.4), rng.uniform(0, 2.0))),
             draw=rng.random(),
         )
 

@@ -26,6 +26,16 @@ def verdict(tally: Tally) -> list[str]:
     return reasons
 
 
+CAPTION = "struck: WRITEs, notifications or preemptions that came of it; survived: its round ended without a problem"
+
+
+def effect(tally: Tally, kind: Kind) -> int | None:
+    """How much a kind has struck beyond the engine or request that it was injected into; None where that is all."""
+    if kind.name == "preempt":
+        return tally.preemptions
+    return tally.effects[kind.name] if kind.place == "wire" and kind.name != "garbage-port" else None
+
+
 def requests_table(tally: Tally) -> Table:
     table = Table(title=f"{tally.requests} requests in {tally.rounds} rounds")
     table.add_column("ended as")
@@ -44,14 +54,14 @@ def requests_table(tally: Tally) -> Table:
 
 
 def faults_table(tally: Tally, kinds: Sequence[Kind]) -> Table:
-    table = Table(title="Faults", caption="survived: the round ended without any problem", caption_justify="left")
-    for heading in ("kind", "injected", "survived"):
+    table = Table(title="Faults", caption=CAPTION, caption_justify="left")
+    for heading in ("kind", "injected", "struck", "survived"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
     for kind in kinds:
         injected, survived = tally.injected[kind.name], tally.survived[kind.name]
-        table.add_row(kind.name, str(injected), str(survived) if survived == injected else f"[red]{survived}[/]")
-    table.add_section()
-    table.add_row("preemptions on P that came of it", str(tally.preemptions), "")
+        struck = effect(tally, kind)
+        shown = str(survived) if survived == injected else f"[red]{survived}[/]"
+        table.add_row(kind.name, str(injected), "" if struck is None else str(struck), shown)
     return table
 
 
@@ -84,7 +94,12 @@ def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence
         "requests": {outcome.value: tally.outcomes[outcome] for outcome in Outcome},
         "rounds": tally.rounds,
         "faults": {
-            kind.name: {"injected": tally.injected[kind.name], "survived": tally.survived[kind.name]} for kind in kinds
+            kind.name: {
+                "injected": tally.injected[kind.name],
+                "struck": effect(tally, kind),
+                "survived": tally.survived[kind.name],
+            }
+            for kind in kinds
         },
         "faults_that_found_no_target": dict(tally.skipped),
         "preemptions": tally.preemptions,

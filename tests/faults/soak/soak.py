@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from tests.e2e.results import Finished
 from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.audits import Auditor
 from tests.faults.soak.engine import Ended
-from tests.faults.soak.kinds import Kind
 from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import FaultPlan, PlannedFault, RequestPlan
 from tests.faults.soak.reference import Reference
 from tests.faults.soak.request import SoakRequest
 from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.settings import Settings
 from tests.faults.soak.tally import Tally
 from tests.faults.soak.traffic import Traffic
 
@@ -36,17 +35,6 @@ class ReferenceLostError(RuntimeError):
     """Without the plain engine nobody knows what the right tokens are."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How long, how much, and from which seed."""
-
-    minutes: float
-    seed: int
-    kinds: Sequence[Kind]
-    in_flight: int = 8
-    round_s: float = 30.0
-
-
 class Soak:
     """One run. ``watch`` is called often, for whoever shows progress; `stop` ends the load, twice ends the run."""
 
@@ -57,7 +45,9 @@ class Soak:
         self._agenda = Agenda()
         self._reference = Reference(seats, "R")
         self.traffic = Traffic(seats, self._reference, self._agenda, self._struck, self._account)
-        self._mischief = Mischief(seats, self._agenda, self._struck, self._skipped, self._burst, self._stuck)
+        self._mischief = Mischief(
+            seats, self._agenda, self._struck, self._skipped, self.traffic.busy, self._burst, self._stuck
+        )
         self._last_struck = float("-inf")
         self._last_memory = 0.0
         self._stops = 0
@@ -118,7 +108,8 @@ class Soak:
             self.tally.problem("leak", text)
         for seat in auditor.leaking():
             self._end_engine(seat)
-        self.tally.preemptions += auditor.take_preemptions()
+        self.tally.preemptions += auditor.take_counts()
+        self.tally.effects.update(auditor.effects)
         self.seats.measure_memory(idle=True)
         self.traffic.sent_ids.clear()
 
@@ -139,7 +130,8 @@ class Soak:
         self._watch(phase)
 
     def _top_up(self) -> None:
-        if len(self.traffic.live) < self._settings.in_flight and all(self.seats.usable(side) for side in ("P", "D")):
+        room = self.traffic.quick < self._settings.in_flight and len(self.traffic.live) < 2 * self._settings.in_flight
+        if room and all(self.seats.usable(side) for side in ("P", "D")):
             self.traffic.send(self._requests.next())
 
     def _burst(self, count: int) -> None:

@@ -42,11 +42,11 @@ def prefills(count: int, *, corrupt: bool) -> list[EngineSpec]:
 
 
 def decoders(count: int) -> list[EngineSpec]:
-    """Ds that recompute what was not pushed, and Ds that fail such a request."""
+    """Ds that recompute what was not pushed, and Ds that fail such a request. Few blocks: each is soon used again."""
     connector = {"kv_connector": LAYERWISE}
     variants = (
-        ("recompute", (CACHING, LENGTH)),
-        ("fail", (LENGTH, ("num_gpu_blocks_override", 200))),
+        ("recompute", (CACHING, LENGTH, ("num_gpu_blocks_override", 160))),
+        ("fail", (LENGTH, ("num_gpu_blocks_override", 110))),
     )
     return [
         EngineSpec(f"D{number + 1}", "D", _transfer(connector | {"kv_load_failure_policy": policy}), options)

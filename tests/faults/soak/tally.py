@@ -23,7 +23,10 @@ class Problem:
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of the whole run. A fault is survived when its round ended without a problem."""
+    """Counts of the whole run. A fault is survived when its round ended without a problem.
+
+    ``effects``: how many WRITEs and notifications the faults of wires struck; one fault may strike many, or none.
+    """
 
     rounds: int = 0
     outcomes: Counter[Outcome] = dataclasses.field(default_factory=Counter)
@@ -34,7 +37,7 @@ class Tally:
     kv_compared: int = 0
     kv_cells: int = 0
     preemptions: int = 0
-    garbage_sent: int = 0
+    effects: Counter[str] = dataclasses.field(default_factory=Counter)
     unexplained: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)

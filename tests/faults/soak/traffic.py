@@ -21,6 +21,8 @@ from tests.faults.soak.seats import Seat, Seats
 from tests.faults.soak.specs import LEASE_S
 
 LATE_AFTER_S = LEASE_S + 2.0
+STALE_S = 4.0
+SLOW = ("no-p", "no-d", "late-d")
 EXTRA_TOKENS = (64, 96, 160)
 
 
@@ -72,6 +74,17 @@ class Traffic:
             self._later(plan.gap_s, partial(self._send_p, request))
         else:
             self._send_p(request)
+
+    @property
+    def quick(self) -> int:
+        """How many of the live ones do not wait for some deadline: by their own fault, or for as long as it looks."""
+        stale = time.monotonic() - STALE_S
+        return sum(request.plan.fault not in SLOW and request.sent_at > stale for request in self.live.values())
+
+    def busy(self, seat: Seat) -> bool:
+        """Whether the engine has a request of ours that is not over."""
+        legs = (self._leg_on(request, seat) for request in self.live.values())
+        return any(leg is not None and leg.state is State.SENT for leg in legs)
 
     def take(self, seat: Seat, finished: Finished) -> None:
         """An engine has finished a request."""
@@ -196,7 +209,7 @@ class Traffic:
     def _leg_over(self, request: SoakRequest, leg: Leg, returned: dict[str, Any] | None) -> None:
         if leg is request.p and request.d.wanted and request.d.state is State.UNSENT:
             params = returned or self._params_for_d(request, self._seats[leg.engine])
-            late = LATE_AFTER_S if request.plan.fault == "late-d" else 0.0
+            late = LATE_AFTER_S if request.plan.fault == "late-d" else request.plan.d_after_s
             self._later(late, partial(self._send_d, request, params))
         if request.over:
             self._finish(request)

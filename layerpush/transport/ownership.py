@@ -1,0 +1,102 @@
+"""Whose a piece of memory is at each moment, and the WRITEs that touch what is no longer theirs.
+
+A WRITE is for whoever owns both its source and its target when it is posted. From then on, until it has landed, that
+owner must go on owning them: a WRITE that reads from, or lands in, a piece that its owner gave away is a violation,
+even if the piece has another owner by then. Owners are what a test wants them to be, such as request ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Owner = Hashable
+Owners = frozenset[Owner]
+
+NOBODY: Owners = frozenset()
+ANYONE = "anyone"
+"""Owns every piece for which a test names no owner: WRITEs of every owner may touch it."""
+
+
+class Descriptors:
+    """Equal pieces of one endpoint's memory, and whose they are. Blocks that requests share have several owners."""
+
+    def __init__(self, memory: Bytes, offsets: Sequence[int], length: int) -> None:
+        if memory.dtype != np.uint8 or memory.ndim != 1:
+            raise ValueError("memory must be a flat array of uint8, so that pieces of it are views")
+        self.length = length
+        self.pieces = [memory[offset : offset + length] for offset in offsets]
+        self._owners: list[Owners] = [frozenset({ANYONE})] * len(self.pieces)
+
+    def owners(self, index: int) -> Owners:
+        return self._owners[index]
+
+    def lets(self, index: int, meant_for: Owners) -> bool:
+        """Whether a WRITE for these owners may touch a piece now."""
+        owners = self._owners[index]
+        return ANYONE in owners or not owners.isdisjoint(meant_for)
+
+    def hand_to(self, ids: Iterable[int], owner: Owner) -> None:
+        """These belong to ``owner`` alone from now on. Name the owners before a WRITE for them is posted."""
+        for index in ids:
+            self._owners[int(index)] = frozenset({owner})
+
+    def share_with(self, ids: Iterable[int], owner: Owner) -> None:
+        """These belong to ``owner`` too."""
+        for index in ids:
+            self._owners[int(index)] |= {owner}
+
+    def give_away(self, ids: Iterable[int], owner: Owner | None = None) -> None:
+        """These no longer belong to ``owner``, or to nobody if none is named."""
+        for index in ids:
+            if owner is not None and owner not in self._owners[int(index)]:
+                raise ValueError(f"{owner!r} does not own descriptor {index}")
+            self._owners[int(index)] -= self._owners[int(index)] if owner is None else {owner}
+
+    def take_back(self, ids: Iterable[int]) -> None:
+        """WRITEs of every owner may touch these again."""
+        self.hand_to(ids, ANYONE)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A WRITE that was posted for, read from or landed in a descriptor that was not, or no longer, its owner's.
+
+    Two are equal that happened to the same descriptor.
+    """
+
+    endpoint: str
+    descriptors: Hashable
+    descriptor: int
+    deed: str = field(default="", compare=False)
+    meant_for: Owners = field(default=NOBODY, compare=False)
+    owners: Owners = field(default=NOBODY, compare=False)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.deed} descriptor {self.descriptor} in {self.descriptors!r} of endpoint {self.endpoint!r}: "
+            f"the WRITE is for {_names(self.meant_for)}, the descriptor belongs to {_names(self.owners)}"
+        )
+
+
+class OwnershipError(AssertionError):
+    """The first violation on a strict fabric."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(str(violation))
+        self.violation = violation
+
+
+def common_owners(source: Owners, target: Owners) -> Owners:
+    """For whom a WRITE from one piece to another is; nobody: it must not be posted."""
+    if ANYONE in source:
+        return target
+    return source if ANYONE in target else source & target
+
+
+def _names(owners: Owners) -> str:
+    return " and ".join(sorted(map(repr, owners))) or "nobody"

@@ -1,0 +1,129 @@
+"""The probe against real agents behind a real side channel: vLLM's, which a stock engine has, and ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from layerpush.decode.watch import Verdict
+from layerpush.demo.ports import PortAllocator
+from layerpush.probe import probe
+from tests.contract.sidechannel import agent, handshake, listener
+from tests.contract.waiting import until
+
+PORTS = PortAllocator(range(27100, 27200))
+HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+Serve = Callable[[bytes], int]
+
+
+@pytest.fixture(scope="module")
+def ours() -> tuple[str, bytes]:
+    """An agent's name, and what it says of itself."""
+    name = str(uuid.uuid4())
+    return name, agent(name).get_agent_metadata()
+
+
+@pytest.fixture(params=["vllm", "layerpush"])
+def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
+    stop, threads = threading.Event(), []
+
+    def start(agent_metadata: bytes) -> int:
+        port, ready = PORTS.take(), threading.Event()
+        answers = {(0, 0): handshake(agent_metadata), (1, 3): handshake(agent(str(uuid.uuid4())).get_agent_metadata())}
+        threads.append(
+            threading.Thread(target=listener(request.param), args=(answers, ready, stop, HOST, port), daemon=True)
+        )
+        threads[-1].start()
+        assert ready.wait(20)
+        return port
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_an_agents_metadata_has_its_name_in_it(ours: tuple[str, bytes]) -> None:
+    """What the probe relies on."""
+    name, metadata = ours
+    assert metadata.count(name.encode()) == 1
+    assert str(uuid.uuid4()).encode() not in metadata
+
+
+def test_the_side_channel_answers_for_its_own_agents_only(serve: Serve, ours: tuple[str, bytes]) -> None:
+    name, metadata = ours
+    port = serve(metadata)
+    assert probe(HOST, port, name, 0) is Verdict.ALIVE
+    assert probe(HOST, port, str(uuid.uuid4()), 0) is Verdict.ENDED
+    assert probe(HOST, port, name, 3, 1) is Verdict.ENDED, "another rank's agent"
+    assert probe(HOST, port, name, 0) is Verdict.ALIVE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["vllm", "layerpush"])
+def test_a_process_that_stops_goes_on_and_dies(whose: str) -> None:
+    port = PORTS.take()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.contract.sidechannel", str(port), whose],
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        name = next(line.strip() for line in process.stdout if line.count("-") == 4 and len(line.strip()) == 36)
+        assert probe(HOST, port, name, 0) is Verdict.ALIVE
+
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: stopped(process.pid))
+        assert probe(HOST, port, name, 0, timeout_s=0.5) is Verdict.UNKNOWN
+        process.send_signal(signal.SIGCONT)
+        until(lambda: probe(HOST, port, name, 0) is Verdict.ALIVE)
+
+        process.kill()
+        process.wait(20)
+        assert probe(HOST, port, name, 0) is Verdict.ENDED
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_stock_vllms_side_channel_does_not_survive_a_bad_question(ours: tuple[str, bytes]) -> None:
+    """Why a refused connection alone proves no death: the process lives on, and may write."""
+    import msgspec
+    import zmq
+
+    _, metadata = ours
+    port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
+    crashed: list[object] = []
+
+    def run() -> None:
+        try:
+            listener("vllm")({(0, 0): handshake(metadata)}, ready, stop, HOST, port)
+        except KeyError as error:
+            crashed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    with zmq.Context() as context, context.socket(zmq.REQ) as bad:
+        bad.setsockopt(zmq.LINGER, 0)
+        bad.connect(f"tcp://{HOST}:{port}")
+        bad.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 7)))
+        thread.join(20)
+    assert crashed
+    assert probe(HOST, port, ours[0], 0) is Verdict.ENDED

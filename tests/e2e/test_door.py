@@ -1,0 +1,242 @@
+"""kv_transfer_params are whatever a client sent: a bad request fails alone, and its client is told which key is bad."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from layerpush.demo.ports import PortAllocator
+from tests.e2e import doorprobes, engines
+from tests.e2e.enginehost import EngineHost, HostDied, Request
+from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
+from tests.e2e.fixtures import LogReader
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.hostile import HOSTILE_ANSWERS, side_channel
+
+D_RECOMPUTING = EngineSpec("D-recomputing", "D", transfer(LAYERWISE, on_failed_load="recompute"))
+D_ALLOWING = EngineSpec("D-allowing", "D", transfer(LAYERWISE, allowed_hosts=["127.0.0.0/24"]))
+P_ALLOWING = EngineSpec("P-allowing", "P", transfer(LAYERWISE, allowed_hosts=["10.0.0.0/8"]))
+D_IMPATIENT = EngineSpec(
+    "D-impatient", "D", transfer(LAYERWISE, on_failed_load="recompute", push_registration_timeout=1, peer_timeout_s=2)
+)
+PORTS = PortAllocator(range(27400, 27600))
+TOKENS = prompt(300, seed=90)
+DROPPED = object()
+
+BAD_AT_D: list[tuple[str, Any]] = [
+    ("remote_engine_id", DROPPED),
+    ("remote_request_id", DROPPED),
+    ("remote_host", DROPPED),
+    ("remote_port", DROPPED),
+    ("tp_size", DROPPED),
+    ("tp_size", None),
+    ("tp_size", "1"),
+    ("tp_size", 0),
+    ("tp_size", -4),
+    ("tp_size", True),
+    ("pp_size", None),
+    ("pp_size", 10**9),
+    ("dcp_size", "1"),
+    ("remote_port", "5600"),
+    ("remote_port", 0),
+    ("remote_port", 65536),
+    ("remote_port", [1]),
+    ("remote_host", 7),
+    ("remote_host", ""),
+    ("remote_host", "127.0.0.1:0;127.0.0.2"),
+    ("remote_engine_id", ["prefill"]),
+    ("remote_engine_id", "p\0"),
+    ("remote_request_id", {"id": 1}),
+    ("remote_request_id", "x" * 5000),
+    ("do_remote_prefill", "yes"),
+    ("do_remote_decode", True),
+    ("do_remote_decode", 1),
+    ("transfer_mode", "pull"),
+    ("remote_prefill_cached_tokens", -1),
+]
+BAD_AT_P: list[tuple[str, Any]] = [
+    ("do_remote_decode", "true"),
+    ("do_remote_decode", 1),
+    ("do_remote_prefill", True),
+    ("do_remote_prefill", {}),
+    ("_p_side_truncated", True),
+]
+
+
+def changed(good: Request, key: str, value: Any) -> Request:
+    assert good.kv_transfer_params is not None
+    params = good.kv_transfer_params | {key: value}
+    if value is DROPPED:
+        del params[key]
+    return Request(good.request_id, good.token_ids, params, good.max_tokens)
+
+
+def bad_requests(p: EngineHost, d: EngineHost) -> Iterator[tuple[EngineHost, str, Request]]:
+    """(engine, the bad key, request), each request with an id of its own."""
+    for key, value in BAD_AT_D:
+        yield d, key, changed(Handoff(new_id(), TOKENS, p, d).to_d(), key, value)
+    for key, value in BAD_AT_P:
+        yield p, key, changed(Handoff(new_id(), TOKENS, p, d).to_p(), key, value)
+    yield p, "do_remote_prefill", Handoff(new_id(), TOKENS, p, d).to_d()  # meant for D
+    yield d, "do_remote_decode", Handoff(new_id(), TOKENS, p, d).to_p()  # meant for P
+    for host in (p, d):
+        yield host, "must be an object", Request(new_id(), TOKENS, ["not an object"])  # type: ignore[arg-type]
+
+
+def check_serving(p: EngineHost, d: EngineHost, reference: Reference) -> None:
+    check(send(p, d, TOKENS, "early").outcome(), reference)
+
+
+def test_a_bad_request_is_refused_by_key_and_nothing_else_is(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    check_serving(p, d, reference)
+    running = send(p, d, prompt(1500, seed=91), "together")
+    for host, key, request in bad_requests(p, d):
+        with pytest.raises(AssertionError) as refused:
+            host.add(request)
+        assert "VLLMValidationError: kv_transfer_params: " in str(refused.value)
+        assert key in str(refused.value).rpartition("kv_transfer_params: ")[2]
+    check(running.outcome(), reference)
+    check_serving(p, d, reference)
+
+
+def test_under_multi_connector_too(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_MULTI, engines.D_MULTI)
+    with pytest.raises(AssertionError, match="'tp_size' is missing"):
+        d.add(changed(Handoff(new_id(), TOKENS, p, d).to_d(), "tp_size", DROPPED))
+    check_serving(p, d, reference)
+
+
+def test_past_the_front_end_it_is_computed_without_a_transfer(
+    fleet: Fleet, reference: Reference, logs: LogReader
+) -> None:
+    """Not refused, since nobody can be told any more, but right, and no step of the engine fails."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    expected = reference.tokens(TOKENS)
+    for host in (p, d):
+        host.call(doorprobes.open_front_door)
+    try:
+        for host, key, request in bad_requests(p, d):
+            host.call(doorprobes.report_refused, new_id(), request.kv_transfer_params)
+            if key in ("remote_prefill_cached_tokens", "must be an object"):
+                continue  # what they break is the front end itself
+            host.add(request)
+            assert host.wait_output(request.request_id).token_ids == expected[: request.max_tokens]
+        for host in (p, d):
+            lines = [line for line in logs.new_text(host).splitlines() if "runs without a KV transfer" in line]
+            assert lines
+            assert all("request " in line and ": kv_transfer_params: " in line for line in lines)
+    finally:
+        for host in (p, d):
+            host.call(doorprobes.close_front_door)
+    check_serving(p, d, reference)
+
+
+def test_a_good_request_that_the_front_end_refuses_leaves_nothing(fleet: Fleet, reference: Reference) -> None:
+    """Its prompt may have been too long: vLLM tells D's connector, which has nothing to give back."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    d.call(doorprobes.report_refused, new_id(), Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params)
+    d.wait_idle()
+    check_serving(p, d, reference)
+
+
+def test_stock_dies_of_a_missing_key(fleet: Fleet) -> None:
+    """The negative control: what the door is for."""
+    (d,) = fleet.spawn(engines.D_STOCK)
+    bad = changed(Handoff(new_id(), TOKENS, d, d).to_d(), "tp_size", DROPPED)
+    d.add(bad)
+    with pytest.raises(HostDied, match="KeyError: 'tp_size'"):
+        d.wait_output(bad.request_id)
+    fleet.discard(d)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("wrong", ["refused port", "no such host", "another engine's id"])
+def test_an_engine_that_cannot_be_reached_fails_its_request_only(
+    fleet: Fleet, reference: Reference, logs: LogReader, policy: str, wrong: str
+) -> None:
+    p, d = fleet.get(engines.P_LAYER, D_RECOMPUTING if policy == "recompute" else engines.D_LAYER)
+    handoff = Handoff(new_id(), TOKENS, p, d)
+    place: dict[str, Any] = {
+        "refused port": {"remote_engine_id": f"ghost-{new_id()}", "remote_port": PORTS.take()},
+        "no such host": {"remote_engine_id": f"ghost-{new_id()}", "remote_host": "no-such-host.invalid"},
+        "another engine's id": {"remote_engine_id": f"ghost-{new_id()}"},
+    }[wrong]
+    params = handoff.to_d().kv_transfer_params
+    assert params is not None
+    params |= place
+    (internal,) = d.add(handoff.to_d(params))
+    check_serving(p, d, reference)  # meanwhile
+    check_failed(d, handoff, internal, policy, reference)
+    d.poll_until(doorprobes.handshakes_over)  # a heartbeat may have begun one more
+    lines = [line for line in logs.new_text(d).splitlines() if f"KV load of {internal}" in line]
+    assert len(lines) == 1, lines
+    assert place["remote_engine_id"] in lines[0]
+    check_serving(p, d, reference)
+
+
+def check_failed(d: EngineHost, handoff: Handoff, internal: str, policy: str, reference: Reference) -> None:
+    finished = d.wait_output(handoff.request_id)
+    if policy == "recompute":
+        assert finished.token_ids == reference.tokens(handoff.token_ids)
+    else:
+        assert (finished.finish_reason, finished.token_ids) == ("error", ())
+
+
+def test_a_host_that_is_not_allowed_is_refused_on_d(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_LAYER, D_ALLOWING)
+    for host in ("localhost", "127.0.1.1", "::1", "169.254.169.254"):
+        with pytest.raises(AssertionError, match=f"'remote_host' is '{host}' .str., which is not in this engine's"):
+            d.add(changed(Handoff(new_id(), TOKENS, p, d).to_d(), "remote_host", host))
+    check_serving(p, d, reference)
+
+
+def test_a_host_that_is_not_allowed_is_refused_on_p(fleet: Fleet, reference: Reference, logs: LogReader) -> None:
+    """P connects to the D that registers; this D it cannot even tell, so D's own deadline ends the wait."""
+    p, d = fleet.spawn(P_ALLOWING, D_IMPATIENT)
+    handoff = send(p, d, TOKENS, "early")
+    assert d.wait_output(handoff.request_id).token_ids == reference.tokens(TOKENS)
+    assert p.wait_output(handoff.request_id).token_ids == reference.tokens(TOKENS)[:1]
+    text = logs.new_text(p)
+    assert f"host '127.0.0.1' of engine '{d.engine_id}' is not in allowed_hosts" in text
+    assert any(handoff.request_id in line and "not in allowed_hosts" in line for line in text.splitlines()), text
+    for host in (p, d):  # D keeps the blocks aside: P might have written
+        fleet.discard(host)
+
+
+def test_garbage_on_the_side_channel_changes_nothing(fleet: Fleet, reference: Reference) -> None:
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    with zmq.Context() as context:
+        for host in (p, d):
+            with context.socket(zmq.DEALER) as asker:
+                asker.setsockopt(zmq.LINGER, 0)
+                asker.setsockopt(zmq.RCVTIMEO, 10_000)
+                asker.connect(f"tcp://127.0.0.1:{host.port}")
+                for frames in ([b"x"], [b"", b"\xc1"], [b"", b""], [b"", msgspec.msgpack.encode([1, 2, 3])], [b""] * 9):
+                    asker.send_multipart(frames)
+                asker.send_multipart([b"", msgspec.msgpack.encode((b"get_meta_msg", 0, 0))])
+                assert len(asker.recv_multipart()) == 3
+    check_serving(p, d, reference)
+
+
+@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
+def test_a_hostile_side_channel_fails_its_request_only(
+    fleet: Fleet, reference: Reference, logs: LogReader, name: str
+) -> None:
+    """D asks whoever the request names; what comes back must not reach beyond that request."""
+    p, d = fleet.get(engines.P_LAYER, D_RECOMPUTING)
+    handoff = Handoff(new_id(), TOKENS, p, d)
+    port = PORTS.take()
+    params = handoff.to_d().kv_transfer_params
+    assert params is not None
+    params |= {"remote_engine_id": f"ghost-{new_id()}", "remote_port": port}
+    with side_channel(port, HOSTILE_ANSWERS[name], p.port, params["remote_engine_id"]) as asked:
+        (internal,) = d.add(handoff.to_d(params))
+        check_failed(d, handoff, internal, "recompute", reference)
+        assert asked()
+        d.poll_until(doorprobes.handshakes_over)
+    assert f"KV load of {internal}" in logs.new_text(d)
+    check_serving(p, d, reference)

@@ -1,0 +1,140 @@
+"""Faults of wires, as the soak arms them inside an engine host (`Engine.call`); the first argument is the HostedEngine.
+
+Arming only says what will happen to the next WRITEs, notifications or handshakes; ``settle`` says how often it did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.e2e import wirefaults
+
+if TYPE_CHECKING:
+    from tests.e2e.hostmain import HostedEngine
+
+
+@dataclasses.dataclass
+class Armed:
+    """A scripted fault, and how to know how often it has struck."""
+
+    kind: str
+    struck: Callable[[], int]
+    disarm: Callable[[], None]
+
+
+class Handshakes:
+    """Stands between a worker and its handshakes, the first ``left`` of which fail."""
+
+    def __init__(self, worker: Any) -> None:
+        self._real = worker._nixl_handshake
+        self.left = 0
+        worker._nixl_handshake = self.shake
+
+    def shake(self, *args: Any, **kwargs: Any) -> Any:
+        if self.left > 0:
+            self.left -= 1
+            raise ConnectionError("scripted: the peer cannot be reached")
+        return self._real(*args, **kwargs)
+
+
+# Of this process, which hosts one engine.
+_armed: list[Armed] = []
+_effects: Counter[str] = Counter()
+_handshakes: list[Handshakes] = []
+
+
+def install(host: HostedEngine) -> None:
+    """Once per process, before its first request."""
+    wirefaults.watch(host)
+    _handshakes.append(Handshakes(wirefaults._worker()))
+
+
+def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first: int, count: int) -> None:
+    """Of the WRITEs from now on, ``count`` after the ``first`` ones."""
+    faults = wirefaults._faults(host)
+    wirefaults.on_posts(host, fault, first, count)
+    entry = faults.post_faults[-1]
+    posts = entry[0]
+
+    def struck() -> int:
+        return len(range(posts.start, min(posts.stop, faults.counts["post"])))
+
+    def disarm() -> None:
+        faults.post_faults = [other for other in faults.post_faults if other is not entry]
+
+    _armed.append(Armed(kind, struck, disarm))
+
+
+def arm_messages(host: HostedEngine, kind: str, fault: wirefaults.MessageFault, message: str, count: int) -> None:
+    """The next ``count`` messages of a kind that leave this engine."""
+    faults = wirefaults._faults(host)
+    wirefaults.on_messages(host, fault, message, "", count)
+    rule = faults.rules[-1]
+
+    def disarm() -> None:
+        faults.rules = [other for other in faults.rules if other is not rule]
+
+    _armed.append(Armed(kind, lambda: count - rule.left, disarm))
+
+
+def arm_handshakes(host: HostedEngine, kind: str, count: int) -> None:
+    """The next ``count`` handshakes that this engine begins."""
+    [handshakes] = _handshakes
+    handshakes.left = count
+
+    def disarm() -> None:
+        handshakes.left = 0
+
+    _armed.append(Armed(kind, lambda: count - handshakes.left, disarm))
+
+
+def settle(host: HostedEngine) -> dict[str, int]:
+    """End all scripts: what is held goes out, what has not struck never will. How often each kind has struck so far."""
+    for armed in _armed:
+        _effects[armed.kind] += armed.struck()
+        armed.disarm()
+    if _armed:
+        wirefaults.lift(host)
+    _armed.clear()
+    return dict(_effects)
+
+
+def throw_garbage(host: HostedEngine, count: int, seed: float) -> None:
+    """Send notifications that are none to every peer that this engine knows."""
+    send = wirefaults._faults(host)._real["send_notif"]  # the wrapper would want to know what kind it is
+    rng = random.Random(seed)
+    agents = [agent for ranks in list(wirefaults._worker()._remote_agents.values()) for agent in list(ranks.values())]
+    for agent in agents:
+        for _ in range(count):
+            try:
+                send(agent, garbage(rng))
+            except Exception:  # noqa: BLE001, S112  a peer that is gone gets none; NIXL builds differ in their errors
+                continue
+            _effects["garbage-notes"] += 1
+
+
+def garbage(rng: random.Random) -> bytes:
+    """Bytes that are no message of anybody's request: cut, mistyped, huge, out of range, or merely unknown."""
+    noise = rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))
+    nobody = f"nobody-{rng.getrandbits(64):x}".encode()
+    return rng.choice(
+        (
+            noise,
+            b"LAYERPUSH:" + noise,
+            b"LAYERPUSH:\x82\xa4kind\xa6Cancel\xaarequest_id" + bytes([0xA0 | len(nobody)]) + nobody,
+            b"PUSH_REG:" + noise,
+            b"PUSH_REG:\x81\xaarequest_id\xa3abc",
+            b"PUSH_REG:\xdd\xff\xff\xff\xff",
+            nobody + b":1",
+            nobody + b":" + b"9" * 30,
+            nobody + b":-1",
+            b":",
+            b"HB:" + nobody,
+            b"HB:" + b"," * 1000,
+            b"\xff\xfe:1",
+        )
+    )

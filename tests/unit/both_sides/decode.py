@@ -1,0 +1,179 @@
+"""A decode engine of one rank: its scheduler's loads, and the real desk that awaits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layerpush.decode.desk import DecodeDesk
+from layerpush.decode.watch import PeerWatch
+from layerpush.peers import Address
+from layerpush.transport.base import WriteState
+from layerpush.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, read
+from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
+
+if TYPE_CHECKING:
+    from tests.unit.both_sides.world import World
+
+PEER_TIMEOUT_S, OVERDUE_S = 20.0, 60.0
+
+
+@dataclass
+class Load:
+    prompt: Prompt
+    request_id: str
+    blocks: list[int]
+    deadline: float
+    outcome: str | None = None
+    parked: bool = False
+    aborted: bool = False
+    overdue: bool = False
+
+
+class DecodeEngine(Process):
+    desk_type = DecodeDesk
+    watch_type = PeerWatch
+
+    def __init__(self, world: World, engine_id: str) -> None:
+        super().__init__(world, engine_id, 0)
+        self.frozen = False
+        self.processes: list[Process] = [self]
+        self.pool = Pool(D_BLOCKS)
+        self.loads: dict[str, Load] = {}
+        self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
+        self.watch = self.watch_type(PEER_TIMEOUT_S)
+        for ranks in (1, 2):
+            for rank in range(ranks):
+                piece = BLOCK_BYTES // ranks
+                starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
+                self.transport.describe((ranks, rank), self.memory, starts, piece).give_away(range(len(starts)))
+        self.desk = self.desk_type(
+            engine_id, self.peers, self.watch, self.probe, self, self.complaints, 1, PEER_TIMEOUT_S
+        )
+
+    # The scheduler.
+
+    def load(self, prompt: Prompt, prefill_request_id: str | None, cached: int) -> Load | None:
+        """Ask for the KV of a prompt, all but ``cached`` blocks of which are here already."""
+        blocks = self.pool.take(prompt.blocks - cached)
+        if blocks is None:
+            return None
+        load = Load(prompt, self.world.new_id(prompt.base), blocks, self.world.now + OVERDUE_S)
+        self.loads[load.request_id] = load
+        for owned in self.transport.descriptors.values():
+            owned.hand_to(self._ids(load), prompt.text)
+        registration = Registration(
+            request_id=load.request_id,
+            decode_engine_id=self.engine_id,
+            decode_host=f"host-of-{self.engine_id}",
+            decode_port=5000,
+            decode_tp_size=1,
+            local_block_ids=(tuple(blocks),),
+            layerpush=1,
+            prefill_request_id=prefill_request_id,
+            prompt_digest=prompt.text,
+        )
+        address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
+        self.errand(lambda: self.desk.await_push(registration, address, {}, self.world.now))
+        return load
+
+    def abort(self, load: Load) -> None:
+        """The scheduler keeps the blocks until the worker has said how the load ended."""
+        load.aborted = True
+        self.errand(lambda: self.desk.dropped(load.request_id, "aborted", self.world.now))
+
+    def _expire(self, load: Load) -> None:
+        load.overdue = True
+        self.errand(lambda: self.desk.overdue(load.request_id, "overdue", self.world.now))
+
+    # layerpush.decode.desk.Loads
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self.loads
+
+    def loaded(self, completions: list[bytes]) -> None:
+        messages = [read(completion) for completion in completions]
+        assert all(isinstance(message, Completion) for message in messages)
+        load = self.loads[messages[0].request_id]  # type: ignore[union-attr]
+        assert len(messages) == self.world.ranks, "one completion of each prefill rank"
+        assert not load.aborted or load.outcome is None
+        assert self._holds(load), f"{load} was reported complete over wrong bytes"
+        self._end(load, "loaded")
+
+    def failed(self, request_id: str) -> None:
+        self._end(self.loads[request_id], "failed")
+
+    def parked(self, request_id: str) -> None:
+        load = self.loads[request_id]
+        assert load.outcome is None
+        assert not load.parked
+        load.parked = True
+
+    def cleared(self, request_id: str) -> None:
+        load = self.loads[request_id]
+        assert load.parked
+        load.parked = False
+        if load.outcome is not None:
+            self._give_away(load)
+
+    # A turn.
+
+    def turn(self) -> None:
+        for load in list(self.loads.values()):
+            if load.outcome is None and not load.overdue and self.world.now >= load.deadline:
+                self._expire(load)
+        super().turn()
+        self.peers.tick(self.world.now)
+        self.desk.tick(self.world.now)
+
+    def take(self, sender: str, message: Message) -> None:
+        if isinstance(message, Pong):
+            self.desk.heard(sender, None, self.world.now)
+        else:
+            assert isinstance(message, Accepted | Fail | Cancelled | Completion)
+            self.desk.heard(sender, message, self.world.now)
+
+    def _end(self, load: Load, outcome: str) -> None:
+        assert load.outcome is None, f"{load} is reported again, as {outcome}"
+        load.outcome = outcome
+        self.world.outcomes[outcome] += 1
+        if not load.parked:
+            self._give_away(load)
+
+    def _give_away(self, load: Load) -> None:
+        """The engine computes here from now on."""
+        ids = set(self._ids(load))
+        for write in self.world.fabric.writes:
+            moves = write.source.alive or write.lingers
+            on_the_wire = write.state is WriteState.PENDING and moves and write.target is self.transport
+            assert not on_the_wire or not ids & set(write.remote.tolist()), f"{write} is on its way into {load}"
+        for owned in self.transport.descriptors.values():
+            owned.give_away(ids)
+        for index in ids:
+            self.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = POISON
+        self.pool.give_back(load.blocks)
+        del self.loads[load.request_id]
+
+    def _ids(self, load: Load) -> list[int]:
+        return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in load.blocks]
+
+    def _holds(self, load: Load) -> bool:
+        first = load.prompt.blocks - len(load.blocks)
+        return all(
+            np.array_equal(
+                self.memory[(at := (layer * D_BLOCKS + block) * BLOCK_BYTES) : at + BLOCK_BYTES],
+                load.prompt.kv(layer, index),
+            )
+            for layer in range(LAYERS)
+            for index, block in enumerate(load.blocks, first)
+        )
+
+    def assert_idle(self) -> None:
+        super().assert_idle()
+        assert not self.loads
+        assert len(self.pool.free) == D_BLOCKS - 1
+        assert len(self.desk) == 0
+        assert not self.desk.is_waiting
+        assert len(self.watch) == 0

@@ -1,0 +1,169 @@
+"""What may happen next in a world: clients, schedulers, time, the network and fate. Each move is small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.unit.both_sides.decode import DecodeEngine
+from tests.unit.both_sides.prefill import PrefillEngine, Request
+from tests.unit.both_sides.process import Prompt
+from tests.unit.both_sides.world import DECODERS, World
+
+Pick = Callable[[Sequence[Any]], Any]
+"""Chooses one of several; whoever drives the world decides."""
+
+SOME = 9
+
+
+@dataclass(frozen=True)
+class Move:
+    name: str
+    do: Callable[[World, Pick], None]
+    possible: Callable[[World], bool]
+    weight: int
+
+
+MOVES: list[Move] = []
+
+
+def move(
+    weight: int, possible: Callable[[World], bool] = lambda _: True
+) -> Callable[[Callable[[World, Pick], None]], Callable[[World, Pick], None]]:
+    def add(do: Callable[[World, Pick], None]) -> Callable[[World, Pick], None]:
+        MOVES.append(Move(do.__name__, do, possible, weight))
+        return do
+
+    return add
+
+
+def _prefill(world: World) -> PrefillEngine:
+    assert world.prefill is not None
+    return world.prefill
+
+
+def _computes(world: World) -> bool:
+    return world.prefill is not None and not world.prefill.frozen
+
+
+def _between_steps(world: World) -> bool:
+    return _computes(world) and _prefill(world).step is None
+
+
+def _running(world: World) -> list[Request]:
+    return [request for request in world.requests if request.leased_until is None]
+
+
+def _to_compute(world: World) -> list[Request]:
+    return [request for request in _running(world) if not request.is_computed]
+
+
+def _decoding(world: World) -> list[DecodeEngine]:
+    return [engine for engine in world.decoders if not engine.frozen]
+
+
+@move(9, lambda world: len(world.prompts) < SOME)
+def ask(world: World, pick: Pick) -> None:
+    """A client asks both engines at once. Its router may give one id to two prompts."""
+    prompt = Prompt(pick("ab"), f"prompt {len(world.prompts)}", pick([3, 4, 9, 16]))
+    world.prompts.append(prompt)
+    if _computes(world) and pick([True, True, False]):
+        _prefill(world).accept(prompt)
+    if _decoding(world):
+        pick(_decoding(world)).load(prompt, None, pick([0, 0, 1]) if prompt.blocks > 1 else 0)
+
+
+@move(2, lambda world: _computes(world) and len(world.requests) < 4)
+def ask_prefill_later(world: World, pick: Pick) -> None:
+    if world.prompts:
+        _prefill(world).accept(pick(world.prompts))
+
+
+@move(2, lambda world: bool(_decoding(world)) and bool(world.prompts))
+def ask_decode_later(world: World, pick: Pick) -> None:
+    """The router has waited for P's answer, or tries again."""
+    prompt = pick(world.prompts)
+    same = [request.request_id for request in world.requests if request.prompt is prompt]
+    pick(_decoding(world)).load(prompt, pick([None, *same]), 0)
+
+
+@move(14, lambda world: _between_steps(world) and bool(_to_compute(world)))
+def begin_step(world: World, pick: Pick) -> None:
+    _prefill(world).begin_step(pick(_to_compute(world)), pick([2, 4, 8, 16]))
+
+
+@move(16, lambda world: _computes(world) and _prefill(world).step is not None)
+def run_layer(world: World, pick: Pick) -> None:
+    _prefill(world).run_layer(hooked=pick([True, True, False]))
+
+
+@move(8, lambda world: _between_steps(world) and any(request.is_computed for request in _running(world)))
+def finish(world: World, pick: Pick) -> None:
+    _prefill(world).finish(pick([request for request in _running(world) if request.is_computed]))
+
+
+@move(3, lambda world: _between_steps(world) and any(request.table for request in _running(world)))
+def preempt(world: World, pick: Pick) -> None:
+    _prefill(world).preempt(pick([request for request in _running(world) if request.table]))
+
+
+@move(1, lambda world: _between_steps(world) and bool(_running(world)))
+def abort_prefill(world: World, pick: Pick) -> None:
+    _prefill(world).abort(pick(_running(world)))
+
+
+@move(1, lambda world: any(engine.loads for engine in _decoding(world)))
+def abort_load(world: World, pick: Pick) -> None:
+    engine = pick([engine for engine in _decoding(world) if engine.loads])
+    load = pick(list(engine.loads.values()))
+    if load.outcome is None and not load.aborted:
+        engine.abort(load)
+
+
+@move(25)
+def turn_all(world: World, pick: Pick) -> None:
+    for _ in range(pick([1, 2, 4])):
+        world.turn()
+        world.check()
+
+
+@move(25, lambda world: bool(world.running))
+def turn_one(world: World, pick: Pick) -> None:
+    pick(world.running).turn()
+
+
+@move(12)
+def pass_time(world: World, pick: Pick) -> None:
+    world.now += pick([0.01, 0.1, 0.3, 0.6, 1.0, 3.0, 6.0])
+
+
+@move(1)
+def lie_low(world: World, pick: Pick) -> None:
+    """A long time, in which everybody goes on."""
+    for _ in range(pick([6, 10, 40])):
+        world.now += 2.0
+        world.turn()
+        world.check()
+
+
+@move(1, lambda world: bool(world.engines))
+def kill(world: World, pick: Pick) -> None:
+    world.kill(pick(list(world.engines)), lingers=pick([0, 1, 3]))
+
+
+@move(3, lambda world: len(world.engines) < len(DECODERS) + 1)
+def restart(world: World, pick: Pick) -> None:
+    world.start(pick([engine_id for engine_id in ("P", *DECODERS) if engine_id not in world.engines]))
+
+
+@move(2, lambda world: bool(world.engines))
+def stop_or_continue(world: World, pick: Pick) -> None:
+    engine_id = pick(list(world.engines))
+    world.freeze(engine_id, not world.engines[engine_id].frozen)
+
+
+@move(1, lambda world: bool(world.engines))
+def deafen(world: World, pick: Pick) -> None:
+    """The side channel's listener ends, or is back: it proves nothing about the writers."""
+    world.deaf ^= {pick(list(world.engines))}

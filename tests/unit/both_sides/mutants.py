@@ -1,0 +1,224 @@
+"""Guards that can be removed, to show that they are needed and that the checks would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from layerpush.decode import protocol as awaited
+from layerpush.decode.protocol import Action
+from layerpush.decode.session import DecodeSession
+from layerpush.decode.watch import PeerWatch
+from layerpush.prefill import protocol as pushed
+from layerpush.prefill.capture import Capture
+from layerpush.prefill.coverage import Coverage
+from layerpush.prefill.desk import PrefillDesk, Remembered
+from layerpush.prefill.session import Session
+from layerpush.prefill.writer import PushWriter
+from layerpush.wire import Cancel, Cancelled, encode
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``weather``: the rates of faults in which the guard matters most."""
+
+    name: str
+    remove: Callable[[Patch], None]
+    weather: dict[str, float]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(**weather: float) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, weather))
+        return remove
+
+    return add
+
+
+# The decode side.
+
+
+def _leaving(patch: Patch, when: Callable[[DecodeSession, awaited.Event], bool]) -> None:
+    """Some events end a load although agents may still write."""
+    handle = DecodeSession.handle
+
+    def mutated(self: DecodeSession, event: awaited.Event, now: float) -> list[Action]:
+        if self.state in (awaited.State.WAITING, awaited.State.CANCELLING) and when(self, event):
+            self.state = awaited.State.CLOSED
+            return [awaited.GiveUp("mutant")]
+        return handle(self, event, now)
+
+    patch.setattr(DecodeSession, "handle", mutated)
+
+
+@mutant()
+def an_overdue_load_is_given_up_at_once(patch: Patch) -> None:
+    _leaving(patch, lambda _, event: isinstance(event, awaited.Overdue))
+
+
+@mutant()
+def an_aborted_load_is_given_up_at_once(patch: Patch) -> None:
+    _leaving(patch, lambda _, event: isinstance(event, awaited.Dropped))
+
+
+@mutant()
+def a_silent_agent_is_taken_for_dead(patch: Patch) -> None:
+    _leaving(patch, lambda _, event: isinstance(event, awaited.Silent))
+
+
+@mutant()
+def a_failure_is_taken_for_drained(patch: Patch) -> None:
+    _leaving(patch, lambda _, event: isinstance(event, awaited.Failed))
+
+
+@mutant()
+def the_word_of_one_agent_is_enough(patch: Patch) -> None:
+    patch.setattr(DecodeSession, "_is_over", property(lambda self: bool(self.words)))
+
+
+@mutant()
+def one_completion_is_enough(patch: Patch) -> None:
+    patch.setattr(DecodeSession, "_complete", property(lambda self: self.landed > 0))
+
+
+@mutant()
+def patience_frees_the_blocks(patch: Patch) -> None:
+    """Not set aside, but given back."""
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine.parked", lambda self, request_id: None)
+    patch.setattr("tests.unit.both_sides.decode.DecodeEngine.cleared", lambda self, request_id: None)
+
+
+@mutant(drop=0.2)
+def a_cancel_is_sent_once_only(patch: Patch) -> None:
+    init = DecodeSession.__init__
+
+    def mutated(self: DecodeSession, request_id: str, patience_s: float) -> None:
+        init(self, request_id, patience_s, retry_s=1e9)
+
+    patch.setattr(DecodeSession, "__init__", mutated)
+
+
+@mutant()
+def a_refused_probe_proves_a_death(patch: Patch) -> None:
+    verdict = PeerWatch.verdict
+
+    def mutated(self: PeerWatch, engine_id: str, name: str, *args: Any) -> None:
+        self.lost(name, args[-1])
+        verdict(self, engine_id, name, *args)
+
+    patch.setattr(PeerWatch, "verdict", mutated)
+
+
+@mutant()
+def silence_is_never_noticed(patch: Patch) -> None:
+    """Nor is death."""
+    patch.setattr(PeerWatch, "due", lambda self, now: [])
+
+
+# The prefill side.
+
+
+@mutant(fail_writes=0.3, hold_writes=0.8)
+def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
+    retract = Session._retract
+
+    def mutated(self: Session, reason: str, actions: list[pushed.Action], *, drained: bool) -> None:
+        retract(self, reason, actions, drained=True)
+
+    patch.setattr(Session, "_retract", mutated)
+
+
+@mutant()
+def a_cancel_is_answered_before_the_wire_is_empty(patch: Patch) -> None:
+    cancelled = PrefillDesk.cancelled
+
+    def mutated(self: PrefillDesk, sender: str, message: Cancel, now: float) -> None:
+        cancelled(self, sender, message, now)
+        self._peers.notify(sender, encode(Cancelled(message.request_id)))
+
+    patch.setattr(PrefillDesk, "cancelled", mutated)
+
+
+@mutant()
+def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
+    """A registration that comes after it is served."""
+    note = Remembered.note
+
+    def mutated(self: Remembered, key: Any, value: Any) -> None:
+        if not isinstance(value, Cancelled):
+            note(self, key, value)
+
+    patch.setattr(Remembered, "note", mutated)
+
+
+@mutant()
+def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
+    patch.setattr(PrefillDesk, "is_current", lambda self, registration: True)
+
+
+@mutant()
+def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
+    init = PrefillDesk.__init__
+
+    def mutated(self: PrefillDesk, *args: Any) -> None:
+        init(self, *args[:-1], {})
+
+    patch.setattr(PrefillDesk, "__init__", mutated)
+
+
+@mutant(hold_writes=0.8)
+def a_preempted_push_goes_on_at_once(patch: Patch) -> None:
+    """Without waiting for the WRITEs of the old epoch, which then count for the new one."""
+    restart = Session._restart
+
+    def mutated(self: Session, epoch: int) -> pushed.State:
+        state = restart(self, epoch)
+        return pushed.State.STREAMING if state is pushed.State.REWINDING else state
+
+    patch.setattr(Session, "_restart", mutated)
+    patch.setattr(Coverage, "land", lambda self, *args: None)
+    patch.setattr(Coverage, "full", property(lambda self: True))
+
+
+@mutant()
+def a_push_is_complete_before_its_last_write_has_landed(patch: Patch) -> None:
+    settle = Session._settle
+
+    def mutated(self: Session, actions: list[pushed.Action]) -> pushed.State:
+        in_flight, self.in_flight = self.in_flight, {}
+        try:
+            return settle(self, actions)
+        finally:
+            self.in_flight = in_flight
+
+    patch.setattr(Session, "_settle", mutated)
+    patch.setattr(Coverage, "full", property(lambda self: True))
+
+
+@mutant()
+def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
+    patch.setattr(Capture, "is_void", lambda self, request_id, step: False)
+    patch.setattr(Capture, "revoked", lambda self: iter(()))
+
+
+@mutant(fail_writes=0.3)
+def a_lost_write_counts_as_landed(patch: Patch) -> None:
+    handle = Session.handle
+
+    def mutated(self: Session, event: pushed.Event) -> list[pushed.Action]:
+        return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event)
+
+    patch.setattr(Session, "handle", mutated)
+
+
+@mutant(hold_writes=1.0)
+def a_lease_ends_under_writes(patch: Patch) -> None:
+    patch.setattr(PushWriter, "writes_in_flight", lambda self, request_id: False)

@@ -1,0 +1,155 @@
+"""One worker process of an engine: its place on the wire, whom it is connected to, and what its helpers are doing."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layerpush.complaints import Complaints
+from layerpush.decode.watch import Verdict
+from layerpush.peers import Address, Peers
+from layerpush.wire import Message, read
+
+if TYPE_CHECKING:
+    from tests.unit.both_sides.world import World
+
+LAYERS, BLOCK_BYTES, BLOCK_SIZE = 2, 8, 4
+P_BLOCKS, D_BLOCKS = 16, 12
+POISON = 0xEE
+HANDSHAKE_S, PROBE_S = 5.0, 2.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a client sends, to both engines. ``base`` is the id that its router gave; another prompt may have it too."""
+
+    base: str
+    text: str
+    tokens: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.tokens // BLOCK_SIZE)
+
+    def kv(self, layer: int, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """What attention leaves in a block."""
+        seed = [*self.text.encode(), layer, index]
+        return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
+
+
+def base_id(request_id: str) -> str:
+    """An engine's own request id, without the suffix that it added."""
+    return request_id.rpartition("-")[0]
+
+
+@dataclass
+class Pool:
+    """Blocks of one engine. Block 0 is nobody's. The oldest free block is used first, or the newest."""
+
+    size: int
+    free: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = deque(range(1, self.size))
+
+    def take(self, count: int) -> list[int] | None:
+        return [self.free.pop() for _ in range(count)] if count <= len(self.free) else None
+
+    def give_back(self, blocks: list[int]) -> None:
+        assert not set(blocks) & set(self.free)
+        self.free.extend(blocks)
+
+
+class Process:
+    """A `Network` for `Peers`. Nothing in it happens unless the process is given a turn."""
+
+    def __init__(self, world: World, engine_id: str, rank: int) -> None:
+        self.world, self.engine_id, self.rank = world, engine_id, rank
+        self.name = world.new_name(engine_id, rank)
+        self.transport = world.fabric.endpoint(self.name)
+        self.complaints = Complaints(logging.getLogger("vllm.layerpush.test"))
+        self.connected: dict[str, tuple[str, ...]] = {}
+        self.handshakes: dict[str, tuple[float, Future[None]]] = {}
+        self.probes: list[tuple[float, str, str, Callable[[Verdict, float], None]]] = []
+        self.errands: deque[Callable[[], None]] = deque()
+        self.peers = Peers(self, self.transport, None, clock=lambda: world.now)
+
+    # layerpush.peers.Network
+
+    def handshake(self, address: Address) -> Future[None] | None:
+        if address.engine_id in self.connected:
+            return None
+        return self.handshakes.setdefault(address.engine_id, (self.world.now, Future()))[1]
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+        return self.connected.get(engine_id, ())
+
+    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+        agents = self.agents_of(engine_id)
+        return 0, agents.index(agent) if agent in agents else 0
+
+    def disconnect(self, engine_id: str) -> None:
+        for agent in self.connected.pop(engine_id, ()):
+            self.transport.forget(agent)
+
+    def errand(self, errand: Callable[[], None]) -> None:
+        self.errands.append(errand)
+
+    def probe(self, agent: str, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
+        self.probes.append((self.world.now, agent, address.engine_id, on_verdict))
+
+    # A turn.
+
+    def turn(self) -> None:
+        self._end_handshakes()
+        self._end_probes()
+        for _ in range(len(self.errands)):
+            self.errands.popleft()()
+        for sender, payload in self.transport.notifications():
+            self.take(sender, read(payload))
+
+    def take(self, sender: str, message: Message) -> None:
+        raise NotImplementedError
+
+    def _end_handshakes(self) -> None:
+        for engine_id, (began, future) in list(self.handshakes.items()):
+            engine = self.world.engines.get(engine_id)
+            if engine is not None and engine.frozen and self.world.now < began + HANDSHAKE_S:
+                continue
+            del self.handshakes[engine_id]
+            if engine is None or engine.frozen:
+                future.set_exception(ConnectionRefusedError() if engine is None else TimeoutError())
+            else:
+                self.connected[engine_id] = tuple(process.name for process in engine.processes)
+                future.set_result(None)
+
+    def _end_probes(self) -> None:
+        """The verdict is about the moment at which the question is answered."""
+        for probe in list(self.probes):
+            began, agent, engine_id, on_verdict = probe
+            engine = self.world.engines.get(engine_id)
+            if engine is not None and engine.frozen and self.world.now < began + PROBE_S:
+                continue
+            self.probes.remove(probe)
+            if engine is None or engine_id in self.world.deaf:
+                verdict = Verdict.ENDED
+            elif engine.frozen:
+                verdict = Verdict.UNKNOWN
+            else:
+                known = any(process.name == agent for process in engine.processes)
+                verdict = Verdict.ALIVE if known else Verdict.ENDED
+            on_verdict(verdict, self.world.now)
+
+    def assert_idle(self) -> None:
+        assert not self.handshakes
+        assert not self.probes
+        assert not self.errands
+        assert not self.peers.is_retrying
+        assert not self.transport._live
+        assert not [write for write in self.transport._released if write.target.alive]

@@ -1,0 +1,45 @@
+"""Worlds driven at random: the same seed gives the same story. Quicker than hypothesis, and it shrinks nothing."""
+
+from __future__ import annotations
+
+import random
+
+from layerpush.prefill.policy import Policy
+from layerpush.transport.fake import Faults
+from tests.unit.both_sides.moves import MOVES
+from tests.unit.both_sides.world import World
+
+WEATHER = {
+    "fail_posts": (0.0, 0.0, 0.05),
+    "fail_writes": (0.0, 0.0, 0.05),
+    "hold_writes": (0.0, 0.3),
+    "drop": (0.0, 0.05, 0.2),
+    "duplicate": (0.0, 0.1),
+    "reorder": (0.0, 0.1),
+    "delay": (0.0, 0.2),
+}
+"""Rates of faults, one of each kind for a world."""
+
+
+def stormy(seed: int, **rates: float) -> World:
+    """A world with faults of its own, except for what ``rates`` says."""
+    draw = random.Random(seed)
+    weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | rates
+    policy = Policy(by_layer=draw.random() < 0.7, streams=draw.random() < 0.9, max_in_flight=draw.choice([1, 2, 4]))
+    return World(Faults.endless(seed, **weather), seed, draw.choice([1, 2]), policy)
+
+
+def storm(seed: int, moves: int = 120, **rates: float) -> World:
+    """A story and its end. Raises ``AssertionError`` where a promise is broken."""
+    draw = random.Random(seed)
+    world = stormy(seed, **rates)
+    try:
+        for _ in range(moves):
+            possible = [move for move in MOVES if move.possible(world)]
+            [move] = draw.choices(possible, [move.weight for move in possible])
+            move.do(world, draw.choice)
+            world.check()
+        world.drive_home()
+    finally:
+        world.close()
+    return world

@@ -1,0 +1,178 @@
+"""Prefill and decode engines against each other on one fake network: what may happen next, and what must always hold.
+
+Everything between the engines is the real thing: sessions, desks, writers, peers, the watch, the bytes on the wire.
+What is played is vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
+(`layerpush.transport.fake`), handshakes, side channels and the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from layerpush.prefill.policy import Policy
+from layerpush.transport.fake import FakeFabric, Faults
+from layerpush.wire import Registration
+from tests.unit.both_sides.decode import DecodeEngine
+from tests.unit.both_sides.prefill import PrefillEngine, Request
+from tests.unit.both_sides.process import P_BLOCKS, Process, Prompt
+
+HOME_S = 1500.0
+DECODERS = ("D", "E")
+
+Engine = PrefillEngine | DecodeEngine
+
+
+class Defects(logging.Handler):
+    """What the writer logs because it must not raise it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None:
+            self.seen.append(self.format(record))
+
+
+class World:
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        seed: int = 0,
+        ranks: int = 1,
+        policy: Policy | None = None,
+        prefill_type: type[PrefillEngine] = PrefillEngine,
+        decode_type: type[DecodeEngine] = DecodeEngine,
+    ) -> None:
+        self.fabric = FakeFabric(faults, seed)
+        self.ranks, self.policy = ranks, policy or Policy()
+        self.prefill_type, self.decode_type = prefill_type, decode_type
+        self.now = 1000.0
+        self.prompts: list[Prompt] = []
+        self.engines: dict[str, Engine] = {}
+        self.deaf: set[str] = set()
+        """Engines whose side channel refuses although they live."""
+        self.outcomes: Counter[str] = Counter()
+        self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
+        self.defects = Defects()
+        logging.getLogger("vllm.layerpush").addHandler(self.defects)
+        self._names = self._ids = self._checked = 0
+        for engine_id in ("P", *DECODERS):
+            self.start(engine_id)
+
+    def close(self) -> None:
+        logging.getLogger("vllm.layerpush").removeHandler(self.defects)
+
+    def new_name(self, engine_id: str, rank: int) -> str:
+        self._names += 1
+        return f"{engine_id}{rank}#{self._names}"
+
+    def new_id(self, base: str) -> str:
+        self._ids += 1
+        return f"{base}-{self._ids:08x}"
+
+    # Engines.
+
+    @property
+    def prefill(self) -> PrefillEngine | None:
+        engine = self.engines.get("P")
+        return engine if isinstance(engine, PrefillEngine) else None
+
+    @property
+    def decoders(self) -> list[DecodeEngine]:
+        return [engine for engine in self.engines.values() if isinstance(engine, DecodeEngine)]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [] if self.prefill is None else list(self.prefill.requests.values())
+
+    def start(self, engine_id: str) -> None:
+        if engine_id == "P":
+            self.engines["P"] = self.prefill_type(self, "P", self.ranks, self.policy)
+        else:
+            self.engines[engine_id] = self.decode_type(self, engine_id)
+
+    def kill(self, engine_id: str, lingers: int) -> None:
+        for process in self.engines.pop(engine_id).processes:
+            self.fabric.kill(process.name, lingers)
+        self.deaf.discard(engine_id)
+
+    def freeze(self, engine_id: str, frozen: bool) -> None:
+        self.engines[engine_id].frozen = frozen
+        for process in self.engines[engine_id].processes:
+            (self.fabric.freeze if frozen else self.fabric.thaw)(process.name)
+
+    @property
+    def running(self) -> list[Process]:
+        return [process for engine in self.engines.values() if not engine.frozen for process in engine.processes]
+
+    def turn(self) -> None:
+        if self.prefill is not None and not self.prefill.frozen:
+            self.prefill.reap_leases()
+        for process in self.running:
+            process.turn()
+
+    def note_completion(self, process: Process, registration: Registration) -> None:
+        self.completions[process.name, registration.key] += 1
+
+    # What must hold, and the way home.
+
+    def check(self) -> None:
+        assert self.fabric.violations == [], self.fabric.violations[0]
+        assert self.defects.seen == [], self.defects.seen[0]
+        twice = [key for key, count in self.completions.items() if count > 1]
+        assert not twice, f"completed twice: {twice}"
+        self.check_posts()
+
+    def check_posts(self) -> None:
+        """Nothing is posted from blocks that the prefill engine gave away."""
+        for write in self.fabric.writes[self._checked :]:
+            if self.prefill is None or not write.source.alive:
+                continue
+            holders = self.prefill.holders
+            strays = [block for block in write.local.tolist() if holders.get(block % P_BLOCKS) is None]
+            assert not strays, f"{write} was posted from blocks {strays} that the prefill engine gave away"
+        self._checked = len(self.fabric.writes)
+
+    def drive_home(self) -> None:
+        """Faults stop, clients ask for nothing new: everything must end, on its own and cleanly."""
+        self.fabric.faults = Faults()
+        self.deaf.clear()
+        for engine_id in self.engines:
+            self.freeze(engine_id, False)
+        deadline, step_s = self.now + HOME_S, 0.25
+        while self.now < deadline and self.is_busy:
+            self._compute_on()
+            self.turn()
+            self.check()
+            self.now, step_s = self.now + step_s, min(step_s * 1.05, 10.0)
+        for engine in self.engines.values():
+            engine.assert_idle()
+
+    @property
+    def is_busy(self) -> bool:
+        engines = [(engine, process) for engine in self.engines.values() for process in engine.processes]
+        return any(_is_busy(engine, process) for engine, process in engines)
+
+    def _compute_on(self) -> None:
+        engine = self.prefill
+        if engine is None:
+            return
+        while engine.step is not None:
+            engine.run_layer(hooked=True)
+        for request in list(engine.requests.values()):
+            if request.leased_until is not None:
+                continue
+            if request.is_computed:
+                engine.finish(request)
+            elif engine.begin_step(request, request.prompt.tokens):
+                return
+
+
+def _is_busy(engine: Engine, process: Process) -> bool:
+    try:
+        engine.assert_idle()
+    except AssertionError:
+        return True
+    return bool(process.errands)

@@ -1,0 +1,136 @@
+"""Engines to connect to, as the desks see them: handshakes end when a test says so, what is sent can be read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from layerpush.decode.watch import Verdict
+from layerpush.peers import Address, Peers
+from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
+from layerpush.wire import Message, read
+
+
+class FakeNetwork:
+    """``listening`` says which engines' handshakes succeed at once, and which agents are found there."""
+
+    def __init__(self) -> None:
+        self.listening: dict[str, tuple[str, ...]] = {}
+        self.connected: dict[str, tuple[str, ...]] = {}
+        self.handshakes: list[Address] = []
+        self.broken: Exception | None = None
+        self.forgotten: list[str] = []
+        self.errands: deque[Callable[[], None]] = deque()
+        self._pending: dict[str, Future[None]] = {}
+
+    def handshake(self, address: Address) -> Future[None] | None:
+        if self.broken is not None:
+            raise self.broken
+        if address.engine_id in self.connected:
+            return None
+        if address.engine_id not in self._pending:
+            self.handshakes.append(address)
+            self._pending[address.engine_id] = Future()
+            if address.engine_id in self.listening:
+                self.answer(address.engine_id, *self.listening[address.engine_id])
+                return self._answered
+        return self._pending[address.engine_id]
+
+    def answer(self, engine_id: str, *agents: str) -> None:
+        """The handshake succeeds; who waited for it hears of it through errands."""
+        self.connected[engine_id] = agents
+        self._answered = self._pending.pop(engine_id)
+        self._answered.set_result(None)
+
+    def reject(self, engine_id: str, error: Exception) -> None:
+        self._pending.pop(engine_id).set_exception(error)
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+        return self.connected.get(engine_id, ())
+
+    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+        return 0, self.connected[engine_id].index(agent)
+
+    def disconnect(self, engine_id: str) -> None:
+        self.forgotten.append(engine_id)
+        self.connected.pop(engine_id, None)
+
+    def errand(self, errand: Callable[[], None]) -> None:
+        self.errands.append(errand)
+
+    def run(self) -> None:
+        while self.errands:
+            self.errands.popleft()()
+
+
+class FakeMail:
+    """A transport that only takes notifications; those to agents that are ``lost`` cannot be sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+        self.lost: set[str] = set()
+        self.unknown: set[str] = set()
+
+    def notify(self, agent: str, payload: bytes) -> None:
+        if agent in self.unknown:
+            raise TransportError(f"no agent {agent}")
+        if agent in self.lost:
+            raise PeerLostError(f"agent {agent} is dead")
+        self.sent.append((agent, payload))
+
+    def taken(self) -> list[tuple[str, Message]]:
+        """What was sent since the last look."""
+        sent, self.sent = self.sent, []
+        return [(agent, read(payload)) for agent, payload in sent]
+
+    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+        raise NotImplementedError
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        raise NotImplementedError
+
+    def release(self, handle: WriteHandle) -> None:
+        raise NotImplementedError
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        raise NotImplementedError
+
+
+@dataclass
+class Asked:
+    """A probe that waits for its verdict."""
+
+    agent: str
+    address: Address
+    on_verdict: Callable[[Verdict, float], None]
+
+
+@dataclass
+class FakeProbe:
+    asked: list[Asked] = field(default_factory=list)
+
+    def __call__(self, agent: str, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
+        self.asked.append(Asked(agent, address, on_verdict))
+
+    def answer(self, verdict: Verdict, now: float = 0.0) -> Asked:
+        """The oldest probe's."""
+        asked = self.asked.pop(0)
+        asked.on_verdict(verdict, now)
+        return asked
+
+
+class Town:
+    """A network, its mail, its peers and a clock."""
+
+    def __init__(self, allowed_hosts: tuple[str, ...] | None = None) -> None:
+        self.now = 100.0
+        self.network, self.mail, self.probe = FakeNetwork(), FakeMail(), FakeProbe()
+        self.peers = Peers(self.network, self.mail, allowed_hosts, clock=lambda: self.now)
+
+    def settle(self) -> None:
+        """Everything that is waiting for nothing but the writer thread."""
+        self.network.run()
+        self.peers.tick(self.now)
+        self.network.run()

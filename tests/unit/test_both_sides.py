@@ -1,0 +1,90 @@
+"""Both engines against each other, through a network that drops, delays, duplicates and reorders, and through deaths.
+
+`tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, desks and writers. After every step:
+
+- no WRITE is posted for, lands in or is on its way into blocks that the decode engine gave away;
+- none is posted from blocks that the prefill engine gave away;
+- a request is completed at most once, by every rank once, and only over the right bytes;
+- whatever a load or a push ends with is reported once.
+
+When faults stop, both sides end: nothing is left in a table, on the wire or in quarantine.
+
+That this can fail is shown by `MUTANTS`: each is a guard that is removed, and each is found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.unit.both_sides import mutants
+from tests.unit.both_sides.moves import MOVES, Move
+from tests.unit.both_sides.storm import storm, stormy
+from tests.unit.both_sides.world import World
+
+STORMS = 100
+ENOUGH = 300
+"""Storms after which a mutant must have been found."""
+
+
+class BothSides(RuleBasedStateMachine):
+    world: World
+
+    @initialize(seed=st.integers(0, 1 << 16))
+    def begin(self, seed: int) -> None:
+        self.world = stormy(seed)
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.drive_home()
+            finally:
+                self.world.close()
+
+
+def _as_rule(move: Move) -> Callable[..., None]:
+    @precondition(lambda machine: move.possible(machine.world))
+    @rule(data=st.data())
+    def act(machine: BothSides, data: st.DataObject) -> None:
+        move.do(machine.world, lambda options: data.draw(st.sampled_from(options)))
+
+    act.__name__ = move.name
+    return act
+
+
+for _move in MOVES:
+    setattr(BothSides, _move.name, _as_rule(_move))
+
+BothSides.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestBothSides = BothSides.TestCase
+
+
+def test_storms_end_well() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(STORMS):
+        outcomes.update(storm(seed).outcomes)
+    assert outcomes["loaded"] > STORMS, "hardly anything ever completes: then this proves little"
+    assert outcomes["failed"] > STORMS
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_guard_that_is_removed_is_missed(mutant: mutants.Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.remove(monkeypatch)
+    for seed in range(ENOUGH):
+        try:
+            storm(seed, **mutant.weather)
+        except AssertionError:
+            return
+    pytest.fail("nobody noticed")

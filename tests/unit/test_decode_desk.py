@@ -1,0 +1,753 @@
+"""What a decode rank awaits: told of once, when it is sure, and never of blocks that somebody may still write to."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from layerpush.complaints import Complaints
+from layerpush.decode import desk as desk_module
+from layerpush.decode import watch
+from layerpush.decode.desk import HOLD_S, DecodeDesk
+from layerpush.decode.session import RETRY_S
+from layerpush.decode.watch import Order, Verdict
+from layerpush.peers import TRIES, Address
+from layerpush.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Completion,
+    Fail,
+    Heartbeat,
+    Message,
+    Ping,
+    Registration,
+    WireError,
+    encode_registration,
+    read,
+)
+from tests.unit.peers_rig import Town
+
+PATIENCE_S = 20.0
+P = Address("P", "10.0.0.5", 5600, tp_size=1, notify_only=True)
+EXTRA = {"remote_engine_id": "P", "remote_tp_size": 1}
+
+
+def registration(request_id: str = "r", blocks: tuple[int, ...] = (1, 2)) -> Registration:
+    return Registration(
+        request_id=request_id,
+        decode_engine_id="D",
+        decode_host="10.0.0.7",
+        decode_port=5601,
+        decode_tp_size=1,
+        local_block_ids=(blocks,),
+        layerpush=1,
+    )
+
+
+def cancel_of(request_id: str = "r") -> Cancel:
+    return Cancel(request_id, "D", "10.0.0.7", 5601, 1)
+
+
+class ScriptedWatch:
+    """``orders`` are given at the next look; what it is told is noted."""
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.sessions: dict[tuple[str, str], int] = {}
+        self.spoken: dict[str, bool] = {}
+        self.lost_agents: list[str] = []
+        self.verdicts: list[tuple[str, str, Verdict, float]] = []
+
+    def add(self, engine_id: str, agents: frozenset[str], now: float) -> None:
+        for agent in agents:
+            self.sessions[engine_id, agent] = self.sessions.get((engine_id, agent), 0) + 1
+
+    def remove(self, engine_id: str, agents: frozenset[str]) -> None:
+        for agent in agents:
+            self.sessions[engine_id, agent] -= 1
+
+    def heard(self, agent: str, now: float, spoke: bool) -> None:
+        self.spoken[agent] = self.spoken.get(agent, False) or spoke
+
+    def spoke(self, agent: str) -> None:
+        self.spoken[agent] = True
+
+    def lost(self, agent: str, now: float) -> None:
+        self.lost_agents.append(agent)
+
+    def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
+        self.verdicts.append((engine_id, agent, verdict, now))
+
+    def due(self, now: float) -> list[Order]:
+        orders, self.orders = self.orders, []
+        return orders
+
+
+class Engine:
+    """The main thread's end: ``known`` are the requests that it tracks, ``told`` what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.told: list[tuple[str, str]] = []
+        self.on_told: Callable[[str, str], None] = lambda _, __: None
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self.known
+
+    def loaded(self, completions: list[bytes]) -> None:
+        messages = [read(completion) for completion in completions]
+        assert all(isinstance(message, Completion) for message in messages)
+        self.completions = messages
+        (request_id,) = {message.request_id for message in messages if isinstance(message, Completion)}
+        self._note("loaded", request_id)
+
+    def failed(self, request_id: str) -> None:
+        self._note("failed", request_id)
+
+    def parked(self, request_id: str) -> None:
+        self._note("parked", request_id)
+
+    def cleared(self, request_id: str) -> None:
+        self._note("cleared", request_id)
+
+    def _note(self, what: str, request_id: str) -> None:
+        self.told.append((what, request_id))
+        self.on_told(what, request_id)
+
+
+class World(Town):
+    """``ranks`` of prefill engine P, and a decode rank of an engine of ``world_size``."""
+
+    def __init__(self, ranks: int = 1, world_size: int = 1, allowed: tuple[str, ...] | None = None) -> None:
+        super().__init__(allowed)
+        self.agents = tuple(f"p-{rank}" for rank in range(ranks))
+        self.network.listening = {"P": self.agents}
+        self.watch, self.engine = ScriptedWatch(), Engine()
+        self.complaints = Complaints(logging.getLogger("test"))
+        self.desk = DecodeDesk(
+            "D",
+            self.peers,
+            self.watch,  # type: ignore[arg-type]
+            self.probe,
+            self.engine,
+            self.complaints,
+            world_size,
+            PATIENCE_S,
+        )
+
+    def awaits(self, request_id: str = "r", known: bool = True) -> None:
+        self.engine.known |= {request_id} if known else set()
+        self.desk.await_push(registration(request_id), P, EXTRA, self.now)
+        self.settle()
+
+    def awaiting(self, *speaking: str, request_id: str = "r") -> None:
+        """Registered; these agents have said that they speak layerpush."""
+        self.awaits(request_id)
+        for agent in speaking:
+            self.hears(Accepted(request_id), agent)
+        self.mail.taken()
+
+    def hears(self, message: Completion | Accepted | Fail | Cancelled | None, agent: str = "p-0") -> None:
+        self.desk.heard(agent, message, self.now)
+        self.tick()
+
+    def orders(self, *orders: Order) -> None:
+        self.watch.orders = list(orders)
+        self.tick()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.settle()
+        self.desk.tick(self.now)
+        self.settle()
+
+    def sent(self) -> list[tuple[str, Message]]:
+        return self.mail.taken()
+
+    @property
+    def told(self) -> list[str]:
+        """What the engine was told about the one request."""
+        assert {request_id for _, request_id in self.engine.told} <= {"r"}
+        return [what for what, _ in self.engine.told]
+
+    def is_over(self) -> bool:
+        return not self.desk.is_waiting and not any(self.watch.sessions.values())
+
+
+# Registering.
+
+
+def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
+    world = World(ranks=2)
+    world.desk.await_push(registration(), P, EXTRA, world.now)
+    assert (world.mail.sent, world.watch.sessions) == ([], {})
+    world.settle()
+    payload = encode_registration(registration(), **EXTRA)
+    assert b"remote_tp_size" in payload
+    assert world.mail.sent == [("p-0", payload), ("p-1", payload)]
+    assert world.watch.sessions == {("P", "p-0"): 1, ("P", "p-1"): 1}
+    assert world.network.handshakes == [P]
+    assert (world.desk.engines_in_use, len(world.desk), world.desk.is_waiting) == ({"P"}, 1, True)
+    world.tick()
+    assert world.told == []
+
+
+def test_a_prefill_engine_that_cannot_be_reached_fails_the_load() -> None:
+    world = World()
+    world.network.listening = {}
+    world.awaits()
+    for _ in range(TRIES):
+        assert world.told == []
+        world.network.reject("P", OSError("no route"))
+        world.settle()
+        world.tick(1.0)
+    assert world.told == ["failed"]
+    assert world.is_over()
+
+
+def test_a_prefill_engine_on_a_host_that_is_not_allowed_fails_the_load() -> None:
+    world = World(allowed=("10.9.9.9",))
+    world.awaits()
+    world.tick()
+    assert world.told == ["failed"]
+    assert world.network.handshakes == []
+
+
+def test_a_connection_that_turns_out_to_be_dead_is_made_anew() -> None:
+    """The prefill engine was restarted under its old name and address."""
+    world = World()
+    world.awaiting("p-0", request_id="old")
+    world.mail.lost = {"p-0"}
+    world.network.listening["P"] = ("p-new",)
+    world.awaits()
+    assert world.network.forgotten == ["P"]
+    assert [agent for agent, _ in world.sent()] == ["p-new"]
+    assert world.watch.sessions["P", "p-new"] == 1
+    assert len(world.desk) == 2
+
+
+def test_a_connection_that_is_dead_again_fails_the_load() -> None:
+    world = World()
+    world.mail.lost = {"p-0"}
+    world.awaits()
+    world.tick()
+    assert len(world.network.handshakes) == 2
+    assert world.told == ["failed"]
+    assert world.is_over()
+
+
+def test_ranks_that_were_reached_are_asked_to_stop_if_another_was_not() -> None:
+    world = World(ranks=2)
+    world.mail.lost = {"p-1"}
+    world.awaits()
+    world.sent()
+    world.hears(Accepted("r"))
+    assert world.sent() == [("p-0", cancel_of())]
+    assert world.told == []
+    world.hears(Cancelled("r"))
+    assert world.told == ["failed"]
+    assert world.is_over()
+
+
+def test_what_cannot_be_registered_is_never_awaited() -> None:
+    world = World()
+    with pytest.raises(WireError, match="twice"):
+        world.desk.await_push(registration(blocks=(4, 4)), P, EXTRA, world.now)
+    assert len(world.desk) == 0
+    world.engine.known = {"r"}
+    world.desk.refuse("r", "it cannot be registered", world.now)
+    world.tick()
+    world.desk.overdue("r", "too late", world.now)
+    world.tick()
+    assert world.told == ["failed"]
+    assert world.mail.sent == []
+
+
+# Completions.
+
+
+def test_what_has_landed_is_said_with_the_completions_that_say_so() -> None:
+    world = World()
+    world.awaiting()
+    world.hears(Completion("r", 1))
+    assert world.told == ["loaded"]
+    assert world.engine.completions == [Completion("r", 1)]
+    assert world.is_over()
+
+
+@pytest.mark.parametrize(
+    ("prefill_ranks", "world_size", "pp_size", "needed"), [(2, 1, 1, 2), (2, 2, 1, 1), (1, 2, 1, 1), (4, 2, 1, 2)]
+)
+def test_as_many_ranks_as_write_here_must_be_done(
+    prefill_ranks: int, world_size: int, pp_size: int, needed: int
+) -> None:
+    world = World(prefill_ranks, world_size)
+    world.awaiting()
+    for rank in range(needed):
+        assert world.told == []
+        world.hears(Completion("r", prefill_ranks), f"p-{rank}")
+    assert world.told == ["loaded"]
+    assert len(world.engine.completions) == needed
+    assert world.is_over()
+
+
+def test_pipeline_ranks_all_write_here() -> None:
+    world = World(ranks=2)
+    world.engine.known = {"r"}
+    world.desk.await_push(registration(), Address("P", "10.0.0.5", 5600, tp_size=1, pp_size=2), EXTRA, world.now)
+    world.settle()
+    world.hears(Completion("r", 1), "p-1")
+    assert world.told == []
+    world.hears(Completion("r", 1), "p-0")
+    assert world.told == ["loaded"]
+
+
+def test_a_rank_that_says_it_twice_counts_once() -> None:
+    world = World(ranks=2)
+    world.awaiting()
+    for _ in range(3):
+        world.hears(Completion("r", 2), "p-0")
+    assert world.told == []
+    world.hears(Completion("r", 2), "p-1")
+    world.hears(Completion("r", 2), "p-1")
+    assert world.told == ["loaded"]
+    assert len(world.engine.completions) == 2
+
+
+def test_who_was_not_asked_has_no_say() -> None:
+    world = World()
+    world.awaiting("p-0")
+    for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
+        world.hears(word, "x-0")
+    assert world.told == []
+    assert world.complaints.counts == {"foreign word": 4}
+    world.hears(Completion("r", 1))
+    assert world.told == ["loaded"]
+
+
+def test_an_outcome_waits_until_the_engine_knows_the_request() -> None:
+    """Else its main thread would drop it, and wait for ever."""
+    world = World()
+    world.awaits(known=False)
+    world.hears(Completion("r", 1))
+    world.tick(HOLD_S - 1)
+    assert world.told == []
+    assert world.desk.is_waiting
+    world.engine.known = {"r"}
+    world.tick()
+    assert world.told == ["loaded"]
+    world.tick(HOLD_S)
+    assert world.told == ["loaded"]
+
+
+def test_an_outcome_that_nobody_wants_is_dropped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.awaits(known=False)
+    world.hears(Completion("r", 1))
+    with caplog.at_level(logging.ERROR, "vllm.layerpush"):
+        world.tick(HOLD_S)
+    assert "the outcome of the KV load of r is dropped" in caplog.text
+    world.engine.known = {"r"}
+    world.tick()
+    assert world.told == []
+    assert world.is_over()
+
+
+# Words that come too early: any rank's registration starts the push for all.
+
+
+@pytest.mark.parametrize("connecting", [True, False], ids=["while it connects", "before it was asked for"])
+@pytest.mark.parametrize(("word", "outcome"), [(Completion("r", 1), "loaded"), (Fail("r", 0, "no", True), "failed")])
+def test_what_is_said_too_early_is_not_lost(connecting: bool, word: Completion | Fail, outcome: str) -> None:
+    world = World()
+    if connecting:
+        world.network.listening = {}
+        world.awaits()
+        world.hears(word)
+        world.network.answer("P", "p-0")
+    else:
+        world.hears(word)
+        world.awaits()
+    assert world.told == []
+    world.tick()
+    assert world.told == [outcome]
+    assert world.is_over()
+
+
+def test_who_spoke_too_early_is_known_to_speak() -> None:
+    world = World()
+    world.hears(Accepted("r"))
+    world.awaits()
+    world.sent()
+    world.desk.dropped("r", "aborted", world.now)
+    assert world.sent() == [("p-0", cancel_of())]
+
+
+def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
+    world = World()
+    world.hears(Completion("r", 1), "x-0")
+    world.awaits()
+    world.tick()
+    assert world.told == []
+    assert world.complaints.counts == {"foreign word": 1}
+
+
+def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
+    world = World()
+    world.hears(Completion("r", 1))
+    world.hears(Fail("s", 0, "no", True))
+    assert world.desk.is_waiting
+    world.tick(HOLD_S)
+    assert world.complaints.counts == {"late completion": 1}
+    assert world.is_over()
+    world.awaits()
+    world.tick()
+    assert world.told == []
+
+
+def test_early_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "HELD", 10)
+    world = World()
+    for number in range(50):
+        world.hears(Completion(f"r{number}", 1))
+    assert len(world.desk._early) <= 10
+
+
+# Giving up.
+
+
+def test_aborted_the_prefill_ranks_are_asked_to_stop_and_awaited() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.desk.dropped("r", "aborted", world.now)
+    assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
+    world.hears(Cancelled("r"), "p-1")
+    world.tick(RETRY_S)
+    assert world.sent() == [("p-0", cancel_of())], "asked again"
+    world.tick(100 * PATIENCE_S)
+    assert world.told == [], "the engine holds the blocks for as long as it takes"
+    world.hears(Fail("r", 0, "it ended", True), "p-0")
+    assert world.told == ["failed"]
+    assert world.is_over()
+
+
+def test_aborted_before_it_was_registered_nobody_is_asked() -> None:
+    world = World()
+    world.network.listening = {}
+    world.awaits()
+    world.desk.dropped("r", "aborted", world.now)
+    world.tick()
+    assert world.told == ["failed"]
+    world.network.answer("P", "p-0")
+    world.settle()
+    assert world.mail.sent == []
+    assert world.is_over()
+
+
+def test_aborted_when_all_has_landed_it_is_over_anyway() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.hears(Completion("r", 2), "p-0")
+    world.desk.dropped("r", "aborted", world.now)
+    world.hears(Completion("r", 2), "p-1")
+    assert world.told == ["failed"]
+    assert world.is_over()
+
+
+def test_what_is_not_awaited_cannot_be_given_up() -> None:
+    world = World()
+    world.desk.dropped("r", "aborted", world.now)
+    world.desk.overdue("r", "too late", world.now)
+    world.awaiting()
+    world.hears(Completion("r", 1))
+    world.desk.dropped("r", "aborted", world.now)
+    world.tick()
+    assert world.told == ["loaded"]
+
+
+def test_late_ranks_that_do_not_answer_cost_blocks_and_not_the_request() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.desk.overdue("r", "no push", world.now)
+    world.tick(PATIENCE_S - 1)
+    assert world.told == []
+    world.tick(1.0)
+    assert world.told == ["parked", "failed"]
+    assert len(world.desk) == 1
+    world.tick(RETRY_S)
+    assert world.sent()[-1] == ("p-0", cancel_of())
+    world.hears(Cancelled("r"))
+    world.hears(Cancelled("r"))
+    assert world.told == ["parked", "failed", "cleared"]
+    assert world.is_over()
+
+
+def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
+    """It hears of the failure only when it knows the request, and of the parking at once."""
+    world = World()
+    world.awaits(known=False)
+    world.desk.overdue("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    assert world.told == ["parked"]
+    world.engine.known = {"r"}
+    world.tick()
+    assert world.told == ["parked", "failed"]
+
+
+def test_a_stock_prefill_engine_cannot_be_asked_to_stop() -> None:
+    world = World()
+    world.awaiting()
+    world.desk.overdue("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    assert world.sent() == []
+    assert world.told == ["parked", "failed"]
+    world.hears(Completion("r", 1))
+    assert world.told == ["parked", "failed", "cleared"]
+
+
+def test_a_failure_with_writes_on_the_wire_is_no_end() -> None:
+    world = World()
+    world.awaiting()
+    world.hears(Fail("r", 0, "cut off", False))
+    assert world.sent() == [("p-0", cancel_of())]
+    assert world.told == []
+    world.hears(Fail("r", 0, "cut off", True))
+    assert world.told == ["failed"]
+
+
+def test_a_cancel_that_cannot_be_sent_makes_the_agent_doubtful() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.desk.dropped("r", "aborted", world.now)
+    assert world.watch.lost_agents == ["p-0"]
+    assert world.told == []
+
+
+@pytest.mark.parametrize(("wish", "level"), [("dropped", logging.INFO), ("overdue", logging.WARNING)])
+def test_a_failure_is_said_once_and_an_abort_quietly(wish: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.awaiting("p-0")
+    with caplog.at_level(logging.INFO, "vllm.layerpush"):
+        getattr(world.desk, wish)("r", "the reason", world.now)
+        world.hears(Cancelled("r"))
+    (record,) = [record for record in caplog.records if "KV load of r from P failed: the reason" in record.getMessage()]
+    assert record.levelno == level
+
+
+# Signs of life.
+
+
+def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0")
+    world.orders(watch.SendPing("P", "p-0", True), watch.SendPing("P", "p-1", False))
+    world.orders(watch.SendPing("P", "p-0", True))
+    (_, first), silent, (_, second) = world.sent()
+    assert isinstance(first, Ping)
+    assert isinstance(second, Ping)
+    assert first.decode_engine_id == second.decode_engine_id == "D"
+    assert first.number != second.number
+    assert silent == ("p-1", Heartbeat(()))
+    assert world.watch.lost_agents == []
+    world.mail.lost = {"p-0"}
+    world.orders(watch.SendPing("P", "p-0", True))
+    assert world.watch.lost_agents == ["p-0"]
+
+
+def test_whatever_an_agent_sends_it_is_heard_of() -> None:
+    world = World(ranks=3)
+    world.awaiting()
+    world.hears(None, "p-0")
+    world.hears(Completion("nothing", 1), "p-1")
+    world.hears(Cancelled("nothing"), "p-2")
+    assert world.watch.spoken == {"p-0": True, "p-1": False, "p-2": True}
+
+
+def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None:
+    world = World()
+    world.awaiting()
+    world.orders(watch.StartProbe("P", "p-0"))
+    asked = world.probe.answer(Verdict.ENDED, 7.0)
+    assert (asked.agent, asked.address) == ("p-0", P)
+    assert world.watch.verdicts == [("P", "p-0", Verdict.ENDED, 7.0)]
+
+
+def test_silence_gives_every_load_of_the_agent_up() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.orders(watch.ReportSilent("p-0", "nothing came"))
+    assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
+    world.hears(Cancelled("r"), "p-1")
+    world.tick(PATIENCE_S)
+    assert world.told == ["parked", "failed"]
+
+
+def test_a_dead_agent_writes_nowhere_any_more() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.awaiting("p-0", request_id="s")
+    world.engine.known = {"r", "s"}
+    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.tick()
+    assert sorted(world.engine.told) == [("failed", "r"), ("failed", "s")]
+    assert world.network.forgotten == ["P"]
+    assert world.is_over()
+
+
+def test_a_dead_agent_frees_what_was_set_aside() -> None:
+    world = World()
+    world.awaiting()
+    world.desk.overdue("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    world.orders(watch.ReportGone("p-0", "it has ended"))
+    assert world.told == ["parked", "failed", "cleared"]
+
+
+def test_an_order_about_what_has_just_ended_is_harmless() -> None:
+    """Orders of one look: the first may end the last session of the engine."""
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.hears(Fail("r", 0, "no", True), "p-1")
+    world.sent()
+    world.orders(
+        watch.ReportGone("p-0", "it has ended"),
+        watch.SendPing("P", "p-1", True),
+        watch.StartProbe("P", "p-1"),
+        watch.ReportSilent("p-1", "nothing came"),
+        watch.Reconnect("P"),
+    )
+    assert world.told == ["failed"]
+    assert world.probe.asked == []
+
+
+def test_an_engine_that_lives_behind_a_dead_connection_is_connected_anew() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.orders(watch.Reconnect("P"))
+    assert world.network.forgotten == ["P"]
+    assert world.network.connected == {"P": ("p-0",)}
+    world.hears(Completion("r", 1))
+    assert world.told == ["loaded"]
+
+
+def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.network.listening = {}
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        world.orders(watch.Reconnect("P"))
+        world.network.reject("P", OSError("no route"))
+        world.settle()
+    assert "no route" in caplog.text
+    assert not world.peers.is_retrying
+    assert world.told == []
+
+
+# All of it at once.
+
+
+class Prefill:
+    """One prefill rank that was registered with: it may write until it has said its last word, or has died."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.last: Completion | Fail | Cancelled | None = None
+        self.dead = False
+
+    @property
+    def may_write(self) -> bool:
+        return self.last is None and not self.dead
+
+    def speak(self, draw: random.Random, request_id: str, ranks: int) -> Completion | Fail | Cancelled | Accepted:
+        if self.last is None and draw.random() < 0.5:
+            fails = Fail(request_id, 0, "cut off", True)
+            self.last = draw.choice([Completion(request_id, ranks), Completion(request_id, ranks), fails])
+        elif self.last is None:
+            return draw.choice([Accepted(request_id), Fail(request_id, 0, "cut off", False)])
+        assert self.last is not None
+        return self.last
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_engine_is_told_once_and_only_of_blocks_that_nobody_writes_to(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2, 3])
+    world = World(ranks)
+    names = [f"r{number}" for number in range(3)]
+    prefill = {name: [Prefill(agent) for agent in world.agents] for name in names}
+    parked: set[str] = set()
+    outcomes: dict[str, list[str]] = {name: [] for name in names}
+    registered: set[str] = set()
+
+    def told(what: str, request_id: str) -> None:
+        outcomes[request_id].append(what)
+        writers = [rank.name for rank in prefill[request_id] if rank.may_write]
+        if what == "parked":
+            parked.add(request_id)
+        elif what == "loaded":
+            assert all(isinstance(rank.last, Completion) for rank in prefill[request_id])
+        elif what == "cleared" or request_id not in parked:
+            assert not writers, f"{request_id}: {what} while {writers} may write"
+
+    def act(request_id: str) -> None:
+        rank = draw.choice(prefill[request_id])
+        dice = draw.random()
+        if dice < 0.5 and not rank.dead:
+            for _ in range(draw.choice([1, 1, 2])):
+                world.hears(rank.speak(draw, request_id, ranks), rank.name)
+        elif dice < 0.55:
+            world.desk.dropped(request_id, "aborted", world.now)
+        elif dice < 0.6:
+            world.desk.overdue(request_id, "too late", world.now)
+        elif dice < 0.65:
+            world.orders(watch.ReportSilent(rank.name, "nothing came"))
+        elif dice < 0.68:
+            for name in registered:
+                next(one for one in prefill[name] if one.name == rank.name).dead = True
+            world.orders(watch.ReportGone(rank.name, "it has ended"))
+        elif dice < 0.7:
+            world.hears(Completion(request_id, ranks), "stranger")
+        else:
+            world.tick(draw.choice([0.0, 0.5, RETRY_S, PATIENCE_S]))
+
+    world.engine.on_told = told
+    acts: list[Callable[[], None]] = [partial(act, name) for name in names for _ in range(25)]
+    draw.shuffle(acts)
+    for name in names:
+        acts.insert(draw.randint(0, len(acts) // 2), partial(world.awaits, name, known=False))
+    for step in acts:
+        world.engine.known |= registered  # a step later than the writer thread
+        if step.func == world.awaits:  # type: ignore[attr-defined]
+            registered.add(step.args[0])  # type: ignore[attr-defined]
+        elif step.args[0] not in registered:  # type: ignore[attr-defined]
+            continue
+        step()
+        _answer_cancels(world, prefill, draw)
+    world.engine.known = set(names)
+    for name in names:
+        for rank in prefill[name]:
+            if not rank.dead:
+                rank.last = rank.last or Fail(name, 0, "the end", True)
+                world.hears(rank.last, rank.name)
+    world.tick()
+    for name, told_of in outcomes.items():
+        assert told_of in (["loaded"], ["failed"], ["parked", "failed", "cleared"], ["parked", "cleared", "failed"]), (
+            name
+        )
+    assert not any(world.watch.sessions.values())
+    assert len(world.desk) == 0
+
+
+def _answer_cancels(world: World, prefill: dict[str, list[Prefill]], draw: random.Random) -> None:
+    for agent, message in world.sent():
+        if isinstance(message, Cancel) and draw.random() < 0.5:
+            rank = next(rank for rank in prefill[message.request_id] if rank.name == agent)
+            if not rank.dead:
+                rank.last = rank.last or Cancelled(message.request_id)
+                world.hears(rank.last, agent)

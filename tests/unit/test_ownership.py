@@ -1,0 +1,234 @@
+"""The fake network knows whose memory it writes: a WRITE into what its owner gave away does not go unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from layerpush.transport.base import Route, WriteHandle, WriteState
+from layerpush.transport.fake import FakeFabric, Faults, OwnershipError, Violation
+
+COUNT, SIZE = 16, 8
+ROUTE = Route("D", 0, "kv", "kv")
+ALL = np.arange(COUNT, dtype=np.int32)
+
+
+class Pair:
+    """P and D on a fabric, with a descriptor list each."""
+
+    def __init__(self, faults: Faults | None = None, *, strict: bool = False) -> None:
+        self.fabric = FakeFabric(faults, strict=strict)
+        self.memories = [np.zeros(COUNT * SIZE, np.uint8), np.zeros(COUNT * SIZE, np.uint8)]
+        self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
+        offsets = range(0, COUNT * SIZE, SIZE)
+        self.ours = self.p.describe("kv", self.memories[0], offsets, SIZE)
+        self.theirs = self.d.describe("kv", self.memories[1], offsets, SIZE)
+
+    def post(self, local: NDArray[np.int32] = ALL, remote: NDArray[np.int32] = ALL) -> WriteHandle:
+        return self.p.post_write(ROUTE, local, remote)
+
+    def land(self, handle: WriteHandle) -> None:
+        while self.p.poll(handle) is WriteState.PENDING:
+            pass
+
+
+def held(strict: bool = False) -> Pair:
+    """The first WRITE takes its time."""
+    return Pair(Faults(hold_writes={0: 5}), strict=strict)
+
+
+def test_landing_in_what_was_given_away_is_a_violation() -> None:
+    pair = held()
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.theirs.give_away([5])
+    pair.land(handle)
+    assert pair.fabric.violations == [Violation("D", "kv", 5)]
+
+
+def test_reading_what_was_given_away_is_a_violation() -> None:
+    pair = Pair()
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.ours.give_away([2])
+    pair.p.release(handle)
+    pair.fabric.settle()
+    assert pair.fabric.violations == [Violation("P", "kv", 2)]
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_posting_for_what_was_given_away_is_a_violation_at_once(side: str) -> None:
+    pair = Pair()
+    (pair.ours if side == "P" else pair.theirs).give_away([3])
+    handle = pair.post()
+    assert pair.fabric.violations == [Violation(side, "kv", 3)]
+    pair.land(handle)
+    assert len(pair.fabric.violations) == 1
+
+
+def test_what_was_taken_back_may_be_written() -> None:
+    pair = Pair(strict=True)
+    pair.theirs.give_away(ALL)
+    pair.theirs.take_back(ALL[:4])
+    pair.land(pair.post(ALL[:4], ALL[:4]))
+    assert pair.fabric.violations == []
+
+
+def test_owners_have_names() -> None:
+    pieces = Pair().theirs
+    assert pieces.owners(0) == {"anyone"}
+    pieces.hand_to([0, 1, 2], "r1")
+    pieces.share_with([1], "r2")
+    pieces.hand_to([2], ("r3", 0))
+    pieces.give_away([0])
+    assert [set(pieces.owners(index)) for index in range(4)] == [set(), {"r1", "r2"}, {("r3", 0)}, {"anyone"}]
+
+    pieces.give_away([1], "r1")
+    assert pieces.owners(1) == {"r2"}
+    with pytest.raises(ValueError, match="'r1' does not own descriptor 1"):
+        pieces.give_away([1], "r1")
+
+
+def test_a_block_handed_to_the_next_request_is_not_the_writes_any_more() -> None:
+    """That somebody owns the block is not enough: it is the WRITE's own request that must."""
+    pair = held(strict=True)
+    pair.ours.hand_to(ALL[:4], "r1")
+    pair.theirs.hand_to(ALL[4:8], "r1")
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.theirs.hand_to([6], "r2")
+
+    with pytest.raises(OwnershipError) as caught:
+        pair.land(handle)
+
+    assert str(caught.value) == (
+        "WRITE 0 from 'P' to 'D' lands in descriptor 6 in 'kv' of endpoint 'D': "
+        "the WRITE is for 'r1', the descriptor belongs to 'r2'"
+    )
+    violation = caught.value.violation
+    assert (violation.endpoint, violation.descriptors, violation.descriptor) == ("D", "kv", 6)
+    assert (violation.meant_for, violation.owners) == ({"r1"}, {"r2"})
+
+
+def test_a_source_block_handed_to_the_next_request_is_not_the_writes_any_more() -> None:
+    pair = held(strict=True)
+    pair.ours.hand_to(ALL[:4], "r1")
+    handle = pair.post(ALL[:4], ALL[4:8])
+    pair.ours.hand_to([1], "r2")
+    with pytest.raises(OwnershipError, match=r"WRITE 0 .* reads from descriptor 1 .*'P'.* belongs to 'r2'"):
+        pair.land(handle)
+
+
+def test_handed_on_and_back_is_the_writes_again() -> None:
+    pair = held(strict=True)
+    pair.theirs.hand_to(ALL, "r1")
+    handle = pair.post()
+    pair.theirs.hand_to(ALL, "r2")
+    pair.theirs.hand_to(ALL, "r1")
+    pair.land(handle)
+
+
+def test_what_landed_in_time_may_be_given_away() -> None:
+    pair = held(strict=True)
+    pair.theirs.hand_to(ALL, "r1")
+    pair.land(pair.post())
+    pair.theirs.give_away(ALL)
+    pair.ours.give_away(ALL)
+    pair.fabric.settle()
+
+
+def test_from_one_requests_blocks_into_anothers_is_a_violation_at_once() -> None:
+    pair = Pair(strict=True)
+    pair.ours.hand_to(ALL, "r1")
+    pair.theirs.hand_to(ALL, "r1")
+    pair.theirs.hand_to([9], "r2")
+    message = r"WRITE 0 .* is posted for descriptor 9 .*'D'.* for 'r1', the descriptor belongs to 'r2'"
+    with pytest.raises(OwnershipError, match=message):
+        pair.post()
+
+
+def test_both_sides_handed_to_the_next_request_do_not_make_an_old_write_right() -> None:
+    pair = held(strict=True)
+    for pieces in (pair.ours, pair.theirs):
+        pieces.hand_to(ALL, "r1")
+    handle = pair.post()
+    for pieces in (pair.ours, pair.theirs):
+        pieces.hand_to(ALL, "r2")
+    with pytest.raises(OwnershipError, match=r"for 'r1'.* belongs to 'r2'"):
+        pair.land(handle)
+
+
+def test_a_named_owner_comes_too_late_for_a_write_of_anyone() -> None:
+    pair = held(strict=True)
+    handle = pair.post()
+    pair.theirs.hand_to([0], "r1")
+    with pytest.raises(OwnershipError, match=r"for 'anyone'.* belongs to 'r1'"):
+        pair.land(handle)
+
+
+def test_requests_may_share_a_source_block() -> None:
+    """A cached prefix on P: it stays readable for each of them until that one lets go."""
+    pair = Pair(Faults(hold_writes={0: 5, 1: 5}), strict=True)
+    pair.ours.hand_to(ALL[:2], "r1")
+    pair.ours.share_with(ALL[:2], "r2")
+    pair.theirs.hand_to(ALL[:2], "r1")
+    pair.theirs.hand_to(ALL[2:4], "r2")
+    first, second = pair.post(ALL[:2], ALL[:2]), pair.post(ALL[:2], ALL[2:4])
+    pair.ours.give_away(ALL[:2], "r1")
+    pair.land(second)
+    with pytest.raises(OwnershipError, match=r"reads from .* for 'r1', the descriptor belongs to 'r2'"):
+        pair.land(first)
+
+
+def test_no_except_clause_hides_a_violation() -> None:
+    pair = held(strict=True)
+    handle = pair.post()
+    pair.theirs.give_away([5])
+    calls: list[Callable[[], object]] = [
+        lambda: pair.land(handle),
+        lambda: pair.p.poll(handle),
+        pair.post,
+        lambda: pair.p.notify("D", b"x"),
+        pair.p.notifications,
+        pair.d.notifications,
+        pair.fabric.settle,
+        pair.fabric.require_sound,
+    ]
+    seen = []
+    for call in calls:
+        with pytest.raises(OwnershipError) as caught:
+            call()
+        seen.append(caught.value.violation)
+    assert set(seen) == {Violation("D", "kv", 5)}
+    assert len(pair.fabric.violations) == 1
+
+
+def test_a_released_write_is_watched_too() -> None:
+    pair = held(strict=True)
+    pair.p.release(pair.post())
+    pair.theirs.give_away([5])
+    with pytest.raises(OwnershipError, match="lands in descriptor 5"):
+        pair.fabric.settle()
+
+
+def test_bytes_of_the_dead_are_watched_too() -> None:
+    pair = held(strict=True)
+    pair.post()
+    pair.fabric.kill("P", lingers=9)
+    pair.theirs.give_away([5])
+    with pytest.raises(OwnershipError, match="lands in descriptor 5"):
+        [pair.d.notifications() for _ in range(9)]
+
+
+def test_a_fabric_that_is_not_strict_only_records() -> None:
+    pair = held()
+    handle = pair.post()
+    pair.theirs.give_away([5, 6])
+    pair.land(handle)
+    pair.fabric.require_sound()
+    assert sorted(violation.descriptor for violation in pair.fabric.violations) == [5, 6]
+    assert {str(violation) for violation in pair.fabric.violations} == {
+        f"WRITE 0 from 'P' to 'D' lands in descriptor {index} in 'kv' of endpoint 'D': "
+        "the WRITE is for 'anyone', the descriptor belongs to nobody"
+        for index in (5, 6)
+    }

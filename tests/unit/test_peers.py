@@ -1,0 +1,204 @@
+"""Connecting to engines: once for all who ask, again after a failure, never to a host that is not allowed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from layerpush.peers import RETRY_S, TRIES, Address
+from tests.unit.peers_rig import Town
+
+D = Address("D", "10.0.0.7", 5600, tp_size=2)
+PING = b"HB:"
+
+
+class Outcomes(list[str | None]):
+    """A ``Then`` that notes what it was called with."""
+
+    def __call__(self, error: str | None, now: float) -> None:
+        self.append(error)
+        self.at = now
+
+
+def test_a_connected_engine_is_reached_at_once() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.network.connected["D"] = ("d-0", "d-1")
+    town.peers.reach(D, outcomes, 3.0)
+    assert (outcomes, outcomes.at) == ([None], 3.0)
+    assert town.peers.address("D") == D
+    assert town.network.handshakes == []
+
+
+def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
+    town, first, second = Town(), Outcomes(), Outcomes()
+    town.peers.reach(D, first, 0.0)
+    town.peers.reach(D, second, 0.0)
+    town.settle()
+    assert (first, town.peers.address("D"), town.peers.addresses) == ([], None, [])
+    town.network.answer("D", "d-0", "d-1")
+    assert first == [], "the handshake's thread is not ours"
+    town.settle()
+    assert first == second == [None]
+    assert first.at == town.now
+    assert town.network.handshakes == [D]
+    assert (town.peers.address("D"), town.peers.addresses) == (D, [D])
+    assert town.peers.agents("D") == ("d-0", "d-1")
+    assert town.peers.rank_of("D", "d-1") == (0, 1)
+
+
+def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.peers.reach(D, outcomes, town.now)
+    for attempt in range(1, TRIES + 1):
+        assert len(town.network.handshakes) == attempt
+        town.network.reject("D", OSError(f"no route, {attempt}"))
+        town.settle()
+        assert bool(outcomes) == (attempt == TRIES) != town.peers.is_retrying
+        town.now += RETRY_S / 2
+        town.settle()
+        assert len(town.network.handshakes) == attempt, "too early"
+        town.now += RETRY_S / 2
+        town.settle()
+    (error,) = outcomes
+    assert error is not None
+    assert f"no route, {TRIES}" in error
+    assert "OSError" in error
+    assert "'D' at 10.0.0.7:5600" in error
+    assert len(town.network.handshakes) == TRIES
+    assert town.peers.addresses == []
+
+
+def test_a_later_try_succeeds() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.peers.reach(D, outcomes, town.now)
+    town.network.reject("D", OSError("not yet"))
+    town.settle()
+    town.network.listening["D"] = ("d-0",)
+    town.now += RETRY_S
+    town.settle()
+    assert (outcomes, town.peers.is_retrying) == ([None], False)
+
+
+def test_a_handshake_that_cannot_even_begin_is_a_failed_try() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.network.broken = KeyError("a stale engine")
+    town.peers.reach(D, outcomes, town.now, tries=1)
+    (error,) = outcomes
+    assert error is not None
+    assert "KeyError: 'a stale engine'" in error
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "may"),
+    [
+        (None, "10.0.0.7", True),
+        (("10.0.0.0/8",), "10.0.0.7", True),
+        (("10.0.0.0/8",), "192.168.0.7", False),
+        (("decode.local",), "decode.local", True),
+        (("decode.local",), "evil.local", False),
+        ((), "10.0.0.7", False),
+    ],
+)
+def test_only_allowed_hosts_are_connected_to(allowed: tuple[str, ...] | None, host: str, may: bool) -> None:
+    town, outcomes = Town(allowed), Outcomes()
+    town.network.listening["D"] = ("d-0",)
+    town.peers.reach(Address("D", host, 5600, 1), outcomes, town.now)
+    town.settle()
+    assert bool(town.network.handshakes) is may
+    (error,) = outcomes
+    if not may:
+        assert error == f"host {host!r} of engine 'D' is not in allowed_hosts"
+        assert not town.peers.is_retrying
+
+
+def test_an_engine_that_is_connected_is_not_reached_under_a_host_that_is_not_allowed() -> None:
+    town, outcomes = Town(("10.0.0.7",)), Outcomes()
+    town.network.connected["D"] = ("d-0",)
+    town.peers.reach(Address("D", "192.168.0.7", 5600, 1), outcomes, town.now)
+    assert outcomes != [None]
+
+
+def test_what_is_said_goes_to_every_rank() -> None:
+    town = Town()
+    town.network.listening["D"] = ("d-0", "d-1")
+    town.peers.say(D, PING, town.now)
+    assert town.mail.sent == []
+    town.settle()
+    assert town.mail.sent == [("d-0", PING), ("d-1", PING)]
+
+
+def test_one_rank_that_is_lost_keeps_nothing_from_the_others_and_is_said_once() -> None:
+    town, lost = Town(), list[str]()
+    town.peers.on_lost = lost.append
+    town.network.connected["D"] = ("d-0", "d-1", "d-2")
+    town.mail.lost = {"d-0", "d-1"}
+    town.peers.say(D, PING, town.now)
+    assert town.mail.sent == [("d-2", PING)]
+    assert lost == ["D"]
+
+
+def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    town, lost = Town(), list[str]()
+    town.peers.on_lost = lost.append
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        town.peers.say(D, PING, town.now)
+        town.network.reject("D", OSError("no route"))
+        town.settle()
+    assert "no route" in caplog.text
+    assert not town.peers.is_retrying
+    assert lost == []
+
+
+def test_an_agent_that_cannot_be_notified_is_no_exception() -> None:
+    town = Town()
+    town.mail.lost, town.mail.unknown = {"dead"}, {"nobody"}
+    assert not town.peers.notify("dead", PING)
+    assert not town.peers.notify("nobody", PING)
+    assert town.peers.notify("d-0", PING)
+    town.mail.notify = _broken  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        town.peers.notify("d-0", PING)
+
+
+def _broken(agent: str, payload: bytes) -> None:
+    raise ZeroDivisionError  # a defect is no dead peer
+
+
+def test_a_forgotten_engine_is_connected_anew() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.network.listening["D"] = ("d-0",)
+    town.peers.reach(D, outcomes, town.now)
+    town.settle()
+    town.peers.forget("D")
+    assert (town.network.forgotten, town.peers.address("D"), town.peers.agents("D")) == (["D"], None, ())
+    town.network.listening["D"] = ("d-new",)
+    moved = Address("D", "10.0.0.8", 5600, 1)
+    town.peers.reach(moved, outcomes, town.now)
+    town.settle()
+    assert outcomes == [None, None]
+    assert (town.peers.address("D"), town.peers.agents("D")) == (moved, ("d-new",))
+
+
+def test_who_reached_it_first_says_where_a_connected_engine_is() -> None:
+    """A registration that uses its name from elsewhere does not move it."""
+    town = Town()
+    town.network.connected["D"] = ("d-0",)
+    town.peers.reach(D, Outcomes(), town.now)
+    town.peers.reach(Address("D", "10.9.9.9", 1, 1), Outcomes(), town.now)
+    assert town.peers.address("D") == D
+
+
+def test_what_follows_may_ask_again() -> None:
+    """The callback of one ``reach`` starts another: a desk that finds a dead connection does."""
+    town, outcomes = Town(), Outcomes()
+
+    def again(error: str | None, now: float) -> None:
+        town.peers.forget("D")
+        town.peers.reach(D, outcomes, now)
+
+    town.network.listening["D"] = ("d-0",)
+    town.peers.reach(D, again, town.now)
+    town.settle()
+    assert outcomes == [None]
+    assert len(town.network.handshakes) == 2

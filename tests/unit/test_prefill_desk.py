@@ -1,0 +1,631 @@
+"""What decode engines ask of a prefill rank, and what they are told: nothing of it is forgotten or said too early."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from layerpush.complaints import Complaints
+from layerpush.decode.watch import Verdict
+from layerpush.prefill import desk as desk_module
+from layerpush.prefill.desk import ENDED_S, MAX_REASON, PROBES, PrefillDesk, address_of
+from layerpush.prefill.ledger import KEPT, KEPT_S
+from layerpush.prefill.protocol import Retract
+from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration
+from tests.unit.peers_rig import Town
+
+
+def base_id(request_id: str) -> str:
+    """Ids are a router's id, a slash and what an engine has added."""
+    return request_id.partition("/")[0]
+
+
+def asks(
+    request_id: str = "a/d",
+    engine: str = "D",
+    layerpush: int = 1,
+    prefill: str | None = None,
+    digest: str | None = None,
+    host: str = "10.0.0.7",
+) -> Registration:
+    return Registration(
+        request_id=request_id,
+        decode_engine_id=engine,
+        decode_host=host,
+        decode_port=5600,
+        decode_tp_size=2,
+        local_block_ids=((1, 2),),
+        layerpush=layerpush,
+        prefill_request_id=prefill,
+        prompt_digest=digest,
+    )
+
+
+def cancel_of(registration: Registration) -> Cancel:
+    return Cancel(
+        registration.request_id,
+        registration.decode_engine_id,
+        registration.decode_host,
+        registration.decode_port,
+        registration.decode_tp_size,
+    )
+
+
+class ScriptedWriter:
+    """``unclaimed`` requests wait for a registration; ``on_the_wire`` those that a WRITE is under way for."""
+
+    def __init__(self) -> None:
+        self.unclaimed: list[str] = []
+        self.on_the_wire: set[str] = set()
+        self.engines_in_flight: set[str] = set()
+        self.registrations: list[tuple[str, Registration]] = []
+        self.withdrawn: list[tuple[str, tuple[str, str]]] = []
+        self.failed: list[tuple[str, str]] = []
+
+    def waiting(self) -> list[str]:
+        return self.unclaimed
+
+    def register(self, request_id: str, registration: Registration) -> None:
+        self.unclaimed.remove(request_id)
+        self.registrations.append((request_id, registration))
+
+    def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
+        self.withdrawn.append((request_id, key))
+        return request_id not in self.on_the_wire
+
+    def fail_engine(self, engine_id: str, reason: str) -> None:
+        self.failed.append((engine_id, reason))
+
+
+class World(Town):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = ScriptedWriter()
+        self.complaints = Complaints(logging.getLogger("test"))
+        self.digests: dict[str, str] = {}
+        self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
+        self.desk = PrefillDesk(
+            self.writer,  # type: ignore[arg-type]
+            self.peers,
+            self.probe,
+            self.complaints,
+            base_id,
+            self.digests,
+        )
+        self.peers.on_lost = self.desk.peer_lost
+
+    def says(self, registration: Registration, sender: str = "d-0") -> None:
+        self.desk.registered(sender, registration, self.now)
+        self.settle()
+
+    def cancels(self, registration: Registration, sender: str = "d-0") -> None:
+        self.desk.cancelled(sender, cancel_of(registration), self.now)
+        self.settle()
+
+    def retracts(self, registration: Registration, reason: str, drained: bool, withdrawn: bool = False) -> None:
+        self.desk.retract(Retract(registration, 3, reason, drained), withdrawn, self.now)
+        self.settle()
+
+    def ends(self, request_id: str, failure: str | None) -> None:
+        self.desk.ended(request_id, failure, self.now)
+        self.settle()
+
+    def tick(self) -> None:
+        self.desk.tick(self.now)
+        self.settle()
+
+    def heard(self, *ranks: str) -> list[Message]:
+        """What decode engine D has been told since the last look: each of its ranks the same."""
+        taken = self.mail.taken()
+        mail = {rank: [message for agent, message in taken if agent == rank] for rank in ranks or ("d-0", "d-1")}
+        assert len(taken) == sum(map(len, mail.values()))
+        (first, *others) = mail.values()
+        assert all(other == first for other in others)
+        return first
+
+    def served(self, registration: Registration | None = None, request_id: str = "a/p") -> Registration:
+        """A registration whose request had begun."""
+        registration = registration or asks()
+        self.writer.unclaimed.append(request_id)
+        self.says(registration)
+        assert self.writer.registrations[-1] == (request_id, registration)
+        self.mail.taken()
+        return registration
+
+
+# What is asked for, and which request is meant.
+
+
+def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    assert world.heard() == [Accepted("a/d")]
+    assert world.desk.take("b/p", world.now) is None
+    assert world.desk.take("a/p", world.now) == wanted
+    assert world.desk.take("a/p", world.now) is None
+
+
+def test_registered_after_its_request_it_goes_to_the_writer() -> None:
+    world, wanted = World(), asks()
+    world.writer.unclaimed = ["b/p", "a/p"]
+    world.says(wanted)
+    assert world.writer.registrations == [("a/p", wanted)]
+    assert world.heard() == [Accepted("a/d")]
+    assert world.desk.take("a/p", world.now) is None
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_every_rank_registers_and_the_first_counts_for_all(begun: bool) -> None:
+    world = World()
+    world.writer.unclaimed = ["a/p", "a/q"] if begun else []
+    world.says(asks(), "d-0")
+    world.says(asks(), "d-1")
+    world.says(asks(), "d-0")
+    assert len(world.writer.registrations) == begun
+    assert set(world.heard()) == {Accepted("a/d")}, "a rank that missed it hears it again"
+    assert (world.desk.take("a/p", world.now) is None) is begun
+
+
+def test_a_stock_engine_is_told_nothing() -> None:
+    world = World()
+    wanted = world.served(asks(layerpush=0))
+    world.says(wanted, "d-1")
+    world.retracts(wanted, "cut off", drained=False)
+    world.retracts(wanted, "cut off", drained=True)
+    world.ends("a/p", "cut off")
+    world.says(asks("c/d", layerpush=0))
+    world.now += KEPT_S
+    world.tick()
+    assert world.mail.sent == []
+    assert world.network.handshakes == []
+
+
+def test_the_request_that_is_named_goes_before_one_that_may_be_meant() -> None:
+    world, wanted = World(), asks(prefill="x/p2")
+    world.writer.unclaimed = ["a/p", "x/p1", "x/p2"]
+    world.says(wanted)
+    assert world.writer.registrations == [("x/p2", wanted)]
+
+
+def test_equal_base_ids_are_told_apart_by_their_prompts() -> None:
+    world = World()
+    world.digests.update({"a/p1": "one", "a/p2": "two"})
+    world.writer.unclaimed = ["a/p1", "a/p2"]
+    world.says(asks("a/d2", digest="two"))
+    world.says(asks("a/d3", digest="three"))
+    assert [request_id for request_id, _ in world.writer.registrations] == ["a/p2"]
+    world.says(asks("a/d1", digest="one"))
+    assert [request_id for request_id, _ in world.writer.registrations] == ["a/p2", "a/p1"]
+    world.digests["a/p3"] = "three"
+    assert world.desk.take("a/p3", world.now) == asks("a/d3", digest="three")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(None, "one"), ("one", None), (None, None)])
+def test_a_prompt_that_one_side_does_not_tell_of_keeps_nobody_apart(ours: str | None, theirs: str | None) -> None:
+    world = World()
+    if ours is not None:
+        world.digests["a/p"] = ours
+    world.writer.unclaimed = ["a/p"]
+    world.says(asks(digest=theirs))
+    assert len(world.writer.registrations) == 1
+
+
+def test_digests_of_requests_that_are_over_are_forgotten() -> None:
+    world = World()
+    world.digests.update({"a/p": "one", "b/p": "two"})
+    world.ends("a/p", None)
+    world.ends("unknown", "aborted")
+    assert world.digests == {"b/p": "two"}
+
+
+# What is taken back.
+
+
+def test_withdrawn_before_its_request_came_it_is_gone() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    world.heard()
+    world.cancels(wanted)
+    assert world.heard() == [Cancelled("a/d")]
+    assert world.desk.take("a/p", world.now) is None
+    world.writer.unclaimed = ["a/q"]
+    world.says(wanted, "d-1")
+    assert world.heard() == [Cancelled("a/d")], "a rank that comes late hears it too"
+    assert world.writer.registrations == []
+
+
+def test_withdrawn_before_it_was_registered_it_never_will_be() -> None:
+    """The cancel of one rank may overtake the registration of another."""
+    world, wanted = World(), asks()
+    world.cancels(wanted)
+    assert world.heard() == [Cancelled("a/d")]
+    world.writer.unclaimed = ["a/p"]
+    world.says(wanted, "d-1")
+    assert world.heard() == [Cancelled("a/d")]
+    assert world.writer.registrations == []
+
+
+def test_withdrawn_with_nothing_on_the_wire_is_said_at_once_and_as_often_as_asked() -> None:
+    world = World()
+    wanted = world.served()
+    for _ in range(2):
+        world.cancels(wanted)
+        assert world.heard() == [Cancelled("a/d")]
+    assert world.writer.withdrawn[0] == ("a/p", ("D", "a/d"))
+
+
+def test_withdrawn_under_a_write_nothing_is_said_until_it_has_ended() -> None:
+    """Whoever asks meanwhile, and whatever for: all ranks would believe the answer."""
+    world = World()
+    wanted = world.served()
+    world.writer.on_the_wire = {"a/p"}
+    world.cancels(wanted)
+    world.cancels(wanted)
+    world.says(wanted, "d-1")
+    assert set(world.heard()) <= {Accepted("a/d")}
+    world.writer.on_the_wire = set()
+    world.retracts(wanted, "the decode engine withdrew its registration", drained=True, withdrawn=True)
+    assert world.heard() == [Cancelled("a/d")]
+    world.says(wanted, "d-1")
+    assert world.heard() == [Cancelled("a/d")]
+
+
+def test_what_another_engine_registered_is_not_its_to_withdraw() -> None:
+    world = World()
+    wanted = world.served()
+    world.cancels(wanted, "e-0")
+    assert world.writer.withdrawn == []
+    assert world.heard() == []
+    assert world.complaints.counts == {"foreign cancel": 1}
+    world.cancels(wanted, "d-1")
+    assert len(world.writer.withdrawn) == 1
+
+
+def test_a_rank_that_registered_when_all_was_over_may_withdraw() -> None:
+    """Its answer may have been lost, and it asks on until it has one."""
+    world = World()
+    wanted = world.served()
+    world.retracts(wanted, "cut off", drained=True)
+    world.network.connected["D"] = ("d-0",)
+    world.desk._ranks.note(("D", "d-1"), None)
+    world.says(wanted, "d-1")
+    world.mail.taken()
+    world.cancels(wanted, "d-1")
+    assert world.heard("d-0") == [Cancelled("a/d")]
+
+
+# What has failed.
+
+
+def test_a_failure_under_a_write_is_said_twice_and_remembered_when_it_has_ended() -> None:
+    world = World()
+    wanted = world.served()
+    world.retracts(wanted, "cut off", drained=False)
+    assert world.heard() == [Fail("a/d", 3, "cut off", False)]
+    world.says(wanted, "d-1")
+    assert world.heard() == [Accepted("a/d")]
+    world.retracts(wanted, "cut off", drained=True)
+    assert world.heard() == [Fail("a/d", 3, "cut off", True)]
+    world.says(wanted, "d-1")
+    assert world.heard() == [Fail("a/d", 3, "cut off", True)]
+
+
+def test_a_failure_of_a_withdrawn_push_that_has_not_drained_is_no_answer_to_it() -> None:
+    world = World()
+    wanted = world.served()
+    world.retracts(wanted, "it hangs", drained=False, withdrawn=True)
+    assert world.heard() == [Fail("a/d", 3, "it hangs", False)]
+
+
+def test_a_long_story_is_cut_short() -> None:
+    world = World()
+    wanted = world.served()
+    world.retracts(wanted, "x" * 10_000, drained=True)
+    (message,) = world.heard()
+    assert isinstance(message, Fail)
+    assert message.reason == "x" * MAX_REASON
+
+
+def test_who_waits_for_a_request_that_ends_badly_is_told() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    world.says(asks("b/d"))
+    world.heard()
+    world.ends("a/p", "aborted")
+    assert world.heard() == [Fail("a/d", 0, "aborted", True)]
+    assert world.desk.take("a/p", world.now) is None
+    assert world.desk.take("b/p", world.now) == asks("b/d")
+
+
+@pytest.mark.parametrize("prefill", [None, "a/p"], ids=["by base id", "by name"])
+def test_who_comes_after_a_bad_end_is_told(prefill: str | None) -> None:
+    world, wanted = World(), asks("a/d" if prefill is None else "zzz", prefill=prefill)
+    world.ends("a/p", "its lease ran out")
+    world.now += ENDED_S - 1
+    world.says(wanted)
+    refusal = Fail(wanted.request_id, 0, "the prefill request has ended: its lease ran out", True)
+    assert refusal in world.heard()
+    world.says(wanted, "d-1")
+    assert world.heard() == [refusal]
+    assert world.desk.take("a/q", world.now) is None
+
+
+def test_a_good_end_is_held_against_nobody() -> None:
+    world = World()
+    world.ends("a/p", None)
+    world.says(asks())
+    assert world.heard() == [Accepted("a/d")]
+
+
+def test_a_bad_end_is_forgotten_in_time_or_when_the_request_comes_again() -> None:
+    world = World()
+    world.ends("a/p", "aborted")
+    world.ends("b/p", "aborted")
+    assert world.desk.take("b/q", world.now) is None
+    world.says(asks("b/d"))
+    assert world.heard() == [Accepted("b/d")]
+    world.now += ENDED_S
+    world.tick()
+    world.says(asks("a/d"))
+    assert world.heard() == [Accepted("a/d")]
+
+
+def test_a_request_that_runs_again_has_not_ended() -> None:
+    """The writer need not have heard of it: where nothing is pushed by layer it does when it has finished."""
+    world = World()
+    world.ends("a/p", "aborted")
+    world.digests["a/q"] = "one"
+    world.says(asks())
+    assert world.heard() == [Accepted("a/d")]
+    assert world.desk.take("a/q", world.now) == asks()
+
+
+def test_a_stock_engine_waits_on_for_a_request_that_was_aborted() -> None:
+    """It cannot be told, and the request may come again."""
+    world = World()
+    wanted = world.served(asks(layerpush=0))
+    world.retracts(wanted, "aborted", drained=True)
+    world.ends("a/p", "aborted")
+    assert world.desk.take("a/q", world.now) == wanted
+
+
+def test_a_stock_engine_that_comes_after_an_abort_waits_for_the_request_to_come_again() -> None:
+    world = World()
+    world.ends("a/p", "aborted")
+    world.says(asks(layerpush=0))
+    assert world.desk.take("a/q", world.now) == asks(layerpush=0)
+
+
+@pytest.mark.parametrize(("reason", "drained"), [("cut off", True), ("aborted", False)])
+def test_a_stock_engine_is_kept_for_nothing_else(reason: str, drained: bool) -> None:
+    world = World()
+    wanted = world.served(asks(layerpush=0))
+    world.retracts(wanted, reason, drained=drained)
+    assert world.desk.take("a/q", world.now) is None
+
+
+def test_what_no_request_came_for_is_refused_in_the_end() -> None:
+    world = World()
+    world.says(asks())
+    world.heard()
+    world.now += KEPT_S
+    world.tick()
+    refusal = Fail("a/d", 0, "no such request came to the prefill engine", True)
+    assert world.heard() == [refusal]
+    world.says(asks())
+    assert world.heard() == [refusal]
+
+
+def test_too_many_are_refused_oldest_first() -> None:
+    world = World()
+    for number in range(KEPT + 1):
+        world.says(asks(f"r{number}/d"))
+    refused = [message.request_id for message in world.heard() if isinstance(message, Fail)]
+    assert refused == ["r0/d"]
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "REMEMBERED", 10)
+    world = World()
+    for number in range(50):
+        wanted = world.served(asks(f"r{number}/d"), f"r{number}/p")
+        world.retracts(wanted, "cut off", drained=True)
+        world.cancels(asks(f"c{number}/d", engine="E"), "e-0")
+    for memory in (world.desk._served, world.desk._over, world.desk._senders):
+        assert len(memory) <= 10
+
+
+# Signs of life.
+
+
+def test_a_peer_is_answered_and_a_stranger_is_not() -> None:
+    world = World()
+    world.desk.pinged("d-0", Ping("D", 7))
+    world.served()
+    world.desk.pinged("d-1", Ping("D", 8))
+    world.desk.pinged("d-new", Ping("D", 9))
+    assert world.mail.taken() == [("d-1", Pong(8))]
+
+
+# Connections that are gone.
+
+
+def test_a_lost_engine_is_forgotten_when_nothing_is_on_its_way_to_it() -> None:
+    world = World()
+    wanted = world.served()
+    world.writer.engines_in_flight = {"D"}
+    world.desk.peer_lost("D")
+    world.tick()
+    world.tick()
+    reason = "the connection to the decode engine was lost"
+    assert world.writer.failed == [("D", reason)] * 2
+    assert world.network.forgotten == []
+    world.writer.engines_in_flight = {"E"}
+    world.retracts(wanted, reason, drained=True)
+    world.tick()
+    assert world.network.forgotten == ["D"]
+    assert world.mail.sent == []
+    world.tick()
+    assert len(world.writer.failed) == 3
+
+
+@pytest.mark.parametrize("how", ["registers", "cancels"])
+def test_a_lost_engine_that_lives_asks_again_and_is_answered(how: str) -> None:
+    world = World()
+    wanted = world.served()
+    world.says(wanted, "d-1")
+    world.heard()
+    world.desk.peer_lost("D")
+    world.retracts(wanted, "it was lost", drained=True)
+    world.tick()
+    assert world.mail.sent == []
+    world.network.listening["D"] = ("d-0", "d-1")
+    if how == "registers":
+        world.says(wanted, "d-1")
+        assert world.heard() == [Fail("a/d", 3, "it was lost", True)]
+    else:
+        world.cancels(wanted, "d-1")
+        assert world.heard() == [Cancelled("a/d")]
+    assert len(world.network.handshakes) == 2
+
+
+def test_an_answer_that_cannot_be_sent_shows_that_the_engine_is_lost() -> None:
+    world = World()
+    wanted = world.served()
+    world.mail.lost = {"d-1"}
+    world.retracts(wanted, "cut off", drained=True)
+    world.tick()
+    assert world.network.forgotten == ["D"]
+    assert [engine for engine, _ in world.writer.failed] == ["D"]
+
+
+# Strangers: an agent that is none of the engine's registers in its name.
+
+
+def strange() -> tuple[World, Registration]:
+    """D is connected; another agent registers as D, and its side channel is asked about the agent that we know."""
+    world = World()
+    world.served()
+    newer = asks("n/d")
+    world.writer.unclaimed = ["n/p"]
+    world.says(newer, "d-new")
+    assert world.writer.registrations[1:] == []
+    assert [(one.agent, one.address) for one in world.probe.asked] == [("d-0", address_of(newer))]
+    return world, newer
+
+
+def test_an_engine_that_was_restarted_is_connected_anew() -> None:
+    world, newer = strange()
+    world.says(asks("m/d"), "d-new")
+    assert len(world.probe.asked) == 1
+    world.network.listening["D"] = ("d-new",)
+    world.probe.answer(Verdict.ENDED)
+    world.writer.engines_in_flight = {"D"}
+    world.tick()
+    assert world.writer.registrations[1:] == [], "the old one's WRITEs have not ended"
+    world.says(asks("l/d"), "d-new")
+    world.writer.engines_in_flight = set()
+    world.tick()
+    assert world.network.forgotten == ["D"]
+    assert set(world.writer.failed) == {("D", "the decode engine was restarted")}
+    assert world.writer.registrations[1:] == [("n/p", newer)]
+    assert sorted(message.request_id for message in world.heard("d-new")) == ["l/d", "m/d", "n/d"]
+    assert world.desk.take("l/p", world.now) == asks("l/d")
+
+
+def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
+    world = World()
+    world.says(asks("old/d"))
+    world.says(asks("other/d", engine="E"), "e-0")
+    world.says(asks("n/d"), "d-new")
+    world.probe.answer(Verdict.ENDED)
+    assert world.desk.take("old/p", world.now) is None
+    assert world.desk.take("other/p", world.now) is not None
+
+
+def test_another_rank_of_an_engine_that_lives_is_listened_to() -> None:
+    world, newer = strange()
+    world.probe.answer(Verdict.ALIVE)
+    assert world.writer.registrations[1:] == [("n/p", newer)]
+    assert world.writer.failed == []
+    world.says(asks("m/d"), "d-new")
+    assert world.probe.asked == []
+    assert world.complaints.counts == {}
+
+
+def test_somebody_who_uses_the_name_of_an_engine_that_lives_elsewhere_is_not() -> None:
+    world = World()
+    world.served()
+    impostor = asks("n/d", host="10.6.6.6")
+    world.writer.unclaimed = ["n/p"]
+    world.says(impostor, "x-0")
+    assert world.probe.asked[0].address.host == "10.0.0.7", "who is asked is the engine that we know"
+    world.probe.answer(Verdict.ALIVE)
+    assert world.writer.registrations[1:] == []
+    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.network.forgotten == []
+
+
+def test_no_answer_is_asked_for_again_a_few_times() -> None:
+    world, newer = strange()
+    for _ in range(PROBES - 1):
+        world.probe.answer(Verdict.UNKNOWN)
+        assert len(world.probe.asked) == 1
+        assert world.writer.registrations[1:] == []
+    world.probe.answer(Verdict.UNKNOWN)
+    assert world.probe.asked == []
+    assert world.writer.registrations[1:] == [("n/p", newer)]
+
+
+def test_more_of_what_is_being_served_is_not_strange() -> None:
+    """Ranks that this rank does not write to register, too."""
+    world = World()
+    wanted = world.served()
+    world.says(wanted, "d-2")
+    assert world.probe.asked == []
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_verdict_on_an_agent_that_was_replaced_meanwhile_comes_too_late(verdict: Verdict) -> None:
+    """Its connection broke before; the new one must not suffer."""
+    world, newer = strange()
+    world.network.listening["D"] = ("d-new",)
+    world.desk.peer_lost("D")
+    world.tick()
+    assert world.writer.registrations[1:] == [("n/p", newer)]
+    world.heard("d-new")
+    failed = list(world.writer.failed)
+    world.probe.answer(verdict)
+    world.tick()
+    assert world.writer.failed == failed
+    assert world.network.forgotten == ["D"]
+    world.says(asks("m/d"), "d-new")
+    assert world.heard("d-new") == [Accepted("m/d")]
+    assert world.complaints.counts == {}
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_strangers_of_an_engine_that_was_forgotten_meanwhile_are_heard(verdict: Verdict) -> None:
+    """Upstream forgets engines that it has not heard of for long."""
+    world, newer = strange()
+    world.network.listening["D"] = ("d-new",)
+    world.peers.forget("D")
+    for _ in range(PROBES):
+        if world.probe.asked:
+            world.probe.answer(verdict)
+    world.tick()
+    assert world.writer.registrations[1:] == [("n/p", newer)]
+
+
+def test_an_engine_that_others_connected_to_is_asked_where_it_says_it_is() -> None:
+    """Upstream's heartbeats connect, too."""
+    world = World()
+    world.network.connected["D"] = ("d-0",)
+    world.writer.unclaimed = ["n/p"]
+    world.says(asks("n/d"), "d-new")
+    assert world.probe.asked[0].address == address_of(asks("n/d"))
+    world.network.listening["D"] = ("d-new",)
+    world.probe.answer(Verdict.ENDED)
+    world.tick()
+    assert world.writer.registrations == [("n/p", asks("n/d"))]
