@@ -1,6 +1,6 @@
 """Where vLLM's front end admits requests: one with bad `kv_transfer_params` is refused, and its client is told why.
 
-Beside compat.py the only module that uses private names of vLLM. compat.py imports vLLM's NIXL connector, which would
+Beside compat/ the only module that uses private names of vLLM. compat/ imports vLLM's NIXL connector, which would
 cost every process that vLLM starts; this one waits for the front end to be imported, and imports nothing for it.
 """
 

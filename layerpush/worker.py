@@ -289,7 +289,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
         try:
             call()
-        except MismatchError as error:
+        except (MismatchError, TransportError) as error:
             if request_id is None:
                 logger.exception("layerpush: %s failed", what)
             else:

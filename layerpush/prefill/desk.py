@@ -168,6 +168,9 @@ class PrefillDesk:
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here; who still waits for it, or comes to ask for it soon, is told why."""
+        for key, (_, registration) in list(self._unwanted.items()):
+            if self._is_for(registration, request_id):
+                del self._unwanted[key]
         if failure is not None:
             self._bad_ends.pop(self._base_id(request_id), None)
             self._bad_ends[self._base_id(request_id)] = (now + ENDED_S, f"the prefill request has ended: {failure}")
@@ -211,10 +214,9 @@ class PrefillDesk:
         return self._base_id(request_id) in map(self._base_id, names)
 
     def _bad_end(self, registration: Registration, now: float) -> str | None:
-        alive = set(map(self._base_id, list(self._digests)))
         for name in filter(None, (registration.prefill_request_id, registration.request_id)):
             deadline, reason = self._bad_ends.get(self._base_id(name), (0.0, ""))
-            if deadline > now and self._base_id(name) not in alive:
+            if deadline > now and self._base_id(name) not in set(map(self._base_id, list(self._digests))):
                 return reason
         return None
 

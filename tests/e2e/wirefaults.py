@@ -97,6 +97,8 @@ class WireFaults:
         self.reached: list[tuple[str, int]] = []
         self.errs: set[Any] = set()
         self.landed: set[Any] = set()
+        self.carries_completion: set[Any] = set()
+        self.never_started: set[Any] = set()
         for gate in self.gates.values():
             gate.set()
         self.gates = {}
@@ -117,6 +119,8 @@ class WireFaults:
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         handle = self._real["make_prepped_xfer"](*args, **kwargs)
         self.open.add(handle)
+        if kwargs.get("notif_msg"):
+            self.carries_completion.add(handle)
         return handle
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,11 +134,18 @@ class WireFaults:
             return "PROC"
         if fault == "err":
             self.errs.add(handle)
+            if (
+                handle in self.carries_completion
+            ):  # NIXL sends none of a transfer that failed, so this one is not started
+                self.never_started.add(handle)
+                return "PROC"
         return self._real["transfer"](handle, *args, **kwargs)
 
     def check_xfer_state(self, handle: Any) -> Any:
         if handle in self._held:
             return self._start_if_lifted(handle)
+        if handle in self.never_started:
+            return "ERR"
         state = self._real["check_xfer_state"](handle)
         if state == "DONE" and handle not in self.landed:
             self.landed.add(handle)

@@ -98,7 +98,8 @@ class PushWorld:
 
     @property
     def withdrawable(self) -> bool:
-        return self.registered and self.session.accepts(protocol.Withdrawn)
+        """Registered, or registered and withdrawn before the request was there, which is heard of when it is over."""
+        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(protocol.Withdrawn)
 
     @property
     def pushed_by_upstream(self) -> bool:

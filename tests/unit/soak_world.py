@@ -38,6 +38,9 @@ class FakeEngine:
         self.called: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.signals: list[str] = []
         self.refusal: str | None = None
+        self.answers: Any = None
+        self.waiting_since: float | None = None
+        self.exit_code, self.log_path = None, f"{name}/log"
 
     def add(self, request: Request, then: Callable[[Answer], None]) -> None:
         self.added.append(request)
@@ -50,11 +53,23 @@ class FakeEngine:
     def call(self, function: Callable[..., Any], *args: Any, then: Callable[[Answer], None] | None = None) -> None:
         self.called.append((function, args))
         if then is not None:
-            records = {request_id: Record(None, False) for request_id in args[0]} if function is collect else None
+            records = (
+                {request_id: Record(None, False) for request_id in args[0]} if function is collect else self.answers
+            )
             then(Answer(value=records))
+
+    def waits_since(self) -> float | None:
+        return self.waiting_since
+
+    def log_tail(self) -> str:
+        return "the end of the log"
+
+    def dump_stacks(self) -> None:
+        self.signals.append("stacks")
 
     def kill(self) -> None:
         self.signals.append("kill")
+        self.ready = False
 
     def pause(self) -> None:
         self.signals.append("pause")

@@ -27,6 +27,8 @@ from layerpush.wire import (
     Ping,
     Registration,
     WireError,
+    encode,
+    encode_quietly,
     encode_registration,
     read,
 )
@@ -245,9 +247,8 @@ def test_ranks_that_were_reached_are_asked_to_stop_if_another_was_not() -> None:
     world = World(ranks=2)
     world.mail.lost = {"p-1"}
     world.awaits()
-    world.sent()
-    world.hears(Accepted("r"))
-    assert world.sent() == [("p-0", cancel_of())]
+    assert [agent for agent, _ in world.mail.sent] == ["p-0", "p-0"]
+    assert world.sent()[-1] == ("p-0", cancel_of())
     assert world.told == []
     world.hears(Cancelled("r"))
     assert world.told == ["failed"]
@@ -499,13 +500,18 @@ def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
     assert world.told == ["parked", "failed"]
 
 
-def test_a_stock_prefill_engine_cannot_be_asked_to_stop() -> None:
+def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that_it_ignores() -> None:
+    """It may be one that the registration, or its answer, was lost for."""
     world = World()
     world.awaiting()
     world.desk.overdue("r", "no push", world.now)
+    assert world.mail.sent == [("p-0", encode_quietly(cancel_of()))]
     world.tick(PATIENCE_S)
-    assert world.sent() == []
     assert world.told == ["parked", "failed"]
+    world.mail.taken()
+    world.hears(Accepted("r"))
+    world.tick(RETRY_S)
+    assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "now it is known to understand"
     world.hears(Completion("r", 1))
     assert world.told == ["parked", "failed", "cleared"]
 

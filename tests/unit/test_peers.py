@@ -172,6 +172,7 @@ def test_a_forgotten_engine_is_connected_anew() -> None:
     town.settle()
     town.peers.forget("D")
     assert (town.network.forgotten, town.peers.address("D"), town.peers.agents("D")) == (["D"], None, ())
+    assert town.peers.addresses == []
     town.network.listening["D"] = ("d-new",)
     moved = Address("D", "10.0.0.8", 5600, 1)
     town.peers.reach(moved, outcomes, town.now)

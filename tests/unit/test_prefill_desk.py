@@ -146,6 +146,16 @@ def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
     assert world.desk.take("a/p", world.now) is None
 
 
+def test_what_its_request_has_taken_can_be_withdrawn_and_is_not_kept_again() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    world.desk.take("a/p", world.now)
+    world.says(wanted, "d-1")
+    assert world.desk.take("a/q", world.now) is None
+    world.cancels(wanted)
+    assert world.writer.withdrawn == [("a/p", ("D", "a/d"))]
+
+
 def test_registered_after_its_request_it_goes_to_the_writer() -> None:
     world, wanted = World(), asks()
     world.writer.unclaimed = ["b/p", "a/p"]
@@ -287,12 +297,11 @@ def test_a_rank_that_registered_when_all_was_over_may_withdraw() -> None:
     world = World()
     wanted = world.served()
     world.retracts(wanted, "cut off", drained=True)
-    world.network.connected["D"] = ("d-0",)
-    world.desk._ranks.note(("D", "d-1"), None)
-    world.says(wanted, "d-1")
     world.mail.taken()
+    world.network.connected["D"] = ("d-0",)
+    world.says(wanted, "d-1")
     world.cancels(wanted, "d-1")
-    assert world.heard("d-0") == [Cancelled("a/d")]
+    assert world.heard("d-0") == [Fail("a/d", 3, "cut off", True), Cancelled("a/d")]
 
 
 # What has failed.
@@ -366,9 +375,10 @@ def test_a_bad_end_is_forgotten_in_time_or_when_the_request_comes_again() -> Non
     world.says(asks("b/d"))
     assert world.heard() == [Accepted("b/d")]
     world.now += ENDED_S
-    world.tick()
     world.says(asks("a/d"))
     assert world.heard() == [Accepted("a/d")]
+    world.tick()
+    assert world.desk._bad_ends == {}
 
 
 def test_a_request_that_runs_again_has_not_ended() -> None:
@@ -490,6 +500,22 @@ def test_a_lost_engine_that_lives_asks_again_and_is_answered(how: str) -> None:
     assert len(world.network.handshakes) == 2
 
 
+@pytest.mark.parametrize("how", ["registers", "cancels"])
+def test_an_engine_that_was_lost_and_is_back_is_told_everything_again(how: str) -> None:
+    world = World()
+    wanted = world.served()
+    world.writer.on_the_wire = {"a/p"}
+    world.desk.peer_lost("D")
+    world.tick()
+    if how == "registers":
+        world.says(asks("b/d"))
+    else:
+        world.cancels(wanted)
+    world.mail.taken()
+    world.retracts(wanted, "it was lost", drained=True)
+    assert world.heard() == [Fail("a/d", 3, "it was lost", True)]
+
+
 def test_an_answer_that_cannot_be_sent_shows_that_the_engine_is_lost() -> None:
     world = World()
     wanted = world.served()
@@ -544,14 +570,58 @@ def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
     assert world.desk.take("other/p", world.now) is not None
 
 
-def test_another_rank_of_an_engine_that_lives_is_listened_to() -> None:
-    world, newer = strange()
+def test_a_stranger_in_the_name_of_an_engine_that_lives_is_not_listened_to() -> None:
+    """It may be what is left of an earlier process: its blocks are others' by now."""
+    world, _ = strange()
     world.probe.answer(Verdict.ALIVE)
-    assert world.writer.registrations[1:] == [("n/p", newer)]
+    assert world.writer.registrations[1:] == []
     assert world.writer.failed == []
-    world.says(asks("m/d"), "d-new")
-    assert world.probe.asked == []
-    assert world.complaints.counts == {}
+    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.network.forgotten == []
+
+
+def test_a_registration_counts_only_for_the_process_that_sent_it() -> None:
+    """One that was restarted under the same name has given the same blocks to others."""
+    world, wanted = World(), asks()
+    world.says(wanted, "d-1")
+    assert world.desk.is_current(wanted)
+    world.network.connected["D"] = ("d-new",)
+    assert not world.desk.is_current(wanted)
+    assert not world.desk.is_current(asks("never/registered"))
+    world.peers.forget("D")
+    assert not world.desk.is_current(wanted)
+
+
+def test_what_was_withdrawn_before_its_request_came_is_unwanted_once() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    assert not world.desk.is_unwanted("a/p", world.now)
+    world.cancels(wanted)
+    assert not world.desk.is_unwanted("b/p", world.now)
+    assert world.desk.is_unwanted("a/p", world.now)
+    assert not world.desk.is_unwanted("a/p", world.now)
+
+
+def test_what_is_unwanted_is_forgotten_in_time() -> None:
+    world, wanted = World(), asks()
+    world.says(wanted)
+    world.cancels(wanted)
+    assert not world.desk.is_unwanted("a/p", world.now + KEPT_S)
+
+
+def test_a_withdrawal_of_what_was_never_asked_for_makes_nothing_unwanted() -> None:
+    world = World()
+    world.cancels(asks())
+    assert not world.desk.is_unwanted("a/p", world.now)
+
+
+def test_a_request_that_was_aborted_takes_its_withdrawal_with_it() -> None:
+    """A client that hangs up ends both halves; when it tries again the request is wanted."""
+    world, wanted = World(), asks()
+    world.says(wanted)
+    world.cancels(wanted)
+    world.ends("a/p", "aborted")
+    assert not world.desk.is_unwanted("a/q", world.now)
 
 
 def test_somebody_who_uses_the_name_of_an_engine_that_lives_elsewhere_is_not() -> None:
@@ -568,14 +638,15 @@ def test_somebody_who_uses_the_name_of_an_engine_that_lives_elsewhere_is_not() -
 
 
 def test_no_answer_is_asked_for_again_a_few_times() -> None:
-    world, newer = strange()
+    world, _ = strange()
     for _ in range(PROBES - 1):
         world.probe.answer(Verdict.UNKNOWN)
         assert len(world.probe.asked) == 1
-        assert world.writer.registrations[1:] == []
+        assert world.complaints.counts == {}
     world.probe.answer(Verdict.UNKNOWN)
     assert world.probe.asked == []
-    assert world.writer.registrations[1:] == [("n/p", newer)]
+    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.writer.registrations[1:] == []
 
 
 def test_more_of_what_is_being_served_is_not_strange() -> None:

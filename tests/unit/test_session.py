@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.prefill import protocol
-from layerpush.prefill.coverage import CoverageError
+from layerpush.prefill.coverage import MismatchError
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import IllegalTransitionError, Post, State, Write
 from layerpush.prefill.session import Session
@@ -252,6 +252,45 @@ def test_withdrawn_with_writes_on_the_wire_it_is_over_when_they_have_ended() -> 
     assert (world.state, [retract.drained for retract in world.retracts]) == (State.ABANDONED, [True])
 
 
+def test_withdrawn_with_several_writes_on_the_wire_it_is_over_when_the_last_has_ended() -> None:
+    world = world_of(State.STREAMING)
+    for layer in (0, 1):
+        world.hook(layer)
+        pump(world)
+    world.plan(4)
+    world.hook(0)
+    pump(world)
+    world.withdraw()
+    for write in (2, 0):
+        world.land(write)
+        assert (world.state, world.retracts) == (State.DRAINING, [])
+    world.fail()
+    world.land(1)
+    assert (world.state, [retract.drained for retract in world.retracts]) == (State.ABANDONED, [True])
+
+
+def test_a_failure_is_warned_of_once() -> None:
+    world = world_of(State.STREAMING)
+    for layer in (0, 1):
+        world.hook(layer)
+        pump(world)
+    world.fail()
+    world.lose(1)
+    world.send(protocol.Failed("broken again"))
+    assert retractions(world) == [("broken", False)]
+    world.land(0)
+    assert retractions(world) == [("broken", False), ("broken", True)]
+
+
+def test_withdrawn_before_the_request_was_there_it_is_released_when_prefill_is_over() -> None:
+    world = world_of(State.WAITING, tokens=4)
+    world.sweep()
+    world.finish()
+    world.withdraw()
+    assert (world.state, world.releases, world.retracts) == (State.CLOSED, 1, [])
+    assert world.session.cancelled
+
+
 def test_withdrawn_before_its_blocks_are_looked_at_again_after_a_preemption() -> None:
     world = world_of(State.STREAMING)
     world.sweep()
@@ -354,7 +393,7 @@ def test_a_registration_of_more_blocks_than_the_prompt_has_is_an_error() -> None
     session = Session("p-1", (0,), (10,), Policy())
     session.handle(protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
     session.handle(protocol.Registered(registration([1, 2])))
-    with pytest.raises(CoverageError, match=r"\[2\] blocks of a prompt of \[1\]"):
+    with pytest.raises(MismatchError, match=r"\[2\] blocks of a prompt of \[1\]"):
         session.handle(protocol.Connected())
     assert session.state is State.CONNECTING
 
@@ -363,7 +402,7 @@ def test_a_registration_of_other_cache_groups_is_an_error() -> None:
     session = Session("p-1", (0,), (10,), Policy())
     session.handle(protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
     session.handle(protocol.Registered(registration([1], [2])))
-    with pytest.raises(CoverageError, match="2 KV cache groups, the prompt 1"):
+    with pytest.raises(MismatchError, match="2 KV cache groups, the prompt 1"):
         session.handle(protocol.Connected())
 
 

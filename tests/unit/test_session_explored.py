@@ -30,7 +30,7 @@ SHAPES = {
     "only watched": Shape(8, (0, 0), (4,), (2,), Policy(streams=False)),
 }
 
-PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["by chunk"]: 1, SHAPES["preempted twice"]: 2}
+PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}
 PRECAUTIONS: set[Triple] = {
     # A lease, and so its end, exists only after Finished, which leads out of these.
     (State.WAITING, protocol.Evicted, State.CLOSED),

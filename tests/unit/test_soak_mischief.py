@@ -10,6 +10,7 @@ from layerpush import wire
 from tests.e2e import wirefaults
 from tests.faults.soak import vandal
 from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.counting import Counting
 from tests.faults.soak.kinds import BY_NAME, KINDS
 from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import PlannedFault
@@ -147,3 +148,23 @@ def test_garbage_is_told_from_messages():
             assert "soak-" not in str(message)
     assert "refused" in kinds
     assert kinds <= {"refused", "Heartbeat", "Completion"}
+
+
+def test_counts_add_up_over_the_processes_of_an_engine():
+    seats = FakeSeats("P1", "D1", "R")
+    counting, answers = Counting(seats), {"P1": {"err-handle": 2}, "D1": {}}  # type: ignore[arg-type]
+
+    def ask() -> None:
+        counting.advance(LATER)
+        counting._next_at = 0.0
+
+    for name in ("P1", "D1"):
+        seats[name].engine.answers = answers[name]
+    ask()
+    answers["P1"]["err-handle"] = 5
+    ask()
+    seats["P1"].incarnation = 2
+    answers["P1"]["err-handle"] = 1
+    ask()
+    assert counting.totals == {"err-handle": 6}
+    assert seats["R"].engine.called == []

@@ -21,7 +21,7 @@ RIGHT = (5, 6, 7)
 KV = KvDigest(40, ((b"a", b"b"), (b"c", b"d")))
 WRONG_KV = KvDigest(40, ((b"a", b"b"), (b"c", b"x")))
 ONLY_LAST = KvDigest(40, ((None, b"b"), (None, b"d")))
-IDLE = Audit(0, (), (), 0, ("MainThread",), 9, 0)
+IDLE = Audit(0, (), (), 0, ("MainThread",), 9)
 
 
 def request(

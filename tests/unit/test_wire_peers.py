@@ -10,6 +10,7 @@ import pytest
 from layerpush import wire
 from layerpush.wire import (
     PEER_PREFIX,
+    QUIET_PREFIX,
     Accepted,
     Cancel,
     Cancelled,
@@ -19,6 +20,7 @@ from layerpush.wire import (
     Pong,
     WireError,
     encode,
+    encode_quietly,
     encode_registration,
     is_understood,
     read,
@@ -142,3 +144,26 @@ def test_what_stock_would_choke_on_is_not_understood() -> None:
 
 def test_the_version_that_this_release_offers() -> None:
     assert wire.PROTOCOL_VERSION == 1
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_said_quietly_is_a_heartbeat_to_a_stock_peer(message: PeerMessage) -> None:
+    """Of one request that it does not know: it splits at commas and looks each id up."""
+    payload = encode_quietly(message)
+    assert read(payload) == message
+    text = payload.decode()
+    assert text.startswith("HB:")
+    assert text[3:].isascii()
+    assert "," not in text
+    assert ":" not in text[3:]
+
+
+@pytest.mark.parametrize("inner", ["", "xy", "0", "é", "00ff", (b"HB:" + b"a").hex(), PEER_PREFIX.hex(), "4c" * 40])
+def test_what_is_no_message_said_quietly_is_refused(inner: str) -> None:
+    with pytest.raises(WireError):
+        read(QUIET_PREFIX + inner.encode())
+
+
+def test_what_no_peer_would_read_is_not_said_quietly_either() -> None:
+    with pytest.raises(WireError):
+        encode_quietly(Accepted(""))

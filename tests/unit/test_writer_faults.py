@@ -124,6 +124,24 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, late: bool) ->
     assert rig.host.released == ["p-1"]
 
 
+def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer's mistake is no defect of ours: one line, and no traceback."""
+    rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)))
+    decoder = rig.decoder()
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=len(prompt.blocks) + 1)
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        rig.step((prompt, TOKENS))
+        rig.finish(prompt)
+        rig.settle()
+    (record,) = caplog.records
+    assert record.exc_info is None
+    ((reason, drained, _),) = rig.host.retractions()
+    assert "the registration wants [7] blocks of a prompt of [6]" in reason
+    assert drained
+    assert (rig.fabric.writes, rig.host.released) == ([], ["p-1"])
+    rig.assert_clean()
+
+
 def test_a_handshake_that_fails_in_the_background() -> None:
     rig, prompt = story()
     rig.host.links["D"] = [None]
@@ -260,6 +278,27 @@ def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     assert rig.host.released == ["p-1"]
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
     rig.assert_clean()
+
+
+def test_withdrawn_before_the_request_was_there_it_is_released_when_prefill_is_over() -> None:
+    rig, prompt = story()
+    rig.host.pending.clear()
+    rig.host.unwanted = {"p-1"}
+    rig.step((prompt, TOKENS))
+    assert rig.host.released == []
+    rig.finish(prompt)
+    rig.settle()
+    assert (rig.host.released, rig.host.retracted, rig.fabric.writes) == (["p-1"], [], [])
+    assert [record.outcome for record in rig.trace.records] == ["cancelled"]
+    rig.assert_clean()
+
+
+def test_withdrawn_before_but_registered_again_it_is_pushed() -> None:
+    rig, prompt = story()
+    rig.host.unwanted = {"p-1"}
+    rig.finish(prompt)
+    rig.settle()
+    assert [outcome.outcome for outcome in rig.trace.records] == ["completed"]
 
 
 def test_withdrawn_while_the_handshake_runs() -> None:
@@ -567,6 +606,7 @@ def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     rig.expire(prompt)
     rig.writer.turn()
     assert rig.writer.writes_in_flight("p-1")
+    assert not rig.writer.withdraw("p-1", KEY)
     assert rig.host.retracted == [], "the decode engine's blocks are still written to"
     rig.settle()
     assert [drained for _, drained, _ in rig.host.retractions()] == [True]

@@ -157,6 +157,7 @@ class ScriptedHost:
         self.posts_whole = True
         """Whether ``delegate`` finds the decode engine connected."""
         self.released: list[str] = []
+        self.unwanted: set[str] = set()
         self.retracted: list[tuple[Retract, bool]] = []
         self.endings: dict[str, list[str | None]] = {}
         self.whole_writes_ended: list[tuple[str, bool]] = []
@@ -178,6 +179,9 @@ class ScriptedHost:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def is_unwanted(self, request_id: str) -> bool:
+        return request_id in self.unwanted
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)

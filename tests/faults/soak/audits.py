@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from tests.e2e.conftest import BOUNDED_MEMORIES
@@ -15,6 +14,7 @@ from tests.faults.soak.seats import Seat
 PATIENCE_S = 45.0
 AGAIN_S = 0.5
 MORE_THREADS = 4
+ALLOWED = (*BOUNDED_MEMORIES, "._unwanted")
 
 
 class EngineAudit:
@@ -31,7 +31,7 @@ class EngineAudit:
     def advance(self, now: float) -> None:
         if not self._asking and now >= self._next_at and self.seat.engine.ready:
             self._asking = True
-            self.seat.engine.call(inhost.audit, self._texts, BOUNDED_MEMORIES, then=self._answered)
+            self.seat.engine.call(inhost.audit, self._texts, ALLOWED, then=self._answered)
 
     def _answered(self, answer: Answer) -> None:
         self._asking = False
@@ -74,7 +74,6 @@ class Auditor:
 
     def __init__(self, seats: Sequence[Seat], texts: Sequence[str]) -> None:
         self._audits = [EngineAudit(seat, texts) for seat in seats]
-        self.effects: Counter[str] = Counter()
         self._until = time.monotonic() + PATIENCE_S
 
     def over(self, now: float) -> bool:
@@ -94,16 +93,8 @@ class Auditor:
     def leaking(self) -> list[Seat]:
         return [audit.seat for audit in self._audits if audit.findings()]
 
-    def take_counts(self) -> int:
-        """Preemptions since the last audit; ``effects`` has the faults that struck since then."""
-        count = 0
+    def learn(self) -> None:
+        """How many threads an engine has at its first idle moment is what it may have at later ones."""
         for audit in self._audits:
-            if audit.last is not None and not audit.gone:
-                count += audit.last.preemptions - audit.seat.preemptions
-                audit.seat.preemptions = audit.last.preemptions
-                self.effects.update(audit.last.effects)
-                self.effects.subtract(audit.seat.effects)
-                audit.seat.effects = audit.last.effects
-                if audit.seat.usual_threads is None:
-                    audit.seat.usual_threads = audit.last.os_threads
-        return count
+            if audit.last is not None and not audit.gone and audit.seat.usual_threads is None:
+                audit.seat.usual_threads = audit.last.os_threads

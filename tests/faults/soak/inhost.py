@@ -26,7 +26,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What an engine holds. At idle everything but ``threads`` and ``preemptions`` must be nothing."""
+    """What an engine holds. At idle everything but threads must be nothing."""
 
     missing_blocks: int
     requests: tuple[str, ...]
@@ -34,29 +34,21 @@ class Audit:
     open_handles: int
     threads: tuple[str, ...]
     os_threads: int
-    preemptions: int
-    effects: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How often each armed kind of fault has struck so far."""
 
 
 class Notebook:
-    """Counts and remembers what the scheduler tells nobody."""
+    """Remembers what the scheduler tells nobody."""
 
     def __init__(self, scheduler: Any, free_blocks: int) -> None:
         self.free_blocks = free_blocks
-        self.preemptions = 0
         self.failed_loads: set[str] = set()
-        handle_failed, preempt = scheduler._handle_failed_recving, scheduler._preempt_request
+        handle_failed = scheduler._handle_failed_recving
 
         def remember_failed(request_ids: set[str]) -> Any:
             self.failed_loads |= set(request_ids)
             return handle_failed(request_ids)
 
-        def count_preemption(*args: Any, **kwargs: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._handle_failed_recving, scheduler._preempt_request = remember_failed, count_preemption
+        scheduler._handle_failed_recving = remember_failed
 
 
 _NOTEBOOKS: list[Notebook] = []  # the one of this process
@@ -93,7 +85,7 @@ def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]
 
 def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Audit:
     """``texts`` are ids that no table may mention any more, but those whose paths contain one of ``allowed``."""
-    effects = scripted.settle(host)
+    scripted.settle(host)
     notebook = _NOTEBOOKS[0]
     found = [path for path in probes.mentions(host, texts) if not any(part in path for part in allowed)]
     return Audit(
@@ -103,8 +95,6 @@ def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Aud
         open_handles=wirefaults.open_handles(host),
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         os_threads=len(os.listdir("/proc/self/task")),
-        preemptions=notebook.preemptions,
-        effects=effects,
     )
 
 

@@ -31,9 +31,8 @@ CAPTION = "struck: WRITEs, notifications or preemptions that came of it; survive
 
 def effect(tally: Tally, kind: Kind) -> int | None:
     """How much a kind has struck beyond the engine or request that it was injected into; None where that is all."""
-    if kind.name == "preempt":
-        return tally.preemptions
-    return tally.effects[kind.name] if kind.place == "wire" and kind.name != "garbage-port" else None
+    counted = kind.name == "preempt" or (kind.place == "wire" and kind.name != "garbage-port")
+    return tally.effects[kind.name] if counted else None
 
 
 def requests_table(tally: Tally) -> Table:
@@ -102,7 +101,6 @@ def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence
             for kind in kinds
         },
         "faults_that_found_no_target": dict(tally.skipped),
-        "preemptions": tally.preemptions,
         "compared": {"tokens": tally.tokens_compared, "pushes": tally.kv_compared, "layer_blocks": tally.kv_cells},
         **{HEADINGS[ill].replace(" ", "_"): tally.count(ill) for ill in ILLS},
         "problems": [dataclasses.asdict(problem) for problem in tally.problems],

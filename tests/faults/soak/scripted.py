@@ -1,6 +1,6 @@
 """Faults of wires, as the soak arms them inside an engine host (`Engine.call`); the first argument is the HostedEngine.
 
-Arming only says what will happen to the next WRITEs, notifications or handshakes; ``settle`` says how often it did.
+Arming only says what will happen to the next WRITEs, notifications or handshakes; ``count`` says how often it did.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ _handshakes: list[Handshakes] = []
 
 def install(host: HostedEngine) -> None:
     """Once per process, before its first request."""
+    preempt = host.scheduler._preempt_request
+
+    def count_preemption(*args: Any, **kwargs: Any) -> Any:
+        _effects["preempt"] += 1
+        return preempt(*args, **kwargs)
+
+    host.scheduler._preempt_request = count_preemption
     wirefaults.watch(host)
     _handshakes.append(Handshakes(wirefaults._worker()))
 
@@ -92,15 +99,22 @@ def arm_handshakes(host: HostedEngine, kind: str, count: int) -> None:
     _armed.append(Armed(kind, lambda: count - handshakes.left, disarm))
 
 
-def settle(host: HostedEngine) -> dict[str, int]:
-    """End all scripts: what is held goes out, what has not struck never will. How often each kind has struck so far."""
+def count(host: HostedEngine) -> dict[str, int]:
+    """How often each kind has struck so far."""
+    counts = Counter(_effects)
+    for armed in _armed:
+        counts[armed.kind] += armed.struck()
+    return dict(counts)
+
+
+def settle(host: HostedEngine) -> None:
+    """End all scripts: what is held goes out, what has not struck never will."""
     for armed in _armed:
         _effects[armed.kind] += armed.struck()
         armed.disarm()
     if _armed:
         wirefaults.lift(host)
     _armed.clear()
-    return dict(_effects)
 
 
 def throw_garbage(host: HostedEngine, count: int, seed: float) -> None:

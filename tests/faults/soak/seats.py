@@ -20,15 +20,13 @@ Maker = Callable[[str, int, pathlib.Path], Engine]
 class Seat:
     """A place for one engine. ``leaving``: the soak itself ends it, so its death is no surprise.
 
-    The last three are what the present process showed: at its last audit, threads at its first.
+    ``usual_threads`` are those of the present process at its first idle moment.
     """
 
     engine: Engine
     incarnation: int = 1
     leaving: bool = False
-    preemptions: int = 0
     usual_threads: int | None = None
-    effects: dict[str, int] = dataclasses.field(default_factory=dict)
     memories: list[Memory] = dataclasses.field(default_factory=list)
 
     @property
@@ -89,7 +87,7 @@ class Seats:
         seat.incarnation += 1
         engine_id = old.engine_id if same_id else f"{name}-{seat.incarnation}"
         seat.engine = self._start(name, engine_id, old.port if same_id else self._take_port(), seat.incarnation)
-        seat.leaving, seat.preemptions, seat.usual_threads, seat.effects = False, 0, None, {}
+        seat.leaving, seat.usual_threads = False, None
 
     def memories(self, name: str) -> list[Memory]:
         """Of every process that sat there."""

@@ -9,6 +9,7 @@ from functools import partial
 from tests.e2e.results import Finished
 from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.audits import Auditor
+from tests.faults.soak.counting import Counting
 from tests.faults.soak.engine import Ended
 from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import FaultPlan, PlannedFault, RequestPlan
@@ -48,6 +49,8 @@ class Soak:
         self._mischief = Mischief(
             seats, self._agenda, self._struck, self._skipped, self.traffic.busy, self._burst, self._stuck
         )
+        self._counting = Counting(seats)
+        tally.effects = self._counting.totals
         self._last_struck = float("-inf")
         self._last_memory = 0.0
         self._stops = 0
@@ -108,8 +111,7 @@ class Soak:
             self.tally.problem("leak", text)
         for seat in auditor.leaking():
             self._end_engine(seat)
-        self.tally.preemptions += auditor.take_counts()
-        self.tally.effects.update(auditor.effects)
+        auditor.learn()
         self.seats.measure_memory(idle=True)
         self.traffic.sent_ids.clear()
 
@@ -124,6 +126,7 @@ class Soak:
         now = time.monotonic()
         self._agenda.run_due(now)
         self._look_for_hangs(now)
+        self._counting.advance(now)
         if now > self._last_memory + MEMORY_EVERY_S:
             self._last_memory = now
             self.seats.measure_memory()

@@ -25,7 +25,7 @@ class Problem:
 class Tally:
     """Counts of the whole run. A fault is survived when its round ended without a problem.
 
-    ``effects``: how many WRITEs and notifications the faults of wires struck; one fault may strike many, or none.
+    ``effects``: how many WRITEs, notifications or preemptions came of each kind; of one fault many, or none.
     """
 
     rounds: int = 0
@@ -36,7 +36,6 @@ class Tally:
     tokens_compared: int = 0
     kv_compared: int = 0
     kv_cells: int = 0
-    preemptions: int = 0
     effects: Counter[str] = dataclasses.field(default_factory=Counter)
     unexplained: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)

@@ -162,6 +162,9 @@ class PrefillRank(Process):
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
 
+    def is_unwanted(self, request_id: str) -> bool:
+        return self.desk.is_unwanted(request_id, self.world.now)
+
     def take_registration(self, request_id: str) -> Registration | None:
         return self.desk.take(request_id, self.world.now)
 

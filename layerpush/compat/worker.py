@@ -1,115 +1,44 @@
-"""Everything layerpush knows of vLLM's private names (0.32; 0.33 differs little). Nothing else may use them.
-
-Facts about the base worker and scheduler are read here and handed on as layerpush's own types.
-"""
+"""Upstream's push worker, opened up where layerpush takes part."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import re
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    GET_META_MSG,
-    NixlConnectorMetadata,
-    RemoteMeta,
-    ReqMeta,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.compat.facts import probe_meta, refusal, share
 from layerpush.peers import Address
 from layerpush.prefill.coverage import MismatchError
 from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.plan import StepPlan
 from layerpush.prefill.staging import Link
 from layerpush.trace import WriteRecord
-from layerpush.transport.base import Route
+from layerpush.transport.base import Route, TransportError
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 logger = init_logger("vllm.layerpush.compat")
 
 LEASE_GRACE_S = 1.0
 LEASE_SLACK_S = 0.1
 DEPARTED_KEPT = 1024
-
-__all__ = [
-    "GET_META_MSG",
-    "LayerwiseMetadata",
-    "NixlBaseConnector",
-    "NixlConnectorMetadata",
-    "NixlPushConnector",
-    "NixlPushConnectorScheduler",
-    "StagedRegistration",
-    "WatchedPushWorker",
-    "agent_of_handshake",
-    "awaits_scheduling",
-    "block_sizes",
-    "cache_layout",
-    "device_of",
-    "engine_fallback",
-    "get_base_request_id",
-    "handshake_query",
-    "is_streamed",
-    "prompt_digest",
-    "registration_timeout",
-    "runs_in_microbatches",
-    "take_staged_registration",
-    "withdraw_receive",
-    "worker_fallback",
-]
-
-
-class LayerwiseMetadata(NixlConnectorMetadata):
-    """Upstream's metadata of a step, and what layerpush's scheduler has to tell its workers beside it."""
-
-    step_plan: StepPlan = StepPlan()
-    prompt_digests: Mapping[str, str] = MappingProxyType({})
-    """Of requests that this prefill engine has begun with, by their ids."""
-    cancelled: Mapping[str, str] = MappingProxyType({})
-    """Pushes that this decode engine gives up: its request ids, and why."""
-
-    @classmethod
-    def extending(
-        cls,
-        metadata: NixlConnectorMetadata,
-        plan: StepPlan,
-        prompt_digests: Mapping[str, str],
-        cancelled: Mapping[str, str],
-    ) -> LayerwiseMetadata:
-        extended = cls.__new__(cls)
-        extended.__dict__.update(metadata.__dict__)
-        extended.step_plan = plan
-        extended.prompt_digests = prompt_digests
-        extended.cancelled = cancelled
-        return extended
 
 
 class WatchedPushWorker(NixlPushConnectorWorker):
@@ -318,7 +247,7 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         if reason is None:
             self._probed = probed
             try:
-                self._xfer_blocks_for_req("layerpush-probe", _probe_meta(self, engine_id))
+                self._xfer_blocks_for_req("layerpush-probe", probe_meta(self, engine_id))
             except (NotImplementedError, AssertionError) as error:
                 reason = f"upstream cannot map it: {error}"
             finally:
@@ -331,7 +260,7 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         routes = tuple(
             Route(agents[(0, spec.remote_rank)], spec.remote_rank, local, remote) for spec, local, remote in probed
         )
-        return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=_share(self, engine_id))
+        return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=share(self, engine_id))
 
     def _xfer_blocks(
         self,
@@ -362,6 +291,8 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             )
             self.transport.adopt(handle)
             self.whole_write_posted(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
+        elif request_id in self._send_failures:  # upstream has logged why, and would go on as if nothing was
+            raise TransportError(f"a WRITE to rank {read_spec.remote_rank} could not be posted")
         return None
 
 
@@ -376,200 +307,3 @@ def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id:
         return connected(engine_id, pp_rank)
     except KeyError:
         return departed[engine_id]
-
-
-def is_streamed(request: Any) -> bool:
-    """Whether a vLLM request is to be pushed from this engine."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_decode"))
-
-
-def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
-    """What a side channel is asked for a rank's agent."""
-    return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
-
-
-class _HandshakeAnswer(msgspec.Struct):
-    """``NixlHandshakePayload``, as far as it is needed to tell incarnations of an engine apart."""
-
-    compatibility_hash: str
-    agent_metadata_bytes: bytes
-
-
-class _AgentDescription(msgspec.Struct):
-    """``NixlAgentMetadata``, likewise; the rest, which may be long, is skipped and not built."""
-
-    engine_id: str
-    agent_metadata: bytes
-
-
-def agent_of_handshake(payload: bytes) -> bytes:
-    """NIXL's own description of an agent, which has its name in it, from a side channel's answer.
-
-    Raises ``ValueError`` for any other bytes, or ``RecursionError``.
-    """
-    handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
-    return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription).agent_metadata
-
-
-def registration_timeout(scheduler: NixlPushConnectorScheduler) -> float:
-    """Seconds that a decode engine waits for a push, upstream's ``push_registration_timeout``."""
-    return float(scheduler._push_registration_timeout)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StagedRegistration:
-    """``message`` may be extended until the step's metadata is built; ``blocks`` are those that it names."""
-
-    message: dict[str, Any]
-    blocks: list[KVCacheBlock]
-
-
-def take_staged_registration(
-    scheduler: NixlPushConnectorScheduler, request_id: str, blocks: KVCacheBlocks
-) -> StagedRegistration | None:
-    """A registration that upstream has just staged for these blocks, once for each; None when it staged none.
-
-    Upstream's own watch over it ends here: it would only log, and forget the request.
-    """
-    if scheduler._push_registration_deadlines.pop(request_id, None) is None:
-        return None
-    message = scheduler._push_pending_registrations[request_id]
-    tables = scheduler.kv_cache_config.select_transfer_block_ids(blocks.blocks)
-    registered = [
-        block
-        for ids, table in zip(map(set, message["local_block_ids"]), tables, strict=True)
-        for block in table
-        if block.block_id in ids and not block.is_null
-    ]
-    return StagedRegistration(message, registered)
-
-
-def prompt_digest(scheduler: NixlPushConnectorScheduler, request: Request) -> str | None:
-    """Equal on both sides of a push for equal prompts; None where that cannot be said."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or scheduler._prefill_backoff():
-        return None
-    digest = hashlib.blake2b(array("i", request.prompt_token_ids).tobytes(), digest_size=16)
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    for name in (adapter, *(feature.identifier for feature in request.mm_features)):
-        digest.update(b"\0" + name.encode())
-    return digest.hexdigest()
-
-
-def awaits_scheduling(request: Any) -> bool:
-    """Whether a decode engine has not come to registering this request's blocks."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_prefill"))
-
-
-def withdraw_receive(scheduler: NixlPushConnectorScheduler, request_id: str) -> None:
-    """Workers shall not await what nobody was asked for: upstream's would, for ever."""
-    scheduler._reqs_need_recv.pop(request_id, None)
-
-
-def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
-    """Tokens per block of each transferable KV cache group."""
-    return tuple(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups)
-
-
-def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
-    """Why this engine must push whole requests, as far as its scheduler and its workers both can tell."""
-    if side.use_host_buffer:
-        return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
-    if side._has_mamba:
-        return "the model has Mamba layers, whose state is not written block by block"
-    return None
-
-
-def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
-    """Why this worker must push whole requests, beside a layout that cannot be told apart by layer."""
-    if (reason := engine_fallback(worker)) is not None:
-        return reason
-    if worker.pcp_size > 1:
-        return "prefill context parallelism shards the KV of a layer over ranks"
-    if worker._is_csa_linear or worker._scratch_region_indices:
-        return "the model has scratch or shared-state regions that belong to no layer"
-    if any(group.host_resident for group in worker.kv_cache_config.transfer_groups):
-        return "part of the KV cache lives in host memory"
-    return None
-
-
-def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> CacheLayout:
-    """Layer by layer, where the worker registered its KV cache. Call after ``register_kv_caches``.
-
-    Raises ``LayoutError``.
-    """
-    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
-    region_index: Sequence[int] = worker._transfer_layer_region_indices or range(len(bases))
-    blocks = worker.dst_region_num_blocks[worker.engine_id]
-    if len(blocks) != len(region_index):
-        raise LayoutError(f"{len(blocks)} region sizes for {len(region_index)} descriptor regions")
-    regions = [
-        Region(bases[index], worker.block_len_per_layer[index], count)
-        for index, count in zip(region_index, blocks, strict=True)
-    ]
-    pages = worker._physical_blocks_per_logical_kv_block
-    if worker._transfer_layer_names:
-        return named_layers(worker._transfer_layer_names, worker._transfer_layer_group_ids, regions, pages)
-    groups = worker.kv_cache_config.transfer_group_index_by_layer
-    caches = [
-        LayerCache(name, groups[name], cache.data_ptr(), _span(cache), spec.page_size_bytes // pages)
-        for name, cache in kv_caches.items()
-        if (spec := worker._layer_specs.get(name)) is not None
-    ]
-    return match_layers(sorted(caches, key=_model_order), regions, pages)
-
-
-def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
-    """Whether a step's forward is split, so that a layer's hook fires before all of the layer is computed."""
-    return bool(vllm_config.parallel_config.use_ubatching)
-
-
-def device_of(kv_caches: dict[str, Any]) -> torch.device:
-    """Where the KV cache lives; a Mamba layer's is a sequence of tensors."""
-    cache = next(iter(kv_caches.values()))
-    tensor: torch.Tensor = cache[0] if isinstance(cache, list | tuple) else cache
-    return tensor.device
-
-
-def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
-    """Why a decode engine's blocks cannot be written layer by layer; None when they can."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    if worker.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
-        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
-    if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
-        return (
-            f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
-            f"ours {worker._physical_blocks_per_logical_kv_block}"
-        )
-    local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
-    if len(local) != len(theirs):
-        return f"it registered {len(theirs)} regions, we {len(local)}"
-    return None
-
-
-def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
-    """The part of each of our blocks that one decode rank gets: all of it, or its share of the heads."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
-    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
-
-
-def _probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
-    """A made-up request with one block per group: shows where upstream would write it."""
-    blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
-    physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)
-    remote = RemoteMeta(block_ids=blocks, host="", port=0, engine_id=engine_id, request_id="")
-    return ReqMeta(local_block_ids=blocks, local_physical_block_ids=physical, tp_size=worker.world_size, remote=remote)
-
-
-def _span(cache: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-    return int((last + 1) * cache.element_size())
-
-
-def _model_order(cache: LayerCache) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"(\d+)", cache.name)
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]

@@ -1,0 +1,125 @@
+"""What vLLM's push worker and scheduler know of the engine's model and caches, as layerpush's own types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
+    """Why this engine must push whole requests, as far as its scheduler and its workers both can tell."""
+    if side.use_host_buffer:
+        return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
+    if side._has_mamba:
+        return "the model has Mamba layers, whose state is not written block by block"
+    return None
+
+
+def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
+    """Why this worker must push whole requests, beside a layout that cannot be told apart by layer."""
+    if (reason := engine_fallback(worker)) is not None:
+        return reason
+    if worker.pcp_size > 1:
+        return "prefill context parallelism shards the KV of a layer over ranks"
+    if worker._is_csa_linear or worker._scratch_region_indices:
+        return "the model has scratch or shared-state regions that belong to no layer"
+    if any(group.host_resident for group in worker.kv_cache_config.transfer_groups):
+        return "part of the KV cache lives in host memory"
+    return None
+
+
+def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> CacheLayout:
+    """Layer by layer, where the worker registered its KV cache. Call after ``register_kv_caches``.
+
+    Raises ``LayoutError``.
+    """
+    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    region_index: Sequence[int] = worker._transfer_layer_region_indices or range(len(bases))
+    blocks = worker.dst_region_num_blocks[worker.engine_id]
+    if len(blocks) != len(region_index):
+        raise LayoutError(f"{len(blocks)} region sizes for {len(region_index)} descriptor regions")
+    regions = [
+        Region(bases[index], worker.block_len_per_layer[index], count)
+        for index, count in zip(region_index, blocks, strict=True)
+    ]
+    pages = worker._physical_blocks_per_logical_kv_block
+    if worker._transfer_layer_names:
+        return named_layers(worker._transfer_layer_names, worker._transfer_layer_group_ids, regions, pages)
+    groups = worker.kv_cache_config.transfer_group_index_by_layer
+    caches = [
+        LayerCache(name, groups[name], cache.data_ptr(), _span(cache), spec.page_size_bytes // pages)
+        for name, cache in kv_caches.items()
+        if (spec := worker._layer_specs.get(name)) is not None
+    ]
+    return match_layers(sorted(caches, key=_model_order), regions, pages)
+
+
+def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
+    """Whether a step's forward is split, so that a layer's hook fires before all of the layer is computed."""
+    return bool(vllm_config.parallel_config.use_ubatching)
+
+
+def device_of(kv_caches: dict[str, Any]) -> torch.device:
+    """Where the KV cache lives; a Mamba layer's is a sequence of tensors."""
+    cache = next(iter(kv_caches.values()))
+    tensor: torch.Tensor = cache[0] if isinstance(cache, list | tuple) else cache
+    return tensor.device
+
+
+def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
+    """Why a decode engine's blocks cannot be written layer by layer; None when they can."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    if worker.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
+        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
+    if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
+        return (
+            f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
+            f"ours {worker._physical_blocks_per_logical_kv_block}"
+        )
+    local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
+    if len(local) != len(theirs):
+        return f"it registered {len(theirs)} regions, we {len(local)}"
+    return None
+
+
+def share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
+    """The part of each of our blocks that one decode rank gets: all of it, or its share of the heads."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
+    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
+
+
+def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
+    """A made-up request with one block per group: shows where upstream would write it."""
+    blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
+    physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)
+    remote = RemoteMeta(block_ids=blocks, host="", port=0, engine_id=engine_id, request_id="")
+    return ReqMeta(local_block_ids=blocks, local_physical_block_ids=physical, tp_size=worker.world_size, remote=remote)
+
+
+def _span(cache: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+    return int((last + 1) * cache.element_size())
+
+
+def _model_order(cache: LayerCache) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", cache.name)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
+    """Tokens per block of each transferable KV cache group."""
+    return tuple(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups)

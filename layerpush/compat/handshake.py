@@ -1,0 +1,34 @@
+"""The question and the answer of vLLM's side channel."""
+
+from __future__ import annotations
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+
+
+class _HandshakeAnswer(msgspec.Struct):
+    """``NixlHandshakePayload``, as far as it is needed to tell incarnations of an engine apart."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+class _AgentDescription(msgspec.Struct):
+    """``NixlAgentMetadata``, likewise; the rest, which may be long, is skipped and not built."""
+
+    engine_id: str
+    agent_metadata: bytes
+
+
+def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
+    """What a side channel is asked for a rank's agent."""
+    return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
+
+
+def agent_of_handshake(payload: bytes) -> bytes:
+    """NIXL's own description of an agent, which has its name in it, from a side channel's answer.
+
+    Raises ``ValueError`` for any other bytes, or ``RecursionError``.
+    """
+    handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
+    return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription).agent_metadata

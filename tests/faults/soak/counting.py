@@ -1,0 +1,36 @@
+"""What engines have counted, asked every few seconds: an engine that is killed takes its counts with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from tests.faults.soak import scripted
+from tests.faults.soak.engine import Answer
+from tests.faults.soak.seats import Seats
+
+EVERY_S = 1.0
+
+
+class Counting:
+    """``totals`` by kind of fault: WRITEs, notifications, handshakes and preemptions that came of it, at least."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self._next_at = 0.0
+        self._before: dict[tuple[str, int], Counter[str]] = {}
+        self.totals: Counter[str] = Counter()
+
+    def advance(self, now: float) -> None:
+        if now < self._next_at:
+            return
+        self._next_at = now + EVERY_S
+        for seat in (*self._seats.of("P"), *self._seats.of("D")):
+            if seat.calm:
+                seat.engine.call(scripted.count, then=partial(self._answered, (seat.name, seat.incarnation)))
+
+    def _answered(self, process: tuple[str, int], answer: Answer) -> None:
+        if answer.value is not None:
+            counts = Counter(answer.value)
+            self.totals.update(counts - self._before.get(process, Counter()))
+            self._before[process] = counts

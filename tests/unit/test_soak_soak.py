@@ -1,0 +1,158 @@
+"""What the soak makes of dead and silent engines, and of requests that never end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.results import Finished
+from tests.faults.soak.engine import Ended
+from tests.faults.soak.kinds import BY_NAME
+from tests.faults.soak.plan import PlannedFault
+from tests.faults.soak.settings import Settings
+from tests.faults.soak.soak import HANG_S, SILENCE_S, NotStartedError, ReferenceLostError, Soak
+from tests.faults.soak.tally import Tally
+from tests.unit.soak_world import LATER, FakeSeat, FakeSeats
+
+
+class EventfulSeats(FakeSeats):
+    """Things happen when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__("P1", "D1", "R")
+        self.happening: list[tuple[FakeSeat, Any]] = []
+
+    def __iter__(self):
+        return iter(self.seats.values())
+
+    @property
+    def all_calm(self) -> bool:
+        return all(seat.calm for seat in self)
+
+    def wait(self, timeout: float) -> list[tuple[FakeSeat, Any]]:
+        happened, self.happening = self.happening, []
+        return happened
+
+    def measure_memory(self, *, idle: bool = False) -> None:
+        pass
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.seats, self.tally = EventfulSeats(), Tally()
+        self.soak = Soak(Settings(1.0, 0, ()), self.seats, self.tally, lambda phase: None)  # type: ignore[arg-type]
+        self.tally.begin_round()
+
+    def turn(self, *events: tuple[str, Any]) -> None:
+        self.seats.happening = [(self.seats[name], event) for name, event in events]
+        self.soak._turn("test")
+
+    def ills(self) -> list[str]:
+        return [problem.ill for problem in self.tally.problems]
+
+    def signals(self, name: str) -> list[str]:
+        return self.seats[name].engine.signals
+
+
+def test_an_engine_that_dies_by_itself_is_a_problem_and_is_replaced():
+    rig = Rig()
+    rig.turn(("D1", Ended("Traceback: KeyError")))
+    assert rig.ills() == ["death"]
+    assert "KeyError" in rig.tally.problems[0].text
+    rig.soak._agenda.run_due(LATER)
+    assert rig.seats.replaced == [("D1", True)]
+
+
+def test_an_engine_that_was_to_die_is_none():
+    rig = Rig()
+    rig.soak._mischief.leave(rig.seats["P1"])  # type: ignore[arg-type]
+    rig.turn(("P1", Ended(None)))
+    assert rig.ills() == []
+
+
+def test_an_engine_that_does_not_answer_is_a_hang_and_is_killed():
+    rig = Rig()
+    rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
+    rig.turn()
+    assert rig.ills() == ["hang"]
+    assert rig.signals("P1") == ["stacks", "kill"]
+    rig.turn()
+    assert rig.ills() == ["hang"], "it is noticed once"
+
+
+def test_a_stopped_engine_is_no_hang():
+    rig = Rig()
+    rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
+    rig.seats["P1"].engine.paused = True
+    rig.turn()
+    assert rig.ills() == []
+
+
+def test_a_request_that_never_ends_is_a_hang_and_is_given_up():
+    rig = Rig()
+    rig.soak._top_up()
+    [request] = rig.soak.traffic.live.values()
+    rig.turn()
+    assert rig.ills() == []
+    request.sent_at -= HANG_S + 1
+    rig.turn()
+    assert rig.ills() == ["hang"]
+    assert request.request_id in rig.tally.problems[0].text
+    assert rig.soak.traffic.live == {}
+    assert rig.signals("P1") == rig.signals("D1") == ["stacks"]
+
+
+def test_a_request_that_ends_is_accounted_for():
+    rig = Rig()
+    rig.soak._top_up()
+    [request] = rig.soak.traffic.live.values()
+    for leg, name in ((request.p, "P1"), (request.d, "D1")):
+        rig.soak._agenda.run_due(LATER)
+        tokens = tuple(range(leg.max_tokens))
+        rig.turn((name, Finished(request.request_id, tokens, None, "length")))
+    question = rig.seats["R"].engine.added[-1]
+    rig.turn(("R", Finished(question.request_id, tuple(range(question.max_tokens)), None, "length")))
+    assert rig.tally.requests == 1
+    assert rig.tally.problems == []
+    assert rig.soak._is_calm()
+
+
+def test_no_requests_beyond_those_that_may_be_in_flight():
+    rig = Rig()
+    for _ in range(50):
+        rig.soak._top_up()
+    assert len(rig.soak.traffic.live) == rig.soak._settings.in_flight
+
+
+def test_it_is_not_calm_while_a_fault_lasts():
+    rig = Rig()
+    assert rig.soak._is_calm()
+    rig.soak._mischief._outlast(1.0, lambda: None)
+    assert not rig.soak._is_calm()
+    rig.soak._agenda.run_due(LATER)
+    assert rig.soak._is_calm()
+    rig.seats["D1"].engine.paused = True
+    assert not rig.soak._is_calm()
+
+
+def test_without_the_plain_engine_the_soak_ends():
+    rig = Rig()
+    with pytest.raises(ReferenceLostError):
+        rig.turn(("R", Ended("Traceback")))
+
+
+def test_an_engine_that_does_not_start_ends_the_soak_before_it_began():
+    rig = Rig()
+    rig.seats["P1"].engine.ready = False
+    rig.seats.happening = [(rig.seats["P1"], Ended("Traceback: no such model"))]
+    with pytest.raises(NotStartedError, match=r"P1 did not start:\nTraceback: no such model"):
+        rig.soak.start()
+
+
+def test_a_fault_after_the_end_of_the_load_is_skipped():
+    rig = Rig()
+    rig.soak.stop()
+    rig.soak._strike(PlannedFault(BY_NAME["kill-p"], 0.0, 0.5), LATER)
+    assert rig.tally.skipped == {"kill-p": 1}
