@@ -186,6 +186,8 @@ class PrefillDesk:
 
     def tick(self, now: float) -> None:
         """Forget what is old; finish off connections that are gone."""
+        while self._unwanted and next(iter(self._unwanted.values()))[0] <= now:
+            self._unwanted.popitem(last=False)
         while self._bad_ends and next(iter(self._bad_ends.values()))[0] <= now:
             del self._bad_ends[next(iter(self._bad_ends))]
         for dropped in self._ledger.expire(now):

@@ -332,9 +332,7 @@ def test_no_push_in_time(decode: Build, caplog: pytest.LogCaptureFixture) -> Non
         d.step()
     assert d.metadata.cancelled == {"r": "no push within 0 s (push_registration_timeout)"}
     assert d.registered(), "the registration goes out all the same: the workers hear of both"
-    (line,) = [record.getMessage() for record in caplog.records if "push_registration_timeout" in record.getMessage()]
-    assert "request r" in line
-    assert not [record for record in caplog.records if "timed out" in record.getMessage()]  # upstream's watch
+    assert not [record for record in caplog.records if "timed out" in record.getMessage()], "vLLM's own watch is off"
     d.step()
     assert d.metadata.cancelled == {}
     d.step(failed=("r",))
