@@ -183,10 +183,10 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         """Loads that were given up while somebody may still write, and such as are over now, since the last report."""
         if not self._reports:
             return None
-        report = DecodeReport()
+        report, rank = DecodeReport(), int(self.vllm_config.parallel_config.rank)
         while self._reports:
             kind, request_id = self._reports.popleft()
-            (report.parked if kind == "parked" else report.cleared)[request_id] = {self.tp_rank}
+            (report.parked if kind == "parked" else report.cleared)[request_id] = {rank}
         return report
 
     def _wake(self) -> None:

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from layerpush.compat.facts import probe_meta, refusal, share
+from layerpush.layout import MAX_DESCRIPTORS
 from layerpush.peers import Address
 from layerpush.prefill.coverage import MismatchError
 from layerpush.prefill.outbox import RankWrite
@@ -39,6 +40,7 @@ logger = init_logger("vllm.layerpush.compat")
 LEASE_GRACE_S = 1.0
 LEASE_SLACK_S = 0.1
 DEPARTED_KEPT = 1024
+MAX_REGIONS = 1 << 14
 
 
 class WatchedPushWorker(NixlPushConnectorWorker):
@@ -76,6 +78,20 @@ class WatchedPushWorker(NixlPushConnectorWorker):
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from this request's blocks. Main thread."""
         raise NotImplementedError
+
+    # Handshake executor.
+
+    def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
+        """Upstream sizes its tables by what the peer claims to have: claims beyond reason are refused. Raises
+        ``ValueError``, which fails the handshake.
+        """
+        regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
+        if min(regions, default=0) < 0 or sum(regions) > MAX_DESCRIPTORS or len(regions) > MAX_REGIONS:
+            raise ValueError(
+                f"engine {nixl_agent_meta.engine_id!r} claims {sum(regions)} blocks in {len(regions)} regions"
+            )
+        name: str = super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
+        return name
 
     # Main thread.
 

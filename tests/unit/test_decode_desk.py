@@ -389,6 +389,25 @@ def test_who_spoke_too_early_is_known_to_speak() -> None:
     assert world.sent() == [("p-0", cancel_of())]
 
 
+def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
+    """Should its answer about that one be lost."""
+    world = World(ranks=2)
+    world.awaiting("p-0", request_id="old")
+    world.awaiting()
+    assert world.watch.spoken == {"p-0": True}
+    world.desk.overdue("r", "no push", world.now)
+    cancel = cancel_of()
+    assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]
+
+
+def test_who_has_spoken_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "SPEAKERS_KEPT", 10)
+    world = World()
+    for number in range(50):
+        world.hears(None, f"p-{number}")
+    assert len(world.desk._speakers) == 10
+
+
 def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
     world = World()
     world.hears(Completion("r", 1), "x-0")

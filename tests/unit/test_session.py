@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerpush.prefill import protocol
@@ -428,6 +428,7 @@ def streams(draw: st.DrawFn) -> tuple[Shape, list[int], int]:
     )
 
 
+@settings(deadline=None)
 @given(streams(), st.randoms(use_true_random=False))
 def test_whatever_the_chunks_the_whole_request_goes(stream: tuple[Shape, list[int], int], random: Random) -> None:
     """The union of all segments is upstream's mapping of the whole request, for every layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerpush.prefill import protocol
@@ -109,6 +109,7 @@ def test_nothing_wanted_is_told_at_the_end_of_prefill() -> None:
     assert world.state is State.TELLING
 
 
+@settings(deadline=None)
 @given(
     floor=st.integers(0, 120),
     limit=st.sampled_from([1, 2, 3, 100]),

@@ -112,7 +112,7 @@ def test_one_engine_of_a_side_is_disturbed_at_a_time():
     assert rig.struck == ["kill-p", "garbage-notes"]
     assert throw_garbage in rig.calls()
     for seat in rig.seats.seats.values():
-        seat.leaving = False
+        seat.leaving, seat.engine.ready = False, True
     rig.agenda.run_due(LATER)
     assert rig.struck[-1] == "stop-p"
 

@@ -466,6 +466,7 @@ def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
     rig.host.pending["p-told"] = rig.asks(told_before, rig.decoders["D"], 30)
     rig.step((told_before, 4))
     rig.settle()
+    assert (rig.writer.engines_in_use, rig.writer.engines_in_flight) == ({"D"}, set())
     rig.step(*((prompt, 8) for prompt in prompts.values()))
     rig.writer.fail_engine("D", "it is gone")
     rig.settle()

@@ -162,11 +162,11 @@ class PrefillRank(Process):
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
 
-    def is_unwanted(self, request_id: str) -> bool:
-        return self.desk.is_unwanted(request_id, self.world.now)
-
     def take_registration(self, request_id: str) -> Registration | None:
         return self.desk.take(request_id, self.world.now)
+
+    def is_unwanted(self, request_id: str) -> bool:
+        return self.desk.is_unwanted(request_id, self.world.now)
 
     def delegate(self, request_id: str, blocks: Any, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
@@ -333,7 +333,8 @@ class PrefillEngine:
         if blocks is not None:
             self.pool.give_back(blocks)
             for rank in self.ranks:
-                assert read or not rank.reading.intersection(_ids(blocks)), f"{request} was freed under a WRITE"
+                under_writes = rank.reading.intersection(_ids(blocks)) - {index for index, _ in rank.still_read}
+                assert read or not under_writes, f"{request} was freed under a WRITE"
                 rank.give_away(blocks, request.prompt.text)
 
     def assert_idle(self) -> None:
