@@ -44,6 +44,13 @@ TABLES = (
     ("P", "registrations that a push belongs to", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     ("P", "who sent a registration", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     ("P", "last answers to registrations", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
+    (
+        "P",
+        "registrations withdrawn early",
+        "prefill.desk.REMEMBERED",
+        "prefill.ledger.KEPT_S",
+        _FORGOTTEN,
+    ),
     ("P", "why a request ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
     ("P", "registrations of a D that may have been replaced", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
     ("P", "digests of prompts", "worker.DIGESTS_KEPT", "", _FORGOTTEN),
@@ -51,7 +58,7 @@ TABLES = (
     ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
     ("D", "outcomes for requests that vLLM does not know yet", "", "decode.desk.HOLD_S", _DROPPED),
     ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),
-    ("both", "geometry of engines that were disconnected", "compat.DEPARTED_KEPT", "", _FORGOTTEN),
+    ("both", "geometry of engines that were disconnected", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
 )
 
 

@@ -175,17 +175,23 @@ def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
 
 
 @mutant(hold_writes=0.8)
-def a_preempted_push_goes_on_at_once(patch: Patch) -> None:
-    """Without waiting for the WRITEs of the old epoch, which then count for the new one."""
-    restart = Session._restart
+def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
+    """Those of the old epoch are still on the wire when it starts anew."""
+    restart, handle = Session._restart, Session.handle
 
     def mutated(self: Session, epoch: int) -> pushed.State:
         state = restart(self, epoch)
-        return pushed.State.STREAMING if state is pushed.State.REWINDING else state
+        if state is not pushed.State.REWINDING:
+            return state
+        self.in_flight.clear()
+        return pushed.State.STREAMING
+
+    def forgetful(self: Session, event: pushed.Event) -> list[pushed.Action]:
+        forgotten = isinstance(event, pushed.Landed | pushed.Lost) and event.write not in self.in_flight
+        return [] if forgotten else handle(self, event)
 
     patch.setattr(Session, "_restart", mutated)
-    patch.setattr(Coverage, "land", lambda self, *args: None)
-    patch.setattr(Coverage, "full", property(lambda self: True))
+    patch.setattr(Session, "handle", forgetful)
 
 
 @mutant()
