@@ -208,18 +208,6 @@ def encode_heartbeat(prefill_request_ids: Sequence[str]) -> bytes:
     return HEARTBEAT_PREFIX + ",".join(prefill_request_ids).encode()
 
 
-def is_understood(notification: bytes) -> bool:
-    """Whether upstream can parse a notification that is no registration; on anything else its main thread raises."""
-    try:
-        return isinstance(read(notification), Completion | Heartbeat)
-    except WireError:
-        return False
-
-
-def is_registration(notification: bytes) -> bool:
-    return notification.startswith(REGISTRATION_PREFIX)
-
-
 def one_line(text: str, limit: int = MAX_REASON_CHARS) -> str:
     """Text of unknown origin, made fit for a line of a log."""
     return "".join(char if char.isprintable() else "?" for char in text[:limit])

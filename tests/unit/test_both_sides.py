@@ -28,7 +28,7 @@ from tests.unit.both_sides.storm import storm, stormy
 from tests.unit.both_sides.world import World
 
 STORMS = 100
-ENOUGH = 300
+ENOUGH = 500
 """Storms after which a mutant must have been found."""
 
 

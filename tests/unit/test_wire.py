@@ -16,16 +16,12 @@ from layerpush.wire import (
     REGISTRATION_PREFIX,
     Completion,
     Heartbeat,
-    Pong,
     Registration,
     WireError,
     decode_registration,
-    encode,
     encode_completion,
     encode_heartbeat,
     encode_registration,
-    is_registration,
-    is_understood,
     read,
 )
 from tests.unit.builders import registration
@@ -187,7 +183,6 @@ def test_a_registration_that_no_peer_would_read_is_not_sent(change: dict[str, An
 def test_a_completion_of_upstream(notification: bytes, request_id: str, world_size: int) -> None:
     assert read(notification) == Completion(request_id, world_size)
     assert encode_completion(request_id, world_size) == notification
-    assert is_understood(notification)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +214,6 @@ def test_what_is_none_is_refused(notification: bytes) -> None:
     with pytest.raises(WireError) as refusal:
         read(notification)
     assert str(refusal.value).isprintable()
-    assert not is_understood(notification)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +229,6 @@ def test_what_is_none_is_refused(notification: bytes) -> None:
 )
 def test_a_heartbeat_of_upstream(notification: bytes, request_ids: tuple[str, ...]) -> None:
     assert read(notification) == Heartbeat(request_ids)
-    assert is_understood(notification)
 
 
 def test_heartbeats_are_bounded_text() -> None:
@@ -244,7 +237,6 @@ def test_heartbeats_are_bounded_text() -> None:
     for bad in (full + b",a", b"HB:\xff"):
         with pytest.raises(WireError, match="heartbeat"):
             read(bad)
-        assert not is_understood(bad)
 
 
 def test_a_huge_notification_is_not_looked_into() -> None:
@@ -260,9 +252,6 @@ def test_a_message_nested_without_end_is_a_wire_error(prefix: bytes) -> None:
             read(prefix + nested)
 
 
-def test_the_other_encoders() -> None:
+def test_the_heartbeat_encoder() -> None:
     assert encode_heartbeat(["a", "b"]) == b"HB:a,b"
     assert encode_heartbeat([]) == b"HB:"
-    assert is_registration(encode_registration(registration([1])))
-    for other in (encode_completion("a", 1), encode_heartbeat(["a"]), encode(Pong(1))):
-        assert not is_registration(other)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from layerpush.wire import (
     HEARTBEAT_PREFIX,
     PEER_PREFIX,
+    QUIET_PREFIX,
     REGISTRATION_PREFIX,
     Accepted,
     Cancel,
@@ -30,11 +31,12 @@ from layerpush.wire import (
     encode,
     encode_completion,
     encode_heartbeat,
+    encode_quietly,
     encode_registration,
     read,
 )
 
-PREFIXES = [REGISTRATION_PREFIX, PEER_PREFIX, HEARTBEAT_PREFIX, b""]
+PREFIXES = [REGISTRATION_PREFIX, PEER_PREFIX, QUIET_PREFIX, HEARTBEAT_PREFIX, b""]
 INT64 = 2**63
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no finding."""
@@ -146,7 +148,8 @@ peer_messages = st.one_of(
 )
 completions = st.builds(Completion, request_ids, st.integers(1, 999_999))
 heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple))
-notifications = st.one_of(registrations, peer_messages, completions, heartbeats).map(sent_again)
+quiet = peer_messages.map(encode_quietly)
+notifications = st.one_of(registrations, peer_messages, completions, heartbeats).map(sent_again) | quiet
 
 
 @FUZZ
@@ -160,6 +163,7 @@ def test_a_registration_comes_back_as_it_was_sent(sent: Registration, extra: dic
 @given(peer_messages)
 def test_our_messages_come_back_as_they_were_sent(sent: PeerMessage) -> None:
     back = read_or_refused(encode(sent))
+    assert read_or_refused(encode_quietly(sent)) == back
     if isinstance(sent, Fail):
         assert back == msgspec.structs.replace(sent, reason="".join(c if c.isprintable() else "?" for c in sent.reason))
     else:
@@ -198,12 +202,14 @@ def test_flipped_bits(sent: bytes, flips: list[tuple[int, int]]) -> None:
 
 
 @settings(FUZZ, max_examples=60)
-@given(registrations.map(sent_again) | peer_messages.map(sent_again))
+@given(registrations.map(sent_again) | peer_messages.map(sent_again) | quiet)
 def test_every_truncation_is_refused(sent: bytes) -> None:
     for length in range(len(sent)):
         message = read_or_refused(sent[:length])
         # the head of an id with a colon and a digit may be a completion; nothing else survives without its tail
-        assert message is None or (isinstance(message, Completion) and not sent[:length].startswith(PEER_PREFIX))
+        cut_text = isinstance(message, Completion) and not sent[:length].startswith(PEER_PREFIX)
+        cut_prefix = isinstance(message, Heartbeat) and length < len(QUIET_PREFIX)
+        assert message is None or cut_text or cut_prefix
 
 
 @settings(FUZZ, max_examples=250)
@@ -307,6 +313,7 @@ def test_any_value_for_a_message(prefix: bytes, value: object) -> None:
 @given(st.lists(st.binary(max_size=12), max_size=6), st.text("0123456789+-_ .:٣", max_size=8))
 def test_any_text_of_upstream(parts: list[bytes], number: str) -> None:
     read_or_refused(HEARTBEAT_PREFIX + b",".join(parts))
+    read_or_refused(QUIET_PREFIX + (PEER_PREFIX + b"".join(parts)).hex().encode())
     read_or_refused(b":".join([*parts, number.encode()]))
 
 

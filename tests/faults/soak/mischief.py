@@ -18,6 +18,7 @@ from tests.faults.soak.specs import PEER_TIMEOUT_S, WRITE_TIMEOUT_S
 RETRY_S = 0.2
 RESTART_S = (0.0, 1.0, 5.0)
 SHUTDOWN_S = 20.0
+LONG_S = 32.0  # longer than any deadline, and than outcomes are kept for a main thread that stands still
 # How long a deadline is overrun: in time for the first answer to it, or so late that D has set its blocks aside.
 BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
@@ -86,7 +87,7 @@ class Mischief:
             case "stop-p" | "stop-d":
                 seat.engine.pause()
                 limit = PEER_TIMEOUT_S if kind.name == "stop-p" else WRITE_TIMEOUT_S
-                self._outlast(limit + rng.choice(BEYOND_S), partial(self._resume, seat, seat.incarnation))
+                self._outlast(limit + rng.choice((*BEYOND_S, LONG_S)), partial(self._resume, seat, seat.incarnation))
             case "preempt":
                 self._burst(BURST)
             case "garbage-port":

@@ -33,9 +33,6 @@ class Load:
 
 
 class DecodeEngine(Process):
-    desk_type = DecodeDesk
-    watch_type = PeerWatch
-
     def __init__(self, world: World, engine_id: str) -> None:
         super().__init__(world, engine_id, 0)
         self.frozen = False
@@ -43,15 +40,13 @@ class DecodeEngine(Process):
         self.pool = Pool(D_BLOCKS)
         self.loads: dict[str, Load] = {}
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
-        self.watch = self.watch_type(PEER_TIMEOUT_S)
+        self.watch = PeerWatch(PEER_TIMEOUT_S)
         for ranks in (1, 2):
             for rank in range(ranks):
                 piece = BLOCK_BYTES // ranks
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
                 self.transport.describe((ranks, rank), self.memory, starts, piece).give_away(range(len(starts)))
-        self.desk = self.desk_type(
-            engine_id, self.peers, self.watch, self.probe, self, self.complaints, 1, PEER_TIMEOUT_S
-        )
+        self.desk = DecodeDesk(engine_id, self.peers, self.watch, self.probe, self, self.complaints, 1, PEER_TIMEOUT_S)
 
     # The scheduler.
 

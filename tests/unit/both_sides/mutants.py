@@ -29,13 +29,13 @@ class Mutant:
 
     name: str
     remove: Callable[[Patch], None]
-    weather: dict[str, float]
+    weather: dict[str, Any]
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(**weather: float) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(**weather: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     def add(remove: Callable[[Patch], None]) -> Callable[[Patch], None]:
         MUTANTS.append(Mutant(remove.__name__.replace("_", " "), remove, weather))
         return remove
@@ -225,6 +225,6 @@ def a_lost_write_counts_as_landed(patch: Patch) -> None:
     patch.setattr(Session, "handle", mutated)
 
 
-@mutant(hold_writes=1.0)
+@mutant(hold_writes=1.0, most=120)
 def a_lease_ends_under_writes(patch: Patch) -> None:
     patch.setattr(PushWriter, "writes_in_flight", lambda self, request_id: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from layerpush.prefill.policy import Policy
 from layerpush.transport.fake import Faults
@@ -21,18 +22,18 @@ WEATHER = {
 """Rates of faults, one of each kind for a world."""
 
 
-def stormy(seed: int, **rates: float) -> World:
-    """A world with faults of its own, except for what ``rates`` says."""
+def stormy(seed: int, **weather: Any) -> World:
+    """A world with faults of its own, except for what ``weather`` says."""
     draw = random.Random(seed)
-    weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | rates
+    weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
     policy = Policy(by_layer=draw.random() < 0.7, streams=draw.random() < 0.9, max_in_flight=draw.choice([1, 2, 4]))
     return World(Faults.endless(seed, **weather), seed, draw.choice([1, 2]), policy)
 
 
-def storm(seed: int, moves: int = 120, **rates: float) -> World:
+def storm(seed: int, moves: int = 120, **weather: Any) -> World:
     """A story and its end. Raises ``AssertionError`` where a promise is broken."""
     draw = random.Random(seed)
-    world = stormy(seed, **rates)
+    world = stormy(seed, **weather)
     try:
         for _ in range(moves):
             possible = [move for move in MOVES if move.possible(world)]

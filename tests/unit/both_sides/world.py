@@ -42,12 +42,9 @@ class World:
         seed: int = 0,
         ranks: int = 1,
         policy: Policy | None = None,
-        prefill_type: type[PrefillEngine] = PrefillEngine,
-        decode_type: type[DecodeEngine] = DecodeEngine,
     ) -> None:
         self.fabric = FakeFabric(faults, seed)
         self.ranks, self.policy = ranks, policy or Policy()
-        self.prefill_type, self.decode_type = prefill_type, decode_type
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}
@@ -89,9 +86,9 @@ class World:
 
     def start(self, engine_id: str) -> None:
         if engine_id == "P":
-            self.engines["P"] = self.prefill_type(self, "P", self.ranks, self.policy)
+            self.engines["P"] = PrefillEngine(self, "P", self.ranks, self.policy)
         else:
-            self.engines[engine_id] = self.decode_type(self, engine_id)
+            self.engines[engine_id] = DecodeEngine(self, engine_id)
 
     def kill(self, engine_id: str, lingers: int) -> None:
         for process in self.engines.pop(engine_id).processes:

@@ -1,0 +1,199 @@
+"""One rank of a prefill engine: its memory, the real writer and desk, and the worker's part between them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layerpush.prefill.capture import Capture, NoFences
+from layerpush.prefill.desk import PrefillDesk, address_of
+from layerpush.prefill.host import HandshakeError, Identity
+from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.policy import Policy
+from layerpush.prefill.protocol import Retract
+from layerpush.prefill.staging import Link
+from layerpush.prefill.writer import PushWriter
+from layerpush.trace import TraceFile, WriteRecord
+from layerpush.transport.base import Route, TransportError, WriteState
+from layerpush.transport.fake import Bytes
+from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, encode_completion
+from tests.unit.both_sides.process import (
+    BLOCK_BYTES,
+    D_BLOCKS,
+    LAYERS,
+    P_BLOCKS,
+    POISON,
+    Process,
+    base_id,
+)
+from tests.unit.builders import layout_of, upstream_pairs
+
+if TYPE_CHECKING:
+    from tests.unit.both_sides.prefill import PrefillEngine
+    from tests.unit.both_sides.world import World
+
+
+class PrefillRank(Process):
+    """The worker's part; see `layerpush.prefill.host.Host`."""
+
+    def __init__(self, world: World, engine: PrefillEngine, rank: int, policy: Policy) -> None:
+        super().__init__(world, engine.engine_id, rank)
+        self.engine, self.piece = engine, BLOCK_BYTES // engine.size
+        layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
+        self.memory = np.full(LAYERS * P_BLOCKS * self.piece, POISON, np.uint8)
+        self.owned = self.transport.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
+        self.owned.give_away(range(LAYERS * P_BLOCKS))
+        self.still_read: set[tuple[int, str]] = set()
+        """What was given away under WRITEs, and by whom: those may go on reading, but no new ones."""
+        self.evictions: list[str] = []
+        self.whole: dict[int, tuple[str, Registration]] = {}
+        self.digests: dict[str, str] = {}
+        self.capture = Capture(layout.index_of, lambda: None, NoFences())
+        identity, trace = Identity(engine.engine_id, rank, "layer"), TraceFile(None, engine.engine_id, rank)
+        self.writer = PushWriter(identity, layout, policy, self.transport, self.capture, self, trace)
+        self.desk = PrefillDesk(self.writer, self.peers, self.probe, self.complaints, base_id, self.digests)
+        self.peers.on_lost = self.desk.peer_lost
+
+    # Memory.
+
+    def own(self, blocks: list[int], owner: str) -> None:
+        ids = descriptor_ids(blocks)
+        self.owned.hand_to(ids, owner)
+        for index, before in self.still_read:
+            if index in ids:
+                self.owned.share_with([index], before)
+
+    def give_away(self, blocks: list[int], owner: str) -> None:
+        """Somebody else computes here from now on."""
+        for index in descriptor_ids(blocks):
+            self.memory[index * self.piece : (index + 1) * self.piece] = POISON
+            self.still_read.add((index, owner))
+        self.forget_reads()
+
+    @property
+    def reading(self) -> set[int]:
+        """What WRITEs on the wire read from."""
+        ids: set[int] = set()
+        for write in self.world.fabric.writes:
+            if write.source is self.transport and write.state is WriteState.PENDING and write.target.alive:
+                ids.update(write.local.tolist())
+        return ids
+
+    def forget_reads(self) -> None:
+        reading, holders = self.reading, self.engine.holders
+        for index, owner in [entry for entry in self.still_read if entry[0] not in reading]:
+            self.still_read.discard((index, owner))
+            if holders.get(index % P_BLOCKS) != owner:
+                self.owned.give_away([index], owner)
+
+    def write_kv(self, layer: int, block: int, kv: Bytes) -> None:
+        at = (layer * P_BLOCKS + block) * self.piece
+        self.memory[at : at + self.piece] = kv[self.rank * self.piece :][: self.piece]
+
+    # A turn.
+
+    def turn(self) -> None:
+        self.forget_reads()
+        for request_id in self.evictions:
+            self.writer.evicted(request_id)
+        self.evictions.clear()
+        super().turn()
+        self.writer.turn()
+        self.peers.tick(self.world.now)
+        self.desk.tick(self.world.now)
+
+    def take(self, sender: str, message: Message) -> None:
+        match message:
+            case Registration():
+                self.desk.registered(sender, message, self.world.now)
+            case Cancel():
+                self.desk.cancelled(sender, message, self.world.now)
+            case Ping():
+                self.desk.pinged(sender, message)
+            case _:
+                assert isinstance(message, Heartbeat)
+
+    def connect(self, request_id: str, registration: Registration) -> Link | None:
+        engine_id = registration.decode_engine_id
+        if not self.agents_of(engine_id):
+            self.peers.reach(
+                address_of(registration), lambda error, _: self.writer.reconnect(request_id, error), self.world.now
+            )
+            return None
+        self.require_current(registration)
+        return Link(engine_id, (self._route(engine_id),), (D_BLOCKS,) * LAYERS)
+
+    def require_current(self, registration: Registration) -> None:
+        if not self.desk.is_current(registration):
+            raise HandshakeError("the decode engine was restarted")
+
+    def _route(self, engine_id: str) -> Route:
+        return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        return self.desk.take(request_id, self.world.now)
+
+    def is_unwanted(self, request_id: str) -> bool:
+        return self.desk.is_unwanted(request_id, self.world.now)
+
+    def delegate(self, request_id: str, blocks: Any, registration: Registration) -> None:
+        def connected(error: str | None, _: float) -> None:
+            if not self.writer.is_delegated(request_id):
+                return
+            if error is None:
+                self._push_whole(request_id, blocks, registration)
+            else:
+                self.writer.fail(request_id, error)
+
+        self.peers.reach(address_of(registration), connected, self.world.now)
+
+    def _push_whole(self, request_id: str, blocks: Any, registration: Registration) -> None:
+        """As upstream does it: one WRITE, whose end sends the completion."""
+        pairs = upstream_pairs(blocks[0], registration.local_block_ids[0])
+        ours = np.asarray([layer * P_BLOCKS + source for layer in range(LAYERS) for source, _ in pairs], np.int32)
+        theirs = np.asarray([layer * D_BLOCKS + target for layer in range(LAYERS) for _, target in pairs], np.int32)
+        engine_id, now = registration.decode_engine_id, time.perf_counter()
+        try:
+            self.require_current(registration)
+            handle = self.transport.post_write(self._route(engine_id), ours, theirs)
+        except (TransportError, HandshakeError) as error:
+            self.writer.fail(request_id, str(error))
+            return
+        self.whole[id(handle)] = (self._route(engine_id).agent, registration)
+        record = WriteRecord(0, (0, LAYERS - 1), (0, 0), len(ours), 0, now, now)
+        self.writer.adopt(request_id, RankWrite(handle, record), engine_id, registration.request_id)
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        agent, registration = self.whole.pop(id(part.handle))
+        if landed:
+            self.peers.notify(agent, self.completion(registration))
+
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+        self.desk.retract(retraction, withdrawn, self.world.now)
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        self.desk.ended(request_id, failure, self.world.now)
+
+    def peer_lost(self, decode_engine_id: str) -> None:
+        self.desk.peer_lost(decode_engine_id)
+
+    def completion(self, registration: Registration) -> bytes:
+        self.world.note_completion(self, registration)
+        return encode_completion(registration.request_id, self.engine.size)
+
+    def release(self, request_id: str) -> None:
+        """The main thread reports the request as sent."""
+        self.engine.lease_over(request_id, self)
+
+    def assert_idle(self) -> None:
+        super().assert_idle()
+        assert len(self.writer) == 0
+        assert not self.writer.engines_in_use | self.writer.engines_in_flight
+        assert len(self.desk._ledger) == 0
+        assert not any([self.desk._strangers, self.desk._doomed, self.digests, self.evictions])
+
+
+def descriptor_ids(blocks: list[int]) -> list[int]:
+    return [layer * P_BLOCKS + block for layer in range(LAYERS) for block in blocks]
