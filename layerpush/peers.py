@@ -21,8 +21,11 @@ TRIES = 3
 
 Then = Callable[[str | None, float], None]
 """Called with what went wrong, if anything, and the time."""
-Probe = Callable[["str", "Address", Callable[[Verdict, float], None]], None]
-"""Ask an engine's side channel about one of its agents; the verdict, and when it came, follow on the writer thread."""
+Rank = tuple[int, int]
+"""An agent's (pipeline, tensor) parallel rank in its engine."""
+Probe = Callable[["str", "Rank", "Address", Callable[[Verdict, float], None]], None]
+"""Ask an engine's side channel about the agent of one of its ranks; the verdict, and when it came, follow on the writer
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,20 @@ class Network(Protocol):
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
 
-    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
-        """The agent's (pipeline, tensor) parallel rank in its engine."""
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
+        """Which rank of a connected engine the agent is; None if it is none."""
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
 
     def errand(self, errand: Callable[[], None]) -> None:
         """Have the writer thread do something soon. Any thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handshake:
+    pending: Future[Any]
+    address: Address
 
 
 @dataclass(slots=True)
@@ -80,14 +89,15 @@ class Peers:
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
         self._addresses: dict[str, Address] = {}
+        self._shaking: dict[str, _Handshake] = {}
         self._retries: list[_Retry] = []
         self.on_lost: Callable[[str], None] = lambda _: None
 
     def agents(self, engine_id: str) -> tuple[str, ...]:
         return self._network.agents_of(engine_id)
 
-    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
-        """The agent's (pipeline, tensor) parallel rank in its engine."""
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
+        """Which rank of a connected engine the agent is; None if it is none."""
         return self._network.rank_of(engine_id, agent)
 
     @property
@@ -96,11 +106,14 @@ class Peers:
         return list(self._addresses.values())
 
     def address(self, engine_id: str) -> Address | None:
-        """Where a connected engine was found."""
+        """Where a connected engine was found: the handshake there has shown that it is this engine."""
         return self._addresses.get(engine_id) if self.agents(engine_id) else None
 
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
-        """Connect unless connected, then call ``then``, after a failure with what went wrong in the last try."""
+        """Connect unless connected, then call ``then``, after a failure with what went wrong in the last try.
+
+        Who joins a connection need not know where the engine was found, but must agree on how many ranks it has.
+        """
         if not host_allowed(address.host, self._allowed_hosts):
             then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
             return
@@ -110,14 +123,16 @@ class Peers:
             self._over(address, then, tries, f"{type(error).__name__}: {error}")
             return
         if pending is None:
-            self._addresses.setdefault(address.engine_id, address)
-            then(None, now)
+            then(_disagreement(self._addresses.setdefault(address.engine_id, address), address), now)
             return
+        running = self._shaking.get(address.engine_id)
+        if running is None or running.pending is not pending:
+            running = self._shaking[address.engine_id] = _Handshake(pending, address)
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
             reason = None if error is None else f"{type(error).__name__}: {error}"
-            self._network.errand(partial(self._over, address, then, tries, reason))
+            self._network.errand(partial(self._over, address, then, tries, reason, running))
 
         pending.add_done_callback(done)
 
@@ -162,13 +177,30 @@ class Peers:
     def is_retrying(self) -> bool:
         return bool(self._retries)
 
-    def _over(self, address: Address, then: Then, tries: int, error: str | None) -> None:
+    def _over(
+        self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None
+    ) -> None:
         now = self._clock()
+        if over is not None and self._shaking.get(address.engine_id) is over:
+            del self._shaking[address.engine_id]
         if error is None:
-            self._addresses[address.engine_id] = address
-            then(None, now)
+            assert over is not None
+            self._addresses[address.engine_id] = over.address
+            then(_disagreement(over.address, address), now)
         elif tries <= 1:
             then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
         else:
             due = now + RETRY_S
-            self._retries.append(_Retry(due, lambda: self.reach(address, then, due, tries - 1)))
+            left = tries if over is not None and over.address != address else tries - 1  # somebody else's try
+            self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
+
+
+def _disagreement(found: Address, asked: Address) -> str | None:
+    """Why a connection is none for who asks, if it is not."""
+    stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations do not tell them
+    if found.tp_size == asked.tp_size and stages_agree:
+        return None
+    return (
+        f"engine {found.engine_id!r} is connected with tp_size {found.tp_size} and pp_size {found.pp_size},"
+        f" not with {asked.tp_size} and {asked.pp_size}"
+    )

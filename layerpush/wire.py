@@ -9,6 +9,7 @@ offered to speak them. Keys that are not named here are ignored, so a newer peer
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Annotated
@@ -84,6 +85,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def blocks(self) -> int:
         return sum(len(group) for group in self.local_block_ids)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for equal registrations, in 16 bytes however many blocks there are."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
 
 
 class _FlatRegistration(Registration, frozen=True, kw_only=True):

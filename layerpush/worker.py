@@ -26,7 +26,7 @@ from layerpush.decode.desk import DecodeDesk
 from layerpush.decode.report import ABORTED, DecodeReport
 from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
-from layerpush.peers import Address, Peers
+from layerpush.peers import Address, Peers, Rank
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.coverage import MismatchError, check_blocks
 from layerpush.prefill.desk import PrefillDesk, address_of
@@ -97,6 +97,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._complaints,
             self.world_size,
             config.peer_timeout_s,
+            self._forget_prefill_engine,
         )
         self._prefill_desk: PrefillDesk | None = None
 
@@ -125,7 +126,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._prefill_desk = PrefillDesk(
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
-        self._peers.on_lost = self._prefill_desk.peer_lost
+        self._peers.on_lost = self.peer_lost
         self._prepared.set()
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
@@ -256,7 +257,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             try:
                 message = read(payload)
             except WireError as error:
-                self._complain("bad notification", f"layerpush drops what agent {agent} sent: {error}")
+                self._complain("bad notification", f"what agent {agent} sent is dropped: {error}")
                 continue
             self._guarded(f"{type(message).__name__} from {agent}", None, partial(self._take, agent, message, payload))
 
@@ -280,7 +281,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         try:
             return self.transport.notifications()
         except TransportError as error:
-            self._complain("notifications", f"layerpush cannot read NIXL notifications, and goes on trying: {error}")
+            self._complain("notifications", f"NIXL notifications cannot be read (it goes on trying): {error}")
             return []
 
     def _complain(self, kind: str, text: str) -> None:
@@ -314,12 +315,13 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 data["remote_port"],
                 data["remote_tp_size"],
                 data.get("remote_pp_size", 1),
-                notify_only=True,
+                # a stage of a pipeline has too few layers for us to write to it, and vLLM then refuses the handshake
+                notify_only=compat.only_decodes(self.vllm_config) or data.get("remote_pp_size", 1) > 1,
             )
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
             self._decode_desk.await_push(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
-            self._decode_desk.refuse(request_id, f"it cannot be registered: {error}", now)
+            self._decode_desk.refuse(request_id, f"it cannot be registered: {error}")
 
     def _cancel_loads(self, cancelled: dict[str, str]) -> None:
         self._drain_inboxes()  # a registration and its end may come in one step
@@ -336,9 +338,17 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def cleared(self, request_id: str) -> None:
         self._reports.append(("cleared", request_id))
 
-    def _probe_peer(self, agent: str, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
+    def _forget_prefill_engine(self, engine_id: str) -> bool:
+        self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")  # it may be both
+        if engine_id in self.writer.engines_in_flight:
+            self.prefill_desk.peer_lost(engine_id)
+            return False
+        self._peers.forget(engine_id)
+        return True
+
+    def _probe_peer(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
         """Have somebody ask the engine's side channel about its agent; the answer comes back to the writer thread."""
-        pp_rank, tp_rank = self.rank_of(address.engine_id, agent)
+        pp_rank, tp_rank = rank
 
         def asked(_: Any, verdict: Any) -> None:
             self.errand(lambda: on_verdict(verdict, time.perf_counter()))
@@ -356,6 +366,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
             self._peers.reach(address_of(registration), connected, time.perf_counter())
             return None
+        if (doom := self.prefill_desk.doom(engine_id)) is not None:
+            raise HandshakeError(doom)
         if not self.prefill_desk.is_current(registration):
             raise HandshakeError(RESTARTED)
         self.touch_engine(engine_id)
@@ -376,6 +388,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         def connected(error: str | None, _: float) -> None:
             if not self.writer.is_delegated(request_id):
                 return
+            error = error or self.prefill_desk.doom(registration.decode_engine_id)
             if error is None and not self.prefill_desk.is_current(registration):
                 error = RESTARTED
             if error is not None:
@@ -401,6 +414,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._guarded("an ending", None, ended)
 
     def peer_lost(self, decode_engine_id: str) -> None:
+        self._decode_desk.connection_lost(self.agents_of(decode_engine_id), time.perf_counter())
         self.prefill_desk.peer_lost(decode_engine_id)
 
     def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.transport.nixl import SPLIT_AT
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +70,21 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
 def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
     """Whether a step's forward is split, so that a layer's hook fires before all of the layer is computed."""
     return bool(vllm_config.parallel_config.use_ubatching)
+
+
+def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
+    """From how many descriptors on NIXL may spread a WRITE over several endpoints."""
+    assert vllm_config.kv_transfer_config is not None
+    if worker.nixl_backends != ["UCX"]:
+        return 0  # not known
+    threads = vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 4)
+    return SPLIT_AT if threads else math.inf
+
+
+def only_decodes(vllm_config: VllmConfig) -> bool:
+    """Whether this engine never writes into another one's memory."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and not transfer.is_kv_producer
 
 
 def device_of(kv_caches: dict[str, Any]) -> torch.device:

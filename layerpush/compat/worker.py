@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_req
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from layerpush.compat.facts import probe_meta, refusal, share
+from layerpush.compat.facts import probe_meta, refusal, share, split_at
 from layerpush.layout import MAX_DESCRIPTORS
-from layerpush.peers import Address
+from layerpush.peers import Address, Rank
 from layerpush.prefill.coverage import MismatchError
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.staging import Link
@@ -41,6 +41,7 @@ LEASE_GRACE_S = 1.0
 LEASE_SLACK_S = 0.1
 DEPARTED_KEPT = 1024
 MAX_REGIONS = 1 << 14
+SETUP_FAILED = "transfer_setup_failed"
 
 
 class WatchedPushWorker(NixlPushConnectorWorker):
@@ -56,7 +57,7 @@ class WatchedPushWorker(NixlPushConnectorWorker):
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
-        self.transport = NixlTransport(self.nixl_wrapper)
+        self.transport = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
         self._errands: deque[Callable[[], None]] = deque()
         self._telemetry: deque[Any] = deque()
         self._probed: list[tuple[ReadSpec, int, int]] | None = None
@@ -64,6 +65,7 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         self._posting: set[str] = set()
         self._expired: set[str] = set()
         self._departed: dict[str, Any] = {}
+        self._setup_failures: dict[str, BaseException] = {}
 
     # What a subclass adds.
 
@@ -198,10 +200,10 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         with self._handshake_lock:
             return tuple(map(_agent_name, (self._remote_agents.get(engine_id) or {}).values()))
 
-    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         with self._handshake_lock:
-            ranks: dict[tuple[int, int], str] = self._remote_agents.get(engine_id) or {}
-        return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), (0, 0))
+            ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
+        return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), None)
 
     def disconnect(self, engine_id: str) -> None:
         if not self.agents_of(engine_id):
@@ -278,6 +280,13 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         )
         return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=share(self, engine_id))
 
+    def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **kwargs: Any) -> None:
+        error = kwargs.get("error")
+        if failure_type == SETUP_FAILED and req_id is not None and error is not None:
+            self._setup_failures[req_id] = error  # it will be logged with the push that it ends
+        else:
+            super()._log_failure(failure_type, req_id, *args, **kwargs)
+
     def _xfer_blocks(
         self,
         read_spec: ReadSpec,
@@ -292,9 +301,15 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             self._probed.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
             return None
         started = time.perf_counter()
-        handle = super()._xfer_blocks(
-            read_spec, dst_engine_id, request_id, remote_request_id, local_xfer_side_handle, remote_xfer_side_handle
-        )
+        agent, post = self.nixl_wrapper, self.transport.noted()
+        self.nixl_wrapper = post
+        try:
+            handle = super()._xfer_blocks(
+                read_spec, dst_engine_id, request_id, remote_request_id, local_xfer_side_handle, remote_xfer_side_handle
+            )
+        finally:
+            self.nixl_wrapper = agent
+        error = self._setup_failures.pop(request_id, None)
         if handle is not None:
             record = WriteRecord(
                 remote_rank=read_spec.remote_rank,
@@ -305,10 +320,11 @@ class WatchedPushWorker(NixlPushConnectorWorker):
                 t_post=started,
                 t_posted=time.perf_counter(),
             )
-            self.transport.adopt(handle)
+            name = _agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)])
+            self.transport.adopt(handle, post, name, read_spec.remote_rank)
             self.whole_write_posted(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
-        elif request_id in self._send_failures:  # upstream has logged why, and would go on as if nothing was
-            raise TransportError(f"a WRITE to rank {read_spec.remote_rank} could not be posted")
+        elif error is not None:  # it could not even be prepared, and upstream would go on regardless
+            raise TransportError(f"a WRITE could not be prepared: {error}") from error
         return None
 
 

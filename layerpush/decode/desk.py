@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from layerpush.decode import protocol, watch
 from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succeed, Unpark
 from layerpush.decode.session import DecodeSession
 from layerpush.decode.watch import PeerWatch
-from layerpush.peers import Address, Peers, Probe
+from layerpush.peers import Address, Peers, Probe, Rank
 from layerpush.wire import (
     Accepted,
     Cancel,
@@ -67,11 +67,15 @@ class Awaited:
     registration: Registration
     payload: bytes
     completions: list[bytes] = field(default_factory=list)
+    ranks: dict[str, Rank] = field(default_factory=dict)
     dropped: bool = False
 
 
 class DecodeDesk:
-    """``world_size`` is the number of this engine's tensor-parallel ranks: it decides how many completions make one."""
+    """``world_size`` is the number of this engine's tensor-parallel ranks: it decides how many completions make one.
+
+    ``forget`` drops the connection to an engine; False if that has to wait for WRITEs that are on their way to it.
+    """
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class DecodeDesk:
         complaints: Complaints,
         world_size: int,
         patience_s: float,
+        forget: Callable[[str], bool],
     ) -> None:
         self._own_engine_id = engine_id
         self._peers = peers
@@ -92,9 +97,10 @@ class DecodeDesk:
         self._complaints = complaints
         self._world_size = world_size
         self._patience_s = patience_s
+        self._forget = forget
         self._awaited: dict[str, Awaited] = {}
         self._early: deque[tuple[float, str, Word]] = deque()
-        self._outcomes: deque[tuple[float, str, Callable[[], None]]] = deque()
+        self._outcomes: deque[tuple[str, Callable[[], None]]] = deque()
         self._pings = 0
         self._speakers: OrderedDict[str, None] = OrderedDict()
 
@@ -115,14 +121,18 @@ class DecodeDesk:
 
     def await_push(self, registration: Registration, address: Address, extra: dict[str, Any], now: float) -> None:
         """Register with a prefill engine; ``extra`` keys go along for stock engines. Raises ``WireError``."""
+        if registration.request_id in self._awaited:
+            reason = "an earlier request of the same id still has blocks that somebody may write to"
+            self.refuse(registration.request_id, reason)
+            return
         payload = encode_registration(registration, **extra)
         session = DecodeSession(registration.request_id, patience_s=self._patience_s)
         awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload)
         self._register(awaited, now, again=True)
 
-    def refuse(self, request_id: str, reason: str, now: float) -> None:
+    def refuse(self, request_id: str, reason: str) -> None:
         """A request that cannot even be registered."""
-        self._report(request_id, partial(self._loads.failed, request_id), now)
+        self._report(request_id, partial(self._loads.failed, request_id))
         logger.error("KV load of %s failed: %s", request_id, reason)
 
     def dropped(self, request_id: str, reason: str, now: float) -> None:
@@ -174,6 +184,15 @@ class DecodeDesk:
                 return
         self._dispatch(message.request_id, event, now)
 
+    def connection_lost(self, agents: Collection[str], now: float) -> None:
+        """Something else on this rank found the connection to an engine broken, and will drop it. Which of several
+        agents it was that could not be reached is not known.
+        """
+        for agent in agents:
+            if len(agents) == 1:
+                self._watch.lost(agent, now)
+            self._watch.cut(agent)
+
     # Time.
 
     def tick(self, now: float) -> None:
@@ -192,13 +211,11 @@ class DecodeDesk:
                 text = f"agent {sender} completes {message.request_id}, which does not wait"
                 self._complaints.add("late completion", text, now)
         for _ in range(len(self._outcomes)):
-            deadline, request_id, deliver = self._outcomes.popleft()
+            request_id, deliver = self._outcomes.popleft()
             if self._loads.knows(request_id):
                 deliver()
-            elif deadline > now:
-                self._outcomes.append((deadline, request_id, deliver))
-            else:
-                logger.error("the outcome of the KV load of %s is dropped: the engine does not know it", request_id)
+            else:  # its step is not over; every request that was registered will be known
+                self._outcomes.append((request_id, deliver))
 
     def _register(self, awaited: Awaited, now: float, *, again: bool) -> None:
         """Connect and send the registration; ``again``: once more if the engine turns out to have been replaced."""
@@ -212,14 +229,20 @@ class DecodeDesk:
                 return
             agents = self._peers.agents(address.engine_id)
             reached = frozenset(agent for agent in agents if self._peers.notify(agent, awaited.payload))
-            if not reached and again:
-                self._peers.forget(address.engine_id)
+            for agent in agents:
+                if agent not in reached:
+                    self._watch.lost(agent, now)
+            if not reached and again and self._drop(address.engine_id):
                 self._register(awaited, now, again=False)
                 return
+            if not again:
+                self._watch.reconnected(agents)
             if not reached:
                 reason = f"the connection to prefill engine {address.engine_id!r} is lost"
                 self._dispatch(session.request_id, protocol.Unregistered(reason), now)
                 return
+            awaited.address = self._peers.address(address.engine_id) or address
+            awaited.ranks = {agent: rank for agent in agents if (rank := self._peers.rank_of(address.engine_id, agent))}
             self._dispatch(session.request_id, protocol.Registered(frozenset(agents)), now)
             self._watch.add(address.engine_id, frozenset(agents), now)
             for agent in agents:
@@ -265,17 +288,16 @@ class DecodeDesk:
                 for agent in agents:
                     # one that has not spoken may be a stock one, or our registration or its answer was lost
                     payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
-                    if not self._peers.notify(agent, payload):
-                        self._watch.lost(agent, now)
+                    self._send(awaited.address.engine_id, agent, payload, now)
             case Succeed():
-                self._report(request_id, partial(self._loads.loaded, awaited.completions), now)
+                self._report(request_id, partial(self._loads.loaded, awaited.completions))
             case GiveUp(reason):
                 self._log_failure(awaited, reason, "")
-                self._report(request_id, partial(self._loads.failed, request_id), now)
+                self._report(request_id, partial(self._loads.failed, request_id))
             case Park(reason):
                 self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
                 self._loads.parked(request_id)
-                self._report(request_id, partial(self._loads.failed, request_id), now)
+                self._report(request_id, partial(self._loads.failed, request_id))
             case Unpark():
                 logger.info("the blocks that were set aside for %s are free again", request_id)
                 self._loads.cleared(request_id)
@@ -285,36 +307,54 @@ class DecodeDesk:
         engine = awaited.address.engine_id
         logger.log(level, "KV load of %s from %s failed: %s%s", awaited.session.request_id, engine, reason, what_then)
 
-    def _report(self, request_id: str, deliver: Callable[[], None], now: float) -> None:
-        self._outcomes.append((now + HOLD_S, request_id, deliver))
+    def _report(self, request_id: str, deliver: Callable[[], None]) -> None:
+        self._outcomes.append((request_id, deliver))
+
+    def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
+        """A send that fails speaks against the agent, unless we have no connection that it could fail on."""
+        if agent not in self._peers.agents(engine_id):
+            self._watch.cut(agent)
+        elif not self._peers.notify(agent, payload):
+            self._watch.lost(agent, now)
 
     def _obey(self, order: watch.Order, now: float) -> None:
         match order:
             case watch.SendPing(engine_id, agent, spoke):
                 self._pings += 1
                 payload = encode(Ping(self._own_engine_id, self._pings)) if spoke else encode_heartbeat(())
-                if not self._peers.notify(agent, payload):
-                    self._watch.lost(agent, now)
+                self._send(engine_id, agent, payload, now)
             case watch.StartProbe(engine_id, agent):
                 self._start_probe(engine_id, agent)
             case watch.ReportSilent(agent, reason):
                 self._tell_all(agent, protocol.Silent(agent, reason), now)
             case watch.ReportGone(agent, reason):
                 self._tell_all(agent, protocol.Gone(agent, reason), now)
-                self._forget_engine_of(agent)
+                self._forget_dead_engine_of(agent)
             case watch.Reconnect(engine_id):
-                address = next((a.address for a in self._awaited.values() if a.address.engine_id == engine_id), None)
-                if address is not None:
-                    self._peers.forget(engine_id)
+                registered = (a.address for a in self._awaited.values() if a.ranks)
+                address = next((address for address in registered if address.engine_id == engine_id), None)
+                if address is not None and self._drop(engine_id):
                     self._peers.reach(address, partial(self._reconnected, engine_id), now, tries=1)
+
+    def _drop(self, engine_id: str) -> bool:
+        """Drop a connection to agents of which something is awaited; False if it has to stay for now."""
+        agents = self._peers.agents(engine_id)
+        if not self._forget(engine_id):
+            return False
+        for agent in agents:
+            self._watch.cut(agent)
+        return True
 
     def _start_probe(self, engine_id: str, agent: str) -> None:
         awaited = next((a for a in self._awaited.values() if agent in a.session.agents), None)
-        if awaited is not None:
-            self._probe(agent, awaited.address, partial(self._watch.verdict, engine_id, agent))
+        if awaited is not None and agent in awaited.ranks:
+            on_verdict = partial(self._watch.verdict, engine_id, agent)
+            self._probe(agent, awaited.ranks[agent], awaited.address, on_verdict)
 
     def _reconnected(self, engine_id: str, error: str | None, _: float) -> None:
-        if error is not None:
+        if error is None:
+            self._watch.reconnected(self._peers.agents(engine_id))
+        else:
             logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
 
     def _tell_all(self, agent: str, event: Event, now: float) -> None:
@@ -322,7 +362,9 @@ class DecodeDesk:
             if agent in awaited.session.agents:
                 self._dispatch(request_id, event, now)
 
-    def _forget_engine_of(self, agent: str) -> None:
+    def _forget_dead_engine_of(self, agent: str) -> None:
+        """Only when no rank of it may live: a send to a rank that we forget would fail, and that proves nothing."""
         for engine_id in {address.engine_id for address in self._peers.addresses}:
-            if agent in self._peers.agents(engine_id):
-                self._peers.forget(engine_id)
+            agents = set(self._peers.agents(engine_id))
+            if agent in agents and all(agents.isdisjoint(a.session.open_agents) for a in self._awaited.values()):
+                self._forget(engine_id)

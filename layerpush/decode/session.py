@@ -8,7 +8,7 @@ The invariants, each enforced where it matters:
 - the blocks are given back only when every agent has had its final word, or enough agents have landed (``_is_over``);
 - the first word of an agent stands: a duplicate, or a late one, changes nothing (``_take``);
 - the load is reported exactly once: ``Succeed``, ``GiveUp``, or ``Park`` and later ``Unpark``;
-- as long as an agent has not answered, it is asked again (``_on_tick``).
+- as long as an agent has not answered, it is asked again, less and less often (``_on_tick``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DecodeSession:
     """See the module's text.
 
     ``patience_s`` is how long the engine's request waits for agents that do not answer a ``Cancel``, ``retry_s`` how
-    long one ``Cancel`` is given.
+    long the first ``Cancel`` is given; each further one is given twice as long, up to ``patience_s``.
     """
 
     def __init__(self, request_id: str, patience_s: float, retry_s: float = RETRY_S) -> None:
@@ -150,6 +150,7 @@ class DecodeSession:
         if self.state not in (S.CANCELLING, S.PARKED):
             return self.state
         if now >= self._asked_at + self._retry_s:
+            self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._patience_s))
             self._ask(now, actions)
         if self.state is S.CANCELLING and not self.dropped and now >= self._patient_until:
             actions.append(Park(self.cause or ""))

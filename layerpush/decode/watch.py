@@ -79,7 +79,9 @@ class _Agent:
     pinged_at: float | None = None
     """When the first ping was sent that nothing has followed: silence counts from there, not from our own pauses."""
     lost: bool = False
-    """A send to it failed, and nothing has come from it since."""
+    """A send to it failed; there is no new connection since then, and nothing has come from it over the old one."""
+    cut: bool = False
+    """We have no connection to it, by our own doing: that proves nothing."""
     ended_at: float | None = None
     """When a probe first found that it had ended."""
     silent: bool = False
@@ -151,7 +153,8 @@ class PeerWatch:
         if agent is not None and not agent.gone:
             agent.heard_at, agent.pinged_at, agent.ended_at = now, None, None
             agent.spoke |= spoke
-            agent.lost = agent.silent = False
+            agent.silent = False
+            agent.lost = agent.lost and agent.cut  # without a connection no send can show it again
 
     def spoke(self, name: str) -> None:
         """This agent speaks layerpush's language, as it did before it was awaited."""
@@ -167,6 +170,19 @@ class PeerWatch:
             if agent.ended_at is not None:
                 agent.probe_from = min(agent.probe_from, max(now, agent.ended_at + SETTLE_S))
 
+    def cut(self, name: str) -> None:
+        """There is no connection to this agent, because we dropped it: it is probed, and connected anew if it lives."""
+        agent = self._find(name)
+        if agent is not None:
+            agent.cut = True
+
+    def reconnected(self, agents: Collection[str]) -> None:
+        """There is a new connection to these agents: what failed on the old one has been cured."""
+        for name in agents:
+            agent = self._find(name)
+            if agent is not None and not agent.gone:
+                agent.lost = agent.cut = False
+
     def verdict(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
         """What became of a probe. A verdict that is not awaited counts for nothing."""
         probe, agent = self._probes.get(engine_id), self._find(name)
@@ -181,9 +197,8 @@ class PeerWatch:
             return
         agent.ended_at = None
         if verdict is Verdict.ALIVE:
-            if agent.lost:
+            if agent.lost or agent.cut:
                 self._reconnects.add(engine_id)
-            agent.lost = False
             if not agent.spoke:
                 agent.heard_at = now  # all that it can say
 
@@ -249,7 +264,7 @@ class PeerWatch:
         return min(wanted, default=(math.inf, ""))
 
     def _doubted_at(self, agent: _Agent) -> float:
-        in_trouble = agent.lost or agent.ended_at is not None
+        in_trouble = agent.lost or agent.cut or agent.ended_at is not None
         return -math.inf if in_trouble else agent.heard_at + self._timeout_s / 2
 
     def _find(self, name: str) -> _Agent | None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
+
+from msgspec.structs import replace
 
 from layerpush.complaints import Complaints
 from layerpush.decode.watch import Verdict
@@ -29,16 +33,32 @@ PROBES = 5
 NO_REQUEST = "no such request came to the prefill engine"
 
 Key = tuple[str, str]
+Answer = Accepted | Fail | Cancelled
 
 
 class Remembered(OrderedDict[Any, Any]):
     """The last few thousand of something."""
 
-    def note(self, key: Any, value: Any) -> None:
+    def note(self, key: Any, value: Any, is_live: Callable[[Any], bool] = lambda _: False) -> None:
+        """Remember it, and forget the oldest beyond ``REMEMBERED``, but none that ``is_live``."""
         self[key] = value
         self.move_to_end(key)
-        while len(self) > REMEMBERED:
-            self.popitem(last=False)
+        for oldest in list(islice(self, max(0, len(self) - REMEMBERED))):
+            if is_live(oldest):
+                self.move_to_end(oldest)
+            else:
+                del self[oldest]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was registered under a key, and by which agents: the ranks of one decode engine send equal registrations."""
+
+    fingerprint: bytes
+    senders: frozenset[str]
+
+    def is_for(self, registration: Registration) -> bool:
+        return self.fingerprint == registration.fingerprint
 
 
 class PrefillDesk:
@@ -64,26 +84,31 @@ class PrefillDesk:
         self._ledger = Ledger(self._is_for)
         self._served = Remembered()
         self._over = Remembered()
-        self._senders = Remembered()
+        self._asked = Remembered()
         self._unwanted = Remembered()
         self._bad_ends: dict[str, tuple[float, str]] = {}
         self._strangers: dict[str, list[tuple[str, Registration]]] = {}
         self._doomed: dict[str, str] = {}
+        self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
         self._lost = Remembered()
 
     # From decode engines.
 
     def registered(self, sender: str, registration: Registration, now: float) -> None:
         """A ``PUSH_REG`` arrived. Every rank of a decode engine sends its own; the first one counts for all."""
+        if registration.decode_engine_id in self._doomed:
+            self._hold(sender, registration)
+            return
         if self._is_strange(sender, registration):
             return
-        self._lost.pop(registration.decode_engine_id, None)
-        self._senders.note(registration.key, self._senders.get(registration.key, frozenset()) | {sender})
+        self._found(registration.decode_engine_id, now)
+        if not self._note_asked(sender, registration, now):
+            return
         if registration.layerpush:
             answer = self._over.get(registration.key, Accepted(registration.request_id))
             self._answer(registration, answer, now)
         if any(registration.key in known for known in (self._over, self._served, self._ledger)):
-            return
+            return  # another rank's, or the same once more
         request_id = self.match(registration, self._writer.waiting())
         if request_id is not None:
             self._served.note(registration.key, request_id)
@@ -99,16 +124,18 @@ class PrefillDesk:
     def cancelled(self, sender: str, message: Cancel, now: float) -> None:
         """A decode engine wants the blocks of a registration back."""
         key = (message.decode_engine_id, message.request_id)
-        senders = self._senders.get(key)
-        if senders is not None and sender not in senders | set(self._peers.agents(message.decode_engine_id)):
+        asked = self._asked.get(key)
+        if asked is not None and sender not in asked.senders | set(self._peers.agents(message.decode_engine_id)):
             self._complaints.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
             return
+        if message.decode_engine_id in self._doomed:
+            return  # nothing can be said until the connection is gone; the decode engine asks again
         address = Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
-        self._lost.pop(message.decode_engine_id, None)
+        self._found(message.decode_engine_id, now)
         kept = self._ledger.drop(key)
         if kept is not None:
-            self._unwanted.note(key, (now + KEPT_S, kept))
-        request_id = self._served.get(key)
+            self._unwanted.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
+        request_id = self._writer.serving(key)
         if request_id is None or self._writer.withdraw(request_id, key):  # else ``retract`` follows
             self._over.note(key, Cancelled(message.request_id))
             self._peers.say(address, encode(Cancelled(message.request_id)), now)
@@ -145,8 +172,8 @@ class PrefillDesk:
         """
         engine_id = registration.decode_engine_id
         agents = set(self._peers.agents(engine_id))
-        senders = self._senders.get(registration.key, ())
-        return not agents.isdisjoint(senders)
+        asked = self._asked.get(registration.key)
+        return asked is not None and asked.is_for(registration) and not agents.isdisjoint(asked.senders)
 
     def retract(self, retraction: Retract, withdrawn: bool, now: float) -> None:
         """Pass on that a completion will never come."""
@@ -163,8 +190,7 @@ class PrefillDesk:
         if retraction.drained:
             message = Cancelled(registration.request_id) if withdrawn else message
             self._over.note(registration.key, message)
-        if registration.decode_engine_id not in self._lost:  # else it asks again, if it is alive
-            self._answer(registration, message, now)
+        self._answer(registration, message, now)
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here; who still waits for it, or comes to ask for it soon, is told why."""
@@ -184,6 +210,10 @@ class PrefillDesk:
         """The connection to a decode engine is gone: what it asked for has failed, and the next ask connects anew."""
         self._doom(engine_id, "the connection to the decode engine was lost")
 
+    def doom(self, engine_id: str) -> str | None:
+        """Why the connection to a decode engine is about to be dropped, if it is: nothing new may be begun on it."""
+        return self._doomed.get(engine_id)
+
     def tick(self, now: float) -> None:
         """Forget what is old; finish off connections that are gone."""
         while self._unwanted and next(iter(self._unwanted.values()))[0] <= now:
@@ -192,6 +222,7 @@ class PrefillDesk:
             del self._bad_ends[next(iter(self._bad_ends))]
         for dropped in self._ledger.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
+        self._forget_withheld(now)
         for engine_id, reason in list(self._doomed.items()):
             self._writer.fail_engine(engine_id, reason)
             if engine_id not in self._writer.engines_in_flight:
@@ -233,31 +264,83 @@ class PrefillDesk:
             self._over.note(registration.key, message)
             self._answer(registration, message, now)
 
-    def _answer(self, registration: Registration, message: Accepted | Fail | Cancelled, now: float) -> None:
-        self._peers.say(address_of(registration), encode(message), now)
+    def _answer(self, registration: Registration, message: Answer, now: float) -> None:
+        """Say it, or, if the connection is gone, keep it for a while: whether the decode engine lives will show."""
+        engine_id = registration.decode_engine_id
+        if engine_id in self._doomed or engine_id in self._lost:
+            self._withheld.setdefault(engine_id, []).append((now + ENDED_S, address_of(registration), message))
+        else:
+            self._peers.say(address_of(registration), encode(message), now)
+
+    def _found(self, engine_id: str, now: float) -> None:
+        """A decode engine lives, and can be answered over a new connection if the old one was lost."""
+        self._lost.pop(engine_id, None)
+        for _, address, message in self._withheld.pop(engine_id, []):
+            self._peers.say(address, encode(message), now)
+
+    def _forget_withheld(self, now: float) -> None:
+        for engine_id, answers in list(self._withheld.items()):
+            self._withheld[engine_id] = [answer for answer in answers if answer[0] > now][-REMEMBERED:]
+            if not self._withheld[engine_id]:
+                del self._withheld[engine_id]
+
+    def _note_asked(self, sender: str, registration: Registration, now: float) -> bool:
+        """False if another registration under the same key is still being served: the process that it came from may
+        have been replaced, or have given the same id to two requests, and only one can have the blocks' bytes.
+        """
+        key = registration.key
+        asked = self._asked.get(key)
+        if asked is not None and asked.is_for(registration):
+            self._asked.note(key, Asked(asked.fingerprint, asked.senders | {sender}), self._is_live)
+            return True
+        if asked is not None and self._writer.serving(key) is not None:
+            reason = "another request of this id is being pushed"
+            self._complaints.add("id in use", f"agent {sender} registers {registration.request_id}: {reason}", now)
+            if registration.layerpush:
+                self._answer(registration, Fail(registration.request_id, 0, reason, True), now)
+            return False
+        if asked is not None:
+            self._ledger.drop(key)
+            self._over.pop(key, None)
+            self._served.pop(key, None)
+        self._asked.note(key, Asked(registration.fingerprint, frozenset({sender})), self._is_live)
+        return True
+
+    def _is_live(self, key: Key) -> bool:
+        return key in self._ledger or self._writer.serving(key) is not None
 
     # A registration from an agent that is none of the engine's: the engine was restarted, or somebody uses its name.
 
     def _is_strange(self, sender: str, registration: Registration) -> bool:
         engine_id = registration.decode_engine_id
         known = self._peers.agents(engine_id)
-        if not known or sender in known or registration.key in self._served:
+        asked = self._asked.get(registration.key)
+        is_sibling = registration.key in self._served and asked is not None and asked.is_for(registration)
+        if not known or sender in known or is_sibling:
             return False
-        waiting = self._strangers.setdefault(engine_id, [])
-        if len(waiting) < REMEMBERED:
-            waiting.append((sender, registration))
-        if len(waiting) == 1 and engine_id not in self._doomed:
+        if self._hold(sender, registration) == 1:
             self._ask_about(engine_id, known[0], PROBES)
         return True
 
+    def _hold(self, sender: str, registration: Registration) -> int:
+        """Keep a registration until it is clear what becomes of the connection to its engine; returns how many are."""
+        waiting = self._strangers.setdefault(registration.decode_engine_id, [])
+        if len(waiting) < REMEMBERED:
+            waiting.append((sender, registration))
+        return len(waiting)
+
     def _ask_about(self, engine_id: str, agent: str, left: int) -> None:
         address = self._peers.address(engine_id) or address_of(self._strangers[engine_id][0][1])
-        self._probe(agent, address, partial(self._asked, engine_id, agent, left))
+        rank = self._peers.rank_of(engine_id, agent)
+        if rank is not None:
+            self._probe(agent, rank, address, partial(self._answered, engine_id, agent, left))
 
-    def _asked(self, engine_id: str, agent: str, left: int, verdict: Verdict, now: float) -> None:
+    def _answered(self, engine_id: str, agent: str, left: int, verdict: Verdict, now: float) -> None:
         if agent not in self._peers.agents(engine_id):  # the engine was forgotten meanwhile, and may be connected anew
             for sender, registration in self._strangers.pop(engine_id, []):
                 self.registered(sender, registration, now)
+            return
+        if engine_id in self._doomed:  # they are heard when the connection is gone
             return
         if verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)

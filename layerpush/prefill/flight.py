@@ -33,11 +33,11 @@ class Flight:
                 push.writes.remove(write)
                 yield self.ended(push, write)
         delegated = push.delegated
-        if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push)):
+        if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push, delegated)):
             push.delegated = None
+            self._note_loss(push, delegated)
             if push.retraction is not None:
                 self._host.retract(push.retraction, withdrawn=push.withdrawn)
-            self._note_loss(push, delegated)
             yield Delivered(delegated.lost)
 
     def ended(self, push: Push, write: PostedWrite) -> Event:
@@ -65,12 +65,13 @@ class Flight:
         return f"a WRITE is on the wire for more than {self._write_timeout_s:g} s (write_timeout_s)"
 
     def _note_loss(self, push: Push, write: PostedWrite) -> None:
-        if write.peer_lost and push.session.registration is not None:
-            self._host.peer_lost(push.session.registration.decode_engine_id)
+        if write.peer_lost and push.record.decode_engine_id is not None:
+            self._host.peer_lost(push.record.decode_engine_id)
 
-    def _delegated_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
+    def _delegated_ended(self, push: Push, write: PostedWrite, part: RankWrite, landed: bool) -> None:
         if not landed:
-            logger.error("whole-request push of %s failed", push.request_id)
+            decode_id, why = push.record.decode_request_id, write.lost
+            logger.error("whole-request push of %s to %s failed: %s", push.request_id, decode_id, why)
         self._host.delegated_write_ended(push.request_id, part, landed)
         self._part_ended(push, part, landed)
 

@@ -46,6 +46,14 @@ class PushTable:
         push = self._pushes.get(request_id)
         return push is not None and push.session.state is State.DELEGATED and push.session.failure is None
 
+    def serving(self, key: tuple[str, str]) -> str | None:
+        """The live request that a registration is served by."""
+        for push in self._pushes.values():
+            registration = push.session.registration
+            if registration is not None and registration.key == key:
+                return push.request_id
+        return None
+
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet."""
         return [push.request_id for push in self._pushes.values() if push.is_unclaimed]

@@ -51,14 +51,22 @@ class Transport(Protocol):
     - WRITEs land in any order, from their posting on; a WRITE may need ``poll`` calls to get anywhere.
     - A WRITE that ``poll`` reports as ``LANDED`` is wholly in the peer's memory; a notification sent after that
       cannot overtake it. A notification sent earlier can.
+    - A WRITE that ``FAILED`` may have landed in part, but is over: nothing of it lands any more. As long as something
+      may, ``poll`` says ``PENDING``, and ``post_write`` raises nothing.
     - ``release`` before ``LANDED`` or ``FAILED`` is no cancel: the bytes may still land, later.
     """
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
-        """Start one WRITE of ``local[i]`` onto ``remote[i]``. Raises ``TransportError`` or ``PeerLostError``."""
+        """Start one WRITE of ``local[i]`` onto ``remote[i]``.
+
+        Raises ``TransportError`` when nothing of it was sent, or ``PeerLostError``.
+        """
 
     def poll(self, handle: WriteHandle) -> WriteState:
-        """Make progress on a WRITE and say where it is. Raises ``PeerLostError`` when the peer died under it."""
+        """Make progress on a WRITE and say where it is.
+
+        Raises ``PeerLostError`` when the peer died under it; any other ``TransportError`` is ``FAILED`` with a reason.
+        """
 
     def release(self, handle: WriteHandle) -> None:
         """Forget a WRITE. Raises ``TransportError`` when the handle must be kept and released later."""

@@ -4,14 +4,66 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
 
 logger = logging.getLogger("vllm.layerpush.transport")
 
-_STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING, "ERR": WriteState.FAILED}
+SPLIT_AT = 1024
+"""From so many descriptors on, NIXL spreads a WRITE over the threads of its pool, each with an endpoint of its own."""
+FENCE_RETRY_S = 1.0
+
+_STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
+
+
+@dataclass(slots=True)
+class _Posted:
+    """Where a WRITE goes, and one of its descriptors."""
+
+    route: Route
+    local: DescriptorIds
+    remote: DescriptorIds
+    descriptors: int
+
+
+@dataclass(slots=True)
+class _Torn:
+    """A WRITE that failed when parts of it may have been on the wire, and the fence that shows when they have ended."""
+
+    failure: TransportError
+    posted: _Posted
+    fence: Any = None
+    due: float = 0.0
+
+
+class NotedPost:
+    """The agent, for the time of one WRITE that somebody else posts: notes what is posted, and that it failed."""
+
+    def __init__(self, agent: Any, errors: tuple[type[Exception], ...]) -> None:
+        self._agent = agent
+        self._errors = errors
+        self.sides: tuple[Any, DescriptorIds, Any, DescriptorIds] | None = None
+        self.failure: TransportError | None = None
+
+    def make_prepped_xfer(
+        self, operation: str, local: Any, local_ids: Any, remote: Any, remote_ids: Any, **options: Any
+    ) -> Any:
+        handle = self._agent.make_prepped_xfer(operation, local, local_ids, remote, remote_ids, **options)
+        self.sides = local, _ids(local_ids), remote, _ids(remote_ids)
+        return handle
+
+    def transfer(self, handle: Any) -> Any:
+        self.failure = _start(self._agent, self._errors, handle, "a WRITE could not be posted")
+        return "PROC" if self.failure is None else "ERR"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
 
 
 class NixlTransport:
@@ -22,55 +74,66 @@ class NixlTransport:
 
     WRITEs carry no notification of their own: NIXL would send it after that WRITE alone, ahead of earlier ones.
 
+    A WRITE that fails while its connection lives is no WRITE that has ended: neither releasing it nor removing the peer
+    stops what UCX has taken over (seen with NIXL 1.5.1: half of the bytes landed after both). So it stays ``PENDING``
+    until a *fence* has landed, one descriptor written once more to the same place. NIXL ends each WRITE with a flush of
+    its endpoint, which covers whatever was posted there before; a thread that posts has one endpoint for each peer, as
+    long as WRITEs have fewer than ``SPLIT_AT`` descriptors. No fence covers a larger one: it ends with its peer.
+
     Raises:
         TypeError: ``agent`` is not an agent of any NIXL build.
     """
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any, split_at: float = SPLIT_AT) -> None:
         self._agent = agent
+        self._split_at = split_at
         self._errors = _errors_of(agent)
         # Polling a freed handle crashes NIXL, and a handle that is garbage-collected is released on whichever thread
         # drops it: handles live here from post to release.
-        self._live: set[Any] = set()
+        self._live: dict[Any, _Posted] = {}
+        self._torn: dict[Any, _Torn] = {}
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
-        """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts.
-
-        After a ``TransportError`` some of the bytes may have been sent all the same.
-        """
-        try:
-            handle = self._agent.make_prepped_xfer(
-                "WRITE", route.local_descriptors, local, route.remote_descriptors, remote
-            )
-        except self._errors as error:
-            raise _translated(error, f"cannot prepare a WRITE to {route.agent}") from error
-        try:
-            state = self._agent.transfer(handle)
-        except self._errors as error:
+        """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
+        handle = self._prepare(route, local, remote)
+        posted = _Posted(route, local[:1].copy(), remote[:1].copy(), len(local))
+        failure = _start(self._agent, self._errors, handle, f"cannot post a WRITE to {route.agent}")
+        if isinstance(failure, PeerLostError):
             self._abandon(handle)
-            raise _translated(error, f"cannot post a WRITE to {route.agent}") from error
-        if state == "ERR":
-            self._abandon(handle)
-            raise TransportError(f"cannot post a WRITE to {route.agent}")
-        self._live.add(handle)
+            raise failure
+        self._live[handle] = posted
+        if failure is not None:
+            self._torn[handle] = _Torn(failure, posted)
         result: WriteHandle = handle
         return result
 
-    def adopt(self, handle: WriteHandle) -> None:
-        """Take over a WRITE that somebody else posted on this agent: it is polled and released here from now on."""
-        self._live.add(handle)
+    def noted(self) -> NotedPost:
+        """The agent, for somebody else to post one WRITE with, on this thread."""
+        return NotedPost(self._agent, self._errors)
+
+    def adopt(self, handle: WriteHandle, post: NotedPost, agent: str, remote_rank: int) -> None:
+        """Take over a WRITE that somebody else has posted, well or not: it is polled and released here from now on."""
+        assert post.sides is not None
+        local, local_ids, remote, remote_ids = post.sides
+        route = Route(agent, remote_rank, local, remote)
+        posted = self._live[handle] = _Posted(route, local_ids[:1].copy(), remote_ids[:1].copy(), len(local_ids))
+        if post.failure is not None:
+            self._torn[handle] = _Torn(post.failure, posted)
 
     def poll(self, handle: WriteHandle) -> WriteState:
-        """Make progress on a WRITE. A WRITE that ``FAILED`` may have landed in part."""
+        """Make progress on a WRITE. Raises ``TransportError`` with what went wrong when it has failed and is over."""
         self._require_live(handle)
-        try:
-            return _STATES.get(self._agent.check_xfer_state(handle), WriteState.FAILED)
-        except self._errors as error:
-            lost = _translated(error, "a WRITE was cut off")
-            if isinstance(lost, PeerLostError):
-                raise lost from error
-            logger.warning("NIXL reports a failed WRITE: %s", lost)
-            return WriteState.FAILED
+        if handle not in self._torn:
+            state = self._look_at(handle)
+            if isinstance(state, WriteState):
+                return state
+            if isinstance(state, PeerLostError):
+                raise state
+            self._torn[handle] = _Torn(state, self._live[handle])
+        torn = self._torn[handle]
+        if not isinstance(torn.failure, PeerLostError) and not self._is_fenced(torn):
+            return WriteState.PENDING
+        raise torn.failure
 
     def release(self, handle: WriteHandle) -> None:
         """Forget a WRITE; also wanted after ``PeerLostError``."""
@@ -79,7 +142,7 @@ class NixlTransport:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
             raise _translated(error, "NIXL keeps the handle of a WRITE") from error
-        self._live.remove(handle)
+        self._forget(handle)
 
     def notify(self, agent: str, payload: bytes) -> None:
         try:
@@ -99,13 +162,58 @@ class NixlTransport:
         if handle not in self._live:
             raise TransportError(f"{handle!r} was released, or is no WRITE of this transport")
 
+    def _prepare(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> Any:
+        try:
+            return self._agent.make_prepped_xfer(
+                "WRITE", route.local_descriptors, local, route.remote_descriptors, remote
+            )
+        except self._errors as error:
+            raise _translated(error, f"cannot prepare a WRITE to {route.agent}") from error
+
+    def _look_at(self, handle: Any) -> WriteState | TransportError:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._errors as error:
+            return _translated(error, "a WRITE was cut off")
+        return _STATES.get(state) or TransportError("a WRITE ended in an error")
+
+    def _is_fenced(self, torn: _Torn) -> bool:
+        """Whether nothing of a torn WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
+        if torn.fence is None and time.perf_counter() < torn.due:
+            return False
+        state = self._raise_fence(torn) if torn.fence is None else self._look_at(torn.fence)
+        if state is WriteState.PENDING:
+            return False
+        if torn.fence is not None:
+            self._abandon(torn.fence)
+            torn.fence = None
+        if isinstance(state, PeerLostError):
+            raise state
+        torn.due = time.perf_counter() + FENCE_RETRY_S
+        return state is WriteState.LANDED and torn.posted.descriptors < self._split_at
+
+    def _raise_fence(self, torn: _Torn) -> WriteState | TransportError:
+        route = torn.posted.route
+        try:
+            torn.fence = self._prepare(route, torn.posted.local, torn.posted.remote)
+        except TransportError as error:
+            return error
+        failure = _start(self._agent, self._errors, torn.fence, f"cannot post a fence to {route.agent}")
+        return failure or WriteState.PENDING
+
+    def _forget(self, handle: Any) -> None:
+        del self._live[handle]
+        torn = self._torn.pop(handle, None)
+        if torn is not None and torn.fence is not None:
+            self._abandon(torn.fence)
+
     def _abandon(self, handle: Any) -> None:
-        """Give back the handle of a WRITE that was never posted."""
+        """Give back the handle of a WRITE that nobody waits for."""
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
             # The caller raises what made the post fail; NIXL releases leftovers together with the agent.
-            logger.warning("NIXL keeps the handle of a WRITE that it did not post: %r", error)
+            logger.warning("NIXL keeps the handle of a WRITE that nobody waits for: %r", error)
 
 
 def _errors_of(agent: Any) -> tuple[type[Exception], ...]:
@@ -118,6 +226,18 @@ def _errors_of(agent: Any) -> tuple[type[Exception], ...]:
             exported = vars(bindings).values()
             return tuple(value for value in exported if isinstance(value, type) and issubclass(value, Exception))
     raise TypeError(f"{agent!r} is not a NIXL agent")
+
+
+def _start(agent: Any, errors: tuple[type[Exception], ...], handle: Any, failure: str) -> TransportError | None:
+    try:
+        state = agent.transfer(handle)
+    except errors as error:
+        return _translated(error, failure)
+    return TransportError(failure) if state == "ERR" else None
+
+
+def _ids(ids: Any) -> DescriptorIds:
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _translated(error: Exception, failure: str) -> TransportError:

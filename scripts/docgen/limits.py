@@ -42,7 +42,7 @@ MESSAGES = (
 TABLES = (
     ("P", "registrations without a request", "prefill.ledger.KEPT", "prefill.ledger.KEPT_S", "the oldest is refused"),
     ("P", "registrations that a push belongs to", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
-    ("P", "who sent a registration", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
+    ("P", "who sent a registration that is over", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     ("P", "last answers to registrations", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     (
         "P",
@@ -51,12 +51,12 @@ TABLES = (
         "prefill.ledger.KEPT_S",
         _FORGOTTEN,
     ),
+    ("P", "answers to a D whose connection was lost", "prefill.desk.REMEMBERED", "prefill.desk.ENDED_S", "forgotten"),
     ("P", "why a request ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
     ("P", "registrations of a D that may have been replaced", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
     ("P", "digests of prompts", "worker.DIGESTS_KEPT", "", _FORGOTTEN),
     ("D", "agents that speak layerpush", "decode.desk.SPEAKERS_KEPT", "", _FORGOTTEN),
     ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
-    ("D", "outcomes for requests that vLLM does not know yet", "", "decode.desk.HOLD_S", _DROPPED),
     ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),
     ("both", "geometry of engines that were disconnected", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
 )

@@ -88,8 +88,7 @@ class EngineHost:
 
     def stop(self) -> None:
         """Ask, then terminate, then kill; never leaves the process behind."""
-        if self._paused:
-            self.resume()
+        self.resume()
         self.begin_stop()
         self._process.join(0 if self.broken else 15)
         for end in (self._process.terminate, self._process.kill):
@@ -110,8 +109,10 @@ class EngineHost:
         self._paused = True
 
     def resume(self) -> None:
-        self._paused = False
-        self._signal(signal.SIGCONT)
+        """Let it go on, if it is paused."""
+        if self._paused:
+            self._paused = False
+            self._signal(signal.SIGCONT)
 
     def wait_ended(self, timeout: float) -> int | None:
         """After `begin_stop`: wait for the process and return its exit code."""

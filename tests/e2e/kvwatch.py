@@ -93,13 +93,15 @@ class KvWatch:
     def _digest_layer(
         self, layer: WatchedLayer, tokens: int, table: list[int], only: set[int] | None
     ) -> tuple[bytes | None, ...]:
-        """One cell per block; None for blocks behind the layer's window and for those not in `only`."""
+        """One cell per block; None for blocks behind the layer's window, for those not in `only`, and for those that a
+        prompt which is computed in several steps does not have yet.
+        """
         size = self._block_size
         first = 0 if layer.window is None else max(0, tokens - layer.window) // size
         cells: list[bytes | None] = [None] * first
         token_axis = layer.cache.shape.index(size, 1)
         for block in range(first, -(-tokens // size)):
-            if only is not None and table[block] not in only:
+            if block >= len(table) or (only is not None and table[block] not in only):
                 cells.append(None)
                 continue
             slots = layer.cache[table[block]].movedim(token_axis - 1, 0)[: tokens - block * size]

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,11 +71,20 @@ def mentions(host: HostedEngine, texts: list[str]) -> list[str]:
 
     This is how tests see that no table keeps an entry of a finished request, whatever the tables are called.
     """
+    return mentions_in(connectors(host), texts)
+
+
+def connectors(host: HostedEngine) -> dict[str, Any]:
+    """The connector's two sides, as far as they are in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     roots = {"scheduler": host.scheduler.connector}
     if has_kv_transfer_group():  # else there is no connector, or the workers are other processes
         roots["worker"] = get_kv_transfer_group()
+    return roots
+
+
+def mentions_in(roots: Mapping[str, Any], texts: Collection[str]) -> list[str]:
     found = []
     for name, root in roots.items():
         found += [path for path, text in _strings(root, name, set()) if any(needle in text for needle in texts)]

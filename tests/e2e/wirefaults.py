@@ -289,7 +289,8 @@ def reset(host: HostedEngine) -> None:
     """No fault is left; what was held goes out."""
     if host.faults is not None:
         host.faults.clear()
-        fail_handshakes(host, 0)
+    for worker in _workers():
+        worker.__dict__.pop("_nixl_handshake", None)
 
 
 def watch(host: HostedEngine) -> None:
@@ -372,9 +373,16 @@ def _faults(host: HostedEngine) -> WireFaults:
 
 
 def _worker() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    (worker,) = _workers()
+    return worker
 
-    return get_kv_transfer_group().connector_worker
+
+def _workers() -> list[Any]:
+    """None without a connector, and none that this process can reach behind other connectors or in other processes."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    return [] if worker is None else [worker]
 
 
 def _backend_error(agent: Any) -> type[Exception]:

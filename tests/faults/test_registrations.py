@@ -10,7 +10,15 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
 from tests.e2e.pushtrace import pushes
 from tests.faults import engines
-from tests.faults.checks import LogView, check_idle_soon, check_load_failed, check_serves, early, eventually
+from tests.faults.checks import (
+    LogView,
+    check_idle_soon,
+    check_load_failed,
+    check_owned,
+    check_serves,
+    early,
+    eventually,
+)
 
 LENGTH = 900
 
@@ -145,9 +153,10 @@ def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: 
 
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_handshake_fails_for_good(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
-    """The request goes on without a push, and the next one has its own try."""
+    """The request goes on without a push, and the next one has its own try. D misses what P used to say."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
     host = p if side == "P" else d
+    check_serves(p, d, reference, seed=359)
     p.call(wirefaults.forget_peers)
     d.call(wirefaults.forget_peers)
     log.tracebacks_expected = True
@@ -172,3 +181,20 @@ def test_p_has_no_room(fleet: Fleet, reference: Reference, log: LogView) -> None
     check(handoff.outcome(), reference)
     log.check_none(d, handoff.request_id)
     log.check_one(p, unfetched.request_id, "lease|expired")
+
+
+def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """D has never heard of this P, which might be a stock one: D's own deadline for a registration ends it."""
+    (p,) = fleet.spawn(engines.P_SHORT_LEASE)
+    (d,) = fleet.get(engines.D_HASTY)
+    log.tracebacks_expected = True
+    p.call(wirefaults.fail_handshakes, 1 << 20)
+    handoff = early(p, d, LENGTH, seed=360)
+    p.add(handoff.to_p())
+    timeout = engines.REGISTRATION_TIMEOUT_S + engines.PEER_TIMEOUT_S + engines.GRACE_S
+    check_load_failed(handoff, reference, timeout=timeout)
+    log.check_one(d, handoff.request_id, "push_registration_timeout")
+    check_owned(d, d.call(wirefaults.registered_blocks, handoff.request_id))
+    p.call(wirefaults.fail_handshakes, 0)
+    check_idle_soon(d)
+    check_serves(p, d, reference, seed=361)

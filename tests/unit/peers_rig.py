@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 from layerpush.decode.watch import Verdict
-from layerpush.peers import Address, Peers
+from layerpush.peers import Address, Peers, Rank
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.wire import Message, read
 
@@ -50,8 +51,9 @@ class FakeNetwork:
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
 
-    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
-        return 0, self.connected[engine_id].index(agent)
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
+        agents = self.agents_of(engine_id)
+        return (0, agents.index(agent)) if agent in agents else None
 
     def disconnect(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)
@@ -66,15 +68,19 @@ class FakeNetwork:
 
 
 class FakeMail:
-    """A transport that only takes notifications; those to agents that are ``lost`` cannot be sent."""
+    """A transport that only takes notifications; those to agents that are ``lost`` cannot be sent.
 
-    def __init__(self) -> None:
+    As in NIXL, no agent can be sent to that is not ``connected``.
+    """
+
+    def __init__(self, connected: Callable[[], Iterable[str]]) -> None:
+        self._connected = connected
         self.sent: list[tuple[str, bytes]] = []
         self.lost: set[str] = set()
         self.unknown: set[str] = set()
 
     def notify(self, agent: str, payload: bytes) -> None:
-        if agent in self.unknown:
+        if agent in self.unknown or agent not in self._connected():
             raise TransportError(f"no agent {agent}")
         if agent in self.lost:
             raise PeerLostError(f"agent {agent} is dead")
@@ -103,6 +109,7 @@ class Asked:
     """A probe that waits for its verdict."""
 
     agent: str
+    rank: Rank
     address: Address
     on_verdict: Callable[[Verdict, float], None]
 
@@ -111,8 +118,8 @@ class Asked:
 class FakeProbe:
     asked: list[Asked] = field(default_factory=list)
 
-    def __call__(self, agent: str, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
-        self.asked.append(Asked(agent, address, on_verdict))
+    def __call__(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
+        self.asked.append(Asked(agent, rank, address, on_verdict))
 
     def answer(self, verdict: Verdict, now: float = 0.0) -> Asked:
         """The oldest probe's."""
@@ -126,7 +133,8 @@ class Town:
 
     def __init__(self, allowed_hosts: tuple[str, ...] | None = None) -> None:
         self.now = 100.0
-        self.network, self.mail, self.probe = FakeNetwork(), FakeMail(), FakeProbe()
+        self.network, self.probe = FakeNetwork(), FakeProbe()
+        self.mail = FakeMail(lambda: chain.from_iterable(self.network.connected.values()))
         self.peers = Peers(self.network, self.mail, allowed_hosts, clock=lambda: self.now)
 
     def settle(self) -> None:

@@ -88,6 +88,7 @@ class FakeSeat:
     engine: FakeEngine
     incarnation: int = 1
     leaving: bool = False
+    usual_threads: int | None = None
 
     @property
     def name(self) -> str:

@@ -63,6 +63,8 @@ class ScriptedWatch:
         self.sessions: dict[tuple[str, str], int] = {}
         self.spoken: dict[str, bool] = {}
         self.lost_agents: list[str] = []
+        self.cut_agents: list[str] = []
+        self.reconnections: list[tuple[str, ...]] = []
         self.verdicts: list[tuple[str, str, Verdict, float]] = []
 
     def add(self, engine_id: str, agents: frozenset[str], now: float) -> None:
@@ -81,6 +83,12 @@ class ScriptedWatch:
 
     def lost(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
+
+    def cut(self, agent: str) -> None:
+        self.cut_agents.append(agent)
+
+    def reconnected(self, agents: tuple[str, ...]) -> None:
+        self.reconnections.append(agents)
 
     def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self.verdicts.append((engine_id, agent, verdict, now))
@@ -125,7 +133,14 @@ class Engine:
 class World(Town):
     """``ranks`` of prefill engine P, and a decode rank of an engine of ``world_size``."""
 
-    def __init__(self, ranks: int = 1, world_size: int = 1, allowed: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        world_size: int = 1,
+        allowed: tuple[str, ...] | None = None,
+        scripted: bool = True,
+        forget: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
@@ -134,12 +149,13 @@ class World(Town):
         self.desk = DecodeDesk(
             "D",
             self.peers,
-            self.watch,  # type: ignore[arg-type]
+            self.watch if scripted else watch.PeerWatch(PATIENCE_S),  # type: ignore[arg-type]
             self.probe,
             self.engine,
             self.complaints,
             world_size,
             PATIENCE_S,
+            forget or self.peers.forget,
         )
 
     def awaits(self, request_id: str = "r", known: bool = True) -> None:
@@ -261,7 +277,7 @@ def test_what_cannot_be_registered_is_never_awaited() -> None:
         world.desk.await_push(registration(blocks=(4, 4)), P, EXTRA, world.now)
     assert len(world.desk) == 0
     world.engine.known = {"r"}
-    world.desk.refuse("r", "it cannot be registered", world.now)
+    world.desk.refuse("r", "it cannot be registered")
     world.tick()
     world.desk.overdue("r", "too late", world.now)
     world.tick()
@@ -344,18 +360,23 @@ def test_an_outcome_waits_until_the_engine_knows_the_request() -> None:
     assert world.told == ["loaded"]
     world.tick(HOLD_S)
     assert world.told == ["loaded"]
+    assert world.is_over()
 
 
-def test_an_outcome_that_nobody_wants_is_dropped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("outcome", ["loaded", "failed"])
+@pytest.mark.parametrize("step_s", [HOLD_S, 100 * HOLD_S])
+def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s: float) -> None:
+    """The main thread knows of a request after the forward of its step, which may compile for minutes."""
     world = World()
     world.awaits(known=False)
-    world.hears(Completion("r", 1))
-    with caplog.at_level(logging.ERROR, "vllm.layerpush"):
-        world.tick(HOLD_S)
-    assert "the outcome of the KV load of r is dropped" in caplog.text
+    world.hears(Completion("r", 1) if outcome == "loaded" else Fail("r", 0, "no", True))
+    for _ in range(10):
+        world.tick(step_s / 10)
+    assert world.told == []
+    assert world.desk.is_waiting
     world.engine.known = {"r"}
     world.tick()
-    assert world.told == []
+    assert world.told == [outcome]
     assert world.is_over()
 
 
@@ -529,7 +550,7 @@ def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that
     assert world.told == ["parked", "failed"]
     world.mail.taken()
     world.hears(Accepted("r"))
-    world.tick(RETRY_S)
+    world.tick(2 * RETRY_S)
     assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "now it is known to understand"
     world.hears(Completion("r", 1))
     assert world.told == ["parked", "failed", "cleared"]
@@ -672,6 +693,176 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
     assert "no route" in caplog.text
     assert not world.peers.is_retrying
     assert world.told == []
+
+
+def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
+    """What is sent to it would fail, and that would be taken for its death."""
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.mail.lost = {"p-0"}
+    world.orders(watch.ReportGone("p-0", "it has ended"))
+    assert world.sent() == [("p-1", cancel_of())]
+    assert world.network.forgotten == []
+    world.orders(watch.SendPing("P", "p-1", True))
+    world.tick(RETRY_S)
+    assert [agent for agent, _ in world.sent()] == ["p-1", "p-1"]
+    assert (world.watch.lost_agents, world.watch.cut_agents, world.told) == ([], [], [])
+    world.orders(watch.ReportGone("p-1", "it has ended"))
+    assert world.network.forgotten == ["P"]
+    assert world.told == ["failed"]
+
+
+def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1", request_id="s")
+    world.awaiting("p-0", "p-1")
+    world.hears(Fail("r", 0, "no", True), "p-1")
+    world.orders(watch.ReportGone("p-0", "it has ended"))
+    assert world.engine.told == [("failed", "r")]
+    assert world.network.forgotten == []
+
+
+def test_a_rank_outlives_its_sibling_in_the_eyes_of_the_watch() -> None:
+    """Its engine's listener ends with the sibling, so only what is sent to it can show that it lives."""
+    world = World(ranks=2, scripted=False)
+    world.awaiting("p-0", "p-1")
+    world.mail.lost = {"p-0"}
+    for _ in range(60):
+        world.hears(None, "p-1")
+        dies_a_little(world)
+    for _ in range(120):  # it computes, and says nothing meanwhile
+        dies_a_little(world)
+    assert world.told == ["parked", "failed"], "its blocks are not given back"
+    assert "p-1" in {agent for agent, _ in world.sent()}
+    world.hears(Cancelled("r"), "p-1")
+    assert world.told == ["parked", "failed", "cleared"]
+
+
+def test_what_cannot_be_sent_for_want_of_a_connection_speaks_against_nobody() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.network.listening = {}
+    world.orders(watch.Reconnect("P"))
+    world.orders(watch.SendPing("P", "p-0", True))
+    world.desk.dropped("r", "aborted", world.now)
+    assert world.watch.lost_agents == []
+    assert set(world.watch.cut_agents) == {"p-0"}
+    assert world.watch.reconnections == []
+    world.network.answer("P", "p-0")
+    world.tick()
+    assert world.watch.reconnections == [("p-0",)]
+    world.mail.lost = {"p-0"}
+    world.orders(watch.SendPing("P", "p-0", True))
+    assert world.watch.lost_agents == ["p-0"]
+
+
+def dies_a_little(world: World) -> None:
+    """A quarter of a second passes, and every probe finds that the agent has ended."""
+    world.tick(0.25)
+    while world.probe.asked:
+        world.probe.answer(Verdict.ENDED, world.now)
+
+
+def test_what_a_dead_agent_had_sent_before_does_not_keep_it_alive() -> None:
+    """A send to it fails, we connect anew, and only then its last words are read: no further send to it can fail."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.network.listening["P"] = ("p-new",)
+    world.awaits("s")
+    assert world.network.connected == {"P": ("p-new",)}
+    world.hears(None, "p-0")
+    for _ in range(60):
+        world.hears(None, "p-new")
+        dies_a_little(world)
+    assert world.engine.told == [("failed", "r")]
+
+
+def test_a_connection_to_its_successor_does_not_keep_a_dead_agent_alive() -> None:
+    """It died between the probe that found it alive and the handshake."""
+    world = World(scripted=False)
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.network.listening["P"] = ("p-new",)
+    while not world.probe.asked:
+        world.tick(0.25)
+    world.probe.answer(Verdict.ALIVE, world.now)
+    world.tick()
+    assert world.network.connected == {"P": ("p-new",)}
+    for _ in range(60):
+        dies_a_little(world)
+    assert world.told == ["failed"]
+
+
+def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_connected() -> None:
+    """Another rank's answer would not name the agent: it would be called dead while it writes."""
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.network.listening = {}
+    world.orders(watch.Reconnect("P"))
+    assert world.network.connected == {}
+    world.orders(watch.StartProbe("P", "p-1"))
+    [asked] = world.probe.asked
+    assert (asked.agent, asked.rank, asked.address) == ("p-1", (0, 1), P)
+
+
+def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it_is() -> None:
+    """A client names the address. Where nobody listens, everybody would be found dead."""
+    world = World()
+    world.awaiting("p-0", request_id="honest")
+    world.engine.known |= {"r"}
+    nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
+    world.desk.await_push(registration(), nowhere, EXTRA, world.now)
+    world.settle()
+    assert world.watch.sessions["P", "p-0"] == 2
+    world.hears(Completion("honest", 1))
+    world.orders(watch.StartProbe("P", "p-0"), watch.Reconnect("P"))
+    assert [asked.address for asked in world.probe.asked] == [P]
+    assert world.network.handshakes == [P, P]
+
+
+def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
+    world = World(ranks=2)
+    world.network.connected = {"P": world.agents}
+    world.desk.await_push(registration("s"), Address("P", "10.0.0.5", 5600, tp_size=2), EXTRA, world.now)
+    world.awaits()
+    world.tick()
+    assert world.told == ["failed"]
+    assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}  # type: ignore[union-attr]
+
+
+def test_only_its_host_drops_a_connection() -> None:
+    """Pushes of this rank may be on their way to that engine."""
+    asked: list[str] = []
+    world = World(forget=asked.append)
+    world.awaiting("p-0")
+    world.orders(watch.Reconnect("P"))
+    assert world.watch.reconnections == [("p-0",)]
+    world.mail.lost = {"p-0"}
+    world.awaits("s")
+    world.orders(watch.ReportGone("p-0", "it has ended"))
+    assert asked == ["P", "P", "P"]
+    assert world.network.forgotten == []
+
+
+def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
+    """Words about the one would be taken for words about the other."""
+    world = World()
+    world.awaiting("p-0")
+    world.desk.overdue("r", "no push", world.now)
+    world.tick(PATIENCE_S)
+    assert world.told == ["parked", "failed"]
+    world.sent()
+    world.desk.await_push(registration(blocks=(7, 8)), P, EXTRA, world.now)
+    world.tick()
+    assert world.sent() == []
+    assert world.told == ["parked", "failed", "failed"]
+    assert len(world.desk) == 1
+    world.hears(Cancelled("r"))
+    assert world.told == ["parked", "failed", "failed", "cleared"]
+    assert world.is_over()
+    world.awaits()
+    assert len(world.sent()) == 1
 
 
 # All of it at once.

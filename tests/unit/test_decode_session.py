@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -172,10 +173,31 @@ def test_cancels_are_repeated_to_who_has_not_answered() -> None:
     assert session.handle(Tick(), 10.9) == []
     assert session.handle(Tick(), 11.0) == [Cancel(("A", "B", "C"))]
     session.handle(Withdrawn("A"), 11.5)
-    assert session.next_due(11.5) == 12.0
-    assert session.next_due(13.0) == 13.0
-    assert session.handle(Tick(), 12.3) == [Cancel(("B", "C"))]
-    assert session.next_due(12.3) == 13.3
+    assert session.next_due(11.5) == 13.0
+    assert session.next_due(14.0) == 14.0
+    assert session.handle(Tick(), 13.3) == [Cancel(("B", "C"))]
+    assert session.next_due(13.3) == 15.0, "patience ends before the next one is due"
+
+
+@pytest.mark.parametrize("end", [Dropped("why"), Overdue("why")], ids=repr)
+@pytest.mark.parametrize(
+    ("patience_s", "retry_s", "pauses"),
+    [(5.0, 1.0, [1, 2, 4, 5, 5]), (20.0, 1.0, [1, 2, 4, 8, 16, 20, 20]), (0.5, 1.0, [1, 1, 1])],
+)
+def test_cancels_become_rare_but_never_cease(end: Event, patience_s: float, retry_s: float, pauses: list[int]) -> None:
+    """Each of them waits in the queue of a prefill engine that is stopped, for as long as it is."""
+    session = DecodeSession("d-1", patience_s, retry_s)
+    session.handle(Registered(frozenset("A")), 0.0)
+    session.handle(end, 0.0)
+    now, asked = 0.0, [0.0]
+    while len(asked) <= len(pauses):
+        due = session.next_due(now)
+        assert due is not None
+        now = due
+        actions = session.handle(Tick(), now)
+        assert actions
+        asked += [now] * sum(isinstance(action, Cancel) for action in actions)
+    assert [after - before for before, after in itertools.pairwise(asked)] == pauses
 
 
 def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
@@ -184,9 +206,9 @@ def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
     assert session.handle(Tick(), 14.5) == [Cancel(("A", "B"))]
     assert (session.handle(Tick(), 14.9), session.next_due(14.9)) == ([], 15.0)
     assert session.handle(Tick(), 15.0) == [Park("why")]
-    assert (session.state, session.next_due(15.0)) == (State.PARKED, 15.5)
-    assert session.handle(Tick(), 15.5) == [Cancel(("A", "B"))]
-    assert session.handle(Withdrawn("A"), 16.0) == []
+    assert (session.state, session.next_due(15.0)) == (State.PARKED, 16.5)
+    assert session.handle(Tick(), 16.5) == [Cancel(("A", "B"))]
+    assert session.handle(Withdrawn("A"), 17.0) == []
     assert session.handle(Completed("B", 2), 600.0) == [Unpark()]
     assert session.state is State.CLOSED
 

@@ -98,7 +98,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from(AGENTS))
     def fail_without_draining(self, agent: str) -> None:
-        if agent in self.session.agents:
+        if agent in self.session.open_agents:
             self.spoken.add(agent)
             self._send(Failed(agent, "failing", drained=False))
 

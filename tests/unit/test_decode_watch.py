@@ -253,20 +253,103 @@ def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
     assert only(StartProbe, course(watch, 10.0, 1.4)) == [1.1 + BEAT_S]
 
 
-def test_a_send_that_failed_before_a_sign_of_life_proves_nothing() -> None:
+@pytest.mark.parametrize("cure", ["a word", "a connection", "neither"])
+def test_a_send_that_failed_proves_something_until_the_agent_is_heard_or_connected_anew(cure: str) -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.due(1.0)
     watch.verdict("P", "A", ALIVE, 1.0)
-    seen = [order for _, order in course(watch, 1.0 + BEAT_S, 1.0)]
-    assert seen == [RECONNECT, PING]
-    for now, order in course(watch, 30.0, 6.0):
+    seen = [order for _, order in course(watch, 1.1, 1.0)]
+    assert seen == [RECONNECT]
+    if cure == "a word":
+        watch.heard("A", 1.1, spoke=True)
+    elif cure == "a connection":
+        watch.reconnected(["A"])
+    for now, order in course(watch, 30.0, 1.1):
         seen.append(order)
         if isinstance(order, StartProbe):
             watch.verdict("P", "A", ENDED, now)
-    assert seen.count(PROBE) > 2
-    assert GONE not in seen
+    assert seen.count(PROBE) >= 2
+    assert (GONE in seen) == (cure == "neither")
     assert seen.count(RECONNECT) == 1
+
+
+def test_a_word_after_the_connection_was_dropped_proves_little() -> None:
+    """It may have been sent before the send failed, and no other send can fail."""
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.cut("A")
+    watch.heard("A", 1.1, spoke=True)
+    for now, order in course(watch, 30.0, 1.1):
+        if order == GONE:
+            return
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ENDED, now)
+    pytest.fail("never gone")
+
+
+def test_a_connection_to_others_cures_nothing() -> None:
+    watch = watching()
+    watch.lost("A", 1.0)
+    watch.cut("A")
+    watch.reconnected(["the next process"])
+    for now, order in course(watch, 30.0, 1.1):
+        if order == GONE:
+            return
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ENDED, now)
+    pytest.fail("never gone")
+
+
+@pytest.mark.parametrize("trouble", ["lost", "cut"])
+def test_who_lives_and_is_not_connected_is_so_again_at_the_next_sign_of_life(trouble: str) -> None:
+    """A reconnection may fail."""
+    watch = watching()
+    if trouble == "lost":
+        watch.lost("A", 1.0)
+    else:
+        watch.cut("A")
+    orders = []
+    for now, order in course(watch, 1.0 + 3 * BEAT_S, 1.0):
+        orders.append((now, order))
+        if isinstance(order, StartProbe):
+            watch.verdict("P", "A", ALIVE, now)
+    tries = [now for now, order in orders if order == RECONNECT]
+    assert tries == [1.0 + beat * BEAT_S for beat in range(4)]
+    watch.reconnected(["A"])
+    watch.heard("A", 17.0, spoke=True)
+    assert [order for _, order in course(watch, 17.0 + T / 2 - 1, 17.0)] == [PING, PING]
+
+
+def test_who_cannot_be_sent_to_because_we_dropped_the_connection_is_never_gone() -> None:
+    """Nothing that we do to ourselves proves that a process is dead, whatever its side channel says."""
+    watch = watching()
+    watch.cut("A")
+    assert watch.due(1.0) == [PROBE]
+    watch.verdict("P", "A", ENDED, 1.0)
+    orders = []
+    for now, order in course(watch, 3 * T, 1.0):
+        orders.append(order)
+        if isinstance(order, SendPing):
+            watch.cut("A")
+        elif isinstance(order, StartProbe):
+            watch.verdict("P", "A", ENDED, now)
+    assert orders.count(PROBE) > 2
+    assert GONE not in orders
+
+
+def test_a_new_connection_raises_nobody_from_the_dead() -> None:
+    watch = watching("A", "B")
+    watch.lost("A", 1.0)
+    watch.lost("B", 1.0)
+    for now in (1.0, 2.0):
+        assert PROBE in watch.due(now)
+        watch.verdict("P", "A", ENDED, now)
+        watch.due(now)
+        watch.verdict("P", "B", UNKNOWN, now)
+    watch.reconnected(["A", "B", "nobody"])
+    assert [order for _, order in course(watch, 10.0, 2.0) if isinstance(order, ReportGone)] in ([], [GONE])
+    assert "A" not in {getattr(order, "agent", None) for _, order in course(watch, 30.0, 10.0)}
 
 
 def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> None:
@@ -350,6 +433,9 @@ class WatchMachine(RuleBasedStateMachine):
         self.started: dict[str, tuple[str, float]] = {}
         self.proofs: dict[str, list[tuple[float, float]]] = {}
         """(begun, over) of the probes in a row that found an agent to have ended."""
+        self.cut_since: dict[str, float] = {}
+        self.reconnects: set[str] = set()
+        """Engines that an agent of which lives, and cannot be sent to."""
         self.gone: set[str] = set()
         self.silent: set[str] = set()
         self.log: list[tuple[float, Order]] = []
@@ -384,7 +470,8 @@ class WatchMachine(RuleBasedStateMachine):
         if self.sessions[agent] and agent not in self.gone:
             self.heard_at[agent] = self.now
             self.proofs[agent] = []
-            self.lost_since.pop(agent, None)
+            if agent not in self.cut_since:
+                self.lost_since.pop(agent, None)
             self.silent.discard(agent)
             self.unanswered.pop(agent, None)
             if spoke:
@@ -395,6 +482,21 @@ class WatchMachine(RuleBasedStateMachine):
         self.watch.lost(agent, self.now)
         if self.sessions[agent]:
             self.lost_since.setdefault(agent, self.now)
+
+    @rule(agent=agents)
+    def cut(self, agent: str) -> None:
+        self.watch.cut(agent)
+        if self.sessions[agent]:
+            self.cut_since.setdefault(agent, self.now)
+
+    @rule(engine=st.sampled_from("PQ"), agents=st.sets(agents))
+    def reconnect(self, engine: str, agents: set[str]) -> None:
+        """With the same ranks, or with others."""
+        self.watch.reconnected([agent for agent in agents if self.engine(agent) == engine])
+        for agent in agents:
+            if self.engine(agent) == engine and agent not in self.gone:
+                self.lost_since.pop(agent, None)
+                self.cut_since.pop(agent, None)
 
     @rule(agent=agents, verdict=st.sampled_from(Verdict))
     def judge(self, agent: str, verdict: Verdict) -> None:
@@ -408,8 +510,8 @@ class WatchMachine(RuleBasedStateMachine):
             self.proofs[agent].append((begun, self.now))
         else:
             self.proofs[agent] = []
-        if verdict is ALIVE:
-            self.lost_since.pop(agent, None)
+        if verdict is ALIVE and agent in self.lost_since.keys() | self.cut_since.keys():
+            self.reconnects.add(engine)
 
     @rule(agent=agents)
     def kill(self, agent: str) -> None:
@@ -438,6 +540,7 @@ class WatchMachine(RuleBasedStateMachine):
         self.proofs[agent] = []
         self.unanswered.pop(agent, None)
         self.lost_since.pop(agent, None)
+        self.cut_since.pop(agent, None)
         self.gone.discard(agent)
         self.spoke.discard(agent)
         self.silent.discard(agent)
@@ -465,6 +568,9 @@ class WatchMachine(RuleBasedStateMachine):
                 self.unanswered.setdefault(agent, self.now)
                 assert spoke == (agent in self.spoke)
                 assert agent not in self.gone
+            case Reconnect(engine):
+                assert engine in self.reconnects
+                self.reconnects.remove(engine)
             case StartProbe(engine):
                 running = self.started.get(engine)
                 assert running is None or not self.sessions[running[0]] or self.now >= running[1] + PROBE_LOST_S

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
+from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
-from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.nixl import FENCE_RETRY_S, SPLIT_AT, NixlTransport, NotedPost
 
 ROUTE = Route("D", 0, "local", "remote")
 IDS = np.zeros(1, np.int32)
@@ -81,37 +84,53 @@ def test_an_error_leaves_the_lock_open() -> None:
 
 
 class ScriptedAgent:
-    """A NIXL agent whose steps fail as told."""
+    """A NIXL agent whose steps fail as told: all of a kind (``transfer``), or the one of a handle (``transfer 1``).
+
+    A handle is the number of WRITEs that were prepared before it.
+    """
 
     def __init__(self, **failures: Exception | str) -> None:
         self.failures = failures
-        self.released: list[object] = []
+        self.prepared: list[tuple[object, list[int], object, list[int]]] = []
+        self.posted: list[int] = []
+        self.released: list[int] = []
 
-    def _step(self, step: str, result: object) -> object:
-        failure = self.failures.get(step, result)
+    def _step(self, step: str, handle: int | None, result: object) -> object:
+        failure = self.failures.get(f"{step} {handle}", self.failures.get(step, result))
         if isinstance(failure, Exception):
             raise failure
         return failure
 
-    def make_prepped_xfer(self, *arguments: object, **options: object) -> object:
+    def make_prepped_xfer(
+        self, operation: str, local: object, ours: Sequence[int], remote: object, theirs: Sequence[int], **options: Any
+    ) -> object:
+        assert operation == "WRITE"
         assert not options.get("notif_msg")
-        return self._step("make", "handle")
+        handle = len(self.prepared)
+        self._step("make", handle, None)
+        self.prepared.append((local, list(ours), remote, list(theirs)))
+        return handle
 
-    def transfer(self, handle: object) -> object:
-        return self._step("transfer", "PROC")
+    def transfer(self, handle: int) -> object:
+        assert handle not in self.posted
+        self.posted.append(handle)
+        return self._step("transfer", handle, "PROC")
 
-    def check_xfer_state(self, handle: object) -> object:
-        return self._step("check", "DONE")
+    def check_xfer_state(self, handle: int) -> object:
+        assert handle in self.posted
+        assert handle not in self.released
+        return self._step("check", handle, "DONE")
 
-    def release_xfer_handle(self, handle: object) -> None:
-        self._step("release", None)
+    def release_xfer_handle(self, handle: int) -> None:
+        self._step("release", handle, None)
+        assert handle not in self.released
         self.released.append(handle)
 
     def send_notif(self, agent: str, payload: bytes) -> None:
-        self._step("send", None)
+        self._step("send", None, None)
 
     def get_new_notifs(self) -> object:
-        return self._step("get", {})
+        return self._step("get", None, {})
 
 
 @pytest.mark.parametrize("locked", [True, False])
@@ -121,11 +140,10 @@ def test_calls_translate_errors(locked: bool) -> None:
         return NixlTransport(LockedAgent(agent) if locked else agent)
 
     for error, kind in ((nixlBackendError("BAD"), TransportError), (nixlRemoteDisconnectError("GONE"), PeerLostError)):
-        for step in ("make", "transfer"):
-            with pytest.raises(TransportError, match=str(error)) as failure:
-                transport(**{step: error}).post_write(ROUTE, IDS, IDS)
-            assert type(failure.value) is kind
-            assert failure.value.__cause__ is error
+        with pytest.raises(TransportError, match=str(error)) as failure:
+            transport(make=error).post_write(ROUTE, IDS, IDS)
+        assert type(failure.value) is kind
+        assert failure.value.__cause__ is error
         with pytest.raises(TransportError) as failure:
             transport(send=error).notify("D", b"")
         assert type(failure.value) is kind
@@ -134,12 +152,11 @@ def test_calls_translate_errors(locked: bool) -> None:
         assert type(failure.value) is kind
 
 
-@pytest.mark.parametrize("failure", [nixlBackendError("BAD"), nixlRemoteDisconnectError("GONE"), "ERR"])
-def test_a_failed_post_gives_its_handle_back(failure: Exception | str) -> None:
-    agent = ScriptedAgent(transfer=failure)
-    with pytest.raises(TransportError):
+def test_a_post_that_shows_a_disconnect_gives_its_handle_back() -> None:
+    agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"))
+    with pytest.raises(PeerLostError, match="cannot post a WRITE to D: GONE"):
         NixlTransport(agent).post_write(ROUTE, IDS, IDS)
-    assert agent.released == ["handle"]
+    assert agent.released == [0]
 
 
 def test_a_failed_post_reports_itself_even_if_the_handle_stays() -> None:
@@ -152,14 +169,235 @@ def test_states_of_a_write() -> None:
     agent = ScriptedAgent()
     transport = NixlTransport(agent)
     handle = transport.post_write(ROUTE, IDS, IDS)
-    for failure, state in {"PROC": WriteState.PENDING, "DONE": WriteState.LANDED, "ERR": WriteState.FAILED}.items():
-        agent.failures = {"check": failure}
+    for said, state in {"PROC": WriteState.PENDING, "DONE": WriteState.LANDED}.items():
+        agent.failures = {"check": said}
         assert transport.poll(handle) is state
-    agent.failures = {"check": nixlBackendError("BAD")}
-    assert transport.poll(handle) is WriteState.FAILED
     agent.failures = {"check": nixlRemoteDisconnectError("GONE")}
     with pytest.raises(PeerLostError):
         transport.poll(handle)
+    assert len(agent.prepared) == 1
+
+
+# A WRITE that failed is not over before a fence has landed: NIXL posts descriptor by descriptor.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=5.0)
+    monkeypatch.setattr("layerpush.transport.nixl.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+OURS, THEIRS = np.arange(7, 11, dtype=np.int32), np.arange(20, 24, dtype=np.int32)
+TEARS: dict[str, dict[str, Exception | str]] = {
+    "the post raises": {"transfer 0": nixlBackendError("BAD")},
+    "the post says so": {"transfer 0": "ERR"},
+    "a check raises": {"check 0": nixlBackendError("BAD")},
+    "a check says so": {"check 0": "ERR"},
+    "a check says what we do not know": {"check 0": "WHO KNOWS"},
+}
+
+
+def torn(agent: ScriptedAgent, tear: str = "a check says so", **script: Exception | str) -> NixlTransport:
+    """The transport of an agent whose first WRITE fails; its fence, the second one, waits unless it is scripted."""
+    agent.failures = {"check 1": "PROC", **TEARS[tear], **{step.replace("_", " "): how for step, how in script.items()}}
+    return NixlTransport(agent)
+
+
+def over(transport: NixlTransport, handle: WriteHandle) -> str:
+    """Why a WRITE has failed, now that it is over."""
+    with pytest.raises(TransportError) as failure:
+        transport.poll(handle)
+    assert type(failure.value) is TransportError
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_write_that_failed_is_over_when_its_fence_has_landed(tear: str, clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent()
+    transport = torn(agent, tear)
+    ours, theirs = OURS.copy(), THEIRS.copy()
+    handle = transport.post_write(ROUTE, ours, theirs)
+    ours[:] = theirs[:] = 99  # the caller's again
+    for _ in range(3):
+        assert transport.poll(handle) is WriteState.PENDING
+        clock.now += FENCE_RETRY_S
+    assert agent.prepared == [("local", [7, 8, 9, 10], "remote", [20, 21, 22, 23]), ("local", [7], "remote", [20])]
+    assert agent.released == []
+
+    agent.failures["check 1"] = "DONE"
+    reason = over(transport, handle)
+    assert ("BAD" in reason) == ("raises" in tear)
+    assert ("cannot post a WRITE to D" in reason) == ("post" in tear)
+    assert agent.released == [1]
+    transport.release(handle)
+    assert agent.released == [1, 0]
+
+
+def test_a_write_that_lives_gets_no_fence(clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent(check="PROC")
+    transport = NixlTransport(agent)
+    handle = transport.post_write(ROUTE, OURS, THEIRS)
+    for _ in range(3):
+        assert transport.poll(handle) is WriteState.PENDING
+        clock.now += FENCE_RETRY_S
+    assert agent.posted == [0]
+
+
+@pytest.mark.parametrize(
+    ("fence", "prepared"),
+    [
+        ({"make 1": nixlBackendError("NO")}, False),
+        ({"transfer 1": nixlBackendError("NO")}, True),
+        ({"transfer 1": "ERR"}, True),
+        ({"check 1": "ERR"}, True),
+        ({"check 1": nixlBackendError("NO")}, True),
+    ],
+    ids=["not prepared", "the post raises", "the post says so", "it ends in an error", "its check raises"],
+)
+def test_a_fence_that_fails_is_tried_again_after_a_pause(
+    fence: dict[str, Exception | str], prepared: bool, clock: SimpleNamespace
+) -> None:
+    agent = ScriptedAgent()
+    transport = torn(agent, **fence)
+    handle = transport.post_write(ROUTE, OURS, THEIRS)
+    for _ in range(4):
+        assert transport.poll(handle) is WriteState.PENDING
+        clock.now += FENCE_RETRY_S / 8
+    assert len(agent.prepared) == 1 + prepared
+    assert agent.released == [1] * prepared, "nobody waits for it"
+    agent.failures = {"check 0": "ERR"}
+    clock.now += FENCE_RETRY_S / 4
+    assert transport.poll(handle) is WriteState.PENDING
+    assert len(agent.prepared) == 1 + prepared, "too early"
+    clock.now += FENCE_RETRY_S / 2
+    assert transport.poll(handle) is WriteState.PENDING
+    assert agent.prepared[-1] == ("local", [7], "remote", [20])
+    assert len(agent.prepared) == 2 + prepared
+    assert "a WRITE ended in an error" in over(transport, handle)
+
+
+@pytest.mark.parametrize("step", ["make 1", "transfer 1", "check 1"])
+def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent()
+    transport = torn(agent, **{step: nixlRemoteDisconnectError("GONE")})
+    handle = transport.post_write(ROUTE, OURS, THEIRS)
+    assert step != "check 1" or transport.poll(handle) is WriteState.PENDING
+    with pytest.raises(PeerLostError, match="GONE"):
+        transport.poll(handle)
+    transport.release(handle)
+    assert sorted(agent.released) == list(range(len(agent.prepared)))
+
+
+@pytest.mark.parametrize(
+    ("split_at", "count", "fenced"),
+    [(None, SPLIT_AT - 1, True), (None, SPLIT_AT, False), (4, 3, True), (4, 4, False), (0, 1, False)]
+    + [(math.inf, 3 * SPLIT_AT, True)],
+)
+def test_no_fence_covers_what_is_spread_over_endpoints(
+    split_at: float | None, count: int, fenced: bool, clock: SimpleNamespace
+) -> None:
+    """Its own way is not the way of all of them: such a WRITE ends with its peer."""
+    agent = ScriptedAgent(**{"check 0": "ERR"})
+    transport = NixlTransport(agent) if split_at is None else NixlTransport(agent, split_at)
+    ids = np.arange(count, dtype=np.int32)
+    handle = transport.post_write(ROUTE, ids, ids)
+    assert transport.poll(handle) is WriteState.PENDING
+    if fenced:
+        assert over(transport, handle)
+        return
+    for _ in range(20):
+        assert transport.poll(handle) is WriteState.PENDING
+        clock.now += FENCE_RETRY_S / 2
+    assert 5 <= len(agent.posted) <= 12, "they show whether the peer lives, but not all the time"
+    assert len(agent.posted) - 2 <= len(agent.released), "each one is given back before the next"
+    agent.failures = {"check": nixlRemoteDisconnectError("GONE"), "make": nixlRemoteDisconnectError("GONE")}
+    clock.now += FENCE_RETRY_S
+    with pytest.raises(PeerLostError):
+        transport.poll(handle)
+
+
+def test_who_releases_a_torn_write_gives_its_fence_back_too(clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent()
+    transport = torn(agent, release_0=nixlBackendError("BUSY"))
+    handle = transport.post_write(ROUTE, OURS, THEIRS)
+    assert transport.poll(handle) is WriteState.PENDING
+    with pytest.raises(TransportError, match="BUSY"):
+        transport.release(handle)
+    assert agent.released == [], "it is still waited for"
+    assert transport.poll(handle) is WriteState.PENDING
+    del agent.failures["release 0"]
+    transport.release(handle)
+    assert sorted(agent.released) == [0, 1]
+    with pytest.raises(TransportError, match="released"):
+        transport.poll(handle)
+    assert not transport._torn
+
+
+# WRITEs that upstream posts.
+
+
+def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[WriteHandle, NotedPost]:
+    """As upstream does it: it does not look at the state, and logs what is raised."""
+    post = transport.noted()
+    handle = post.make_prepped_xfer("WRITE", "local", [7, 8, 9], "remote", [20, 21, 22], notif_msg=b"")
+    post.transfer(handle)
+    transport.adopt(handle, post, "D", 3)
+    return handle, post
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_what_somebody_else_posts_is_polled_and_released_here(locked: bool) -> None:
+    agent = ScriptedAgent(check="PROC")
+    transport = NixlTransport(LockedAgent(agent) if locked else agent)
+    handle, post = upstream_posts(agent, transport)
+    assert post.failure is None
+    assert transport.poll(handle) is WriteState.PENDING
+    agent.failures = {}
+    assert transport.poll(handle) is WriteState.LANDED
+    transport.release(handle)
+    assert agent.released == [0]
+    assert len(agent.prepared) == 1
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_what_somebody_else_posts_and_fails_is_fenced(tear: str, clock: SimpleNamespace) -> None:
+    agent = ScriptedAgent()
+    transport = torn(agent, tear)
+    handle, post = upstream_posts(agent, transport)
+    assert (post.failure is not None) == ("post" in tear)
+    for _ in range(3):
+        assert transport.poll(handle) is WriteState.PENDING
+    assert agent.prepared == [("local", [7, 8, 9], "remote", [20, 21, 22]), ("local", [7], "remote", [20])]
+    agent.failures["check 1"] = "DONE"
+    assert ("BAD" in over(transport, handle)) == ("raises" in tear)
+
+
+def test_what_somebody_else_posts_to_a_peer_that_is_gone_is_over_at_once() -> None:
+    agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"))
+    transport = NixlTransport(agent)
+    handle, _ = upstream_posts(agent, transport)
+    with pytest.raises(PeerLostError, match="GONE"):
+        transport.poll(handle)
+    assert len(agent.prepared) == 1
+    transport.release(handle)
+    assert agent.released == [0]
+
+
+def test_what_somebody_else_cannot_even_prepare_is_theirs_to_report() -> None:
+    """The rest of the agent shows through, its exceptions too."""
+    agent = ScriptedAgent(make=nixlBackendError("BAD"))
+    post = NixlTransport(agent).noted()
+    with pytest.raises(nixlBackendError):
+        post.make_prepped_xfer("WRITE", "local", [7], "remote", [20])
+    assert (post.sides, post.failure) == (None, None)
+    assert post.get_new_notifs() == {}
+    agent.failures = {"transfer": ZeroDivisionError()}  # type: ignore[dict-item]
+    with pytest.raises(ZeroDivisionError):  # a defect is no failed WRITE
+        post.transfer(post.make_prepped_xfer("WRITE", "local", [7], "remote", [20]))
+
+
+# Handles.
 
 
 def test_a_handle_that_nixl_keeps_can_be_released_later() -> None:
@@ -172,7 +410,7 @@ def test_a_handle_that_nixl_keeps_can_be_released_later() -> None:
 
     agent.failures = {}
     transport.release(handle)
-    assert agent.released == ["handle"]
+    assert agent.released == [0]
     with pytest.raises(TransportError, match="released"):
         transport.poll(handle)
 

@@ -45,6 +45,9 @@ def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
     assert (town.peers.address("D"), town.peers.addresses) == (D, [D])
     assert town.peers.agents("D") == ("d-0", "d-1")
     assert town.peers.rank_of("D", "d-1") == (0, 1)
+    assert town.peers.rank_of("D", "x-1") is None
+    town.peers.forget("D")
+    assert town.peers.rank_of("D", "d-1") is None, "not that of somebody else"
 
 
 def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
@@ -152,7 +155,9 @@ def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.Log
 
 def test_an_agent_that_cannot_be_notified_is_no_exception() -> None:
     town = Town()
-    town.mail.lost, town.mail.unknown = {"dead"}, {"nobody"}
+    town.network.connected = {"D": ("d-0", "dead", "odd")}
+    town.mail.lost, town.mail.unknown = {"dead"}, {"odd"}
+    assert not town.peers.notify("odd", PING)
     assert not town.peers.notify("dead", PING)
     assert not town.peers.notify("nobody", PING)
     assert town.peers.notify("d-0", PING)
@@ -185,8 +190,56 @@ def test_who_reached_it_first_says_where_a_connected_engine_is() -> None:
     """A registration that uses its name from elsewhere does not move it."""
     town = Town()
     town.network.connected["D"] = ("d-0",)
-    town.peers.reach(D, Outcomes(), town.now)
-    town.peers.reach(Address("D", "10.9.9.9", 1, 1), Outcomes(), town.now)
+    outcomes = Outcomes()
+    town.peers.reach(D, outcomes, town.now)
+    town.peers.reach(Address("D", "10.9.9.9", 1, tp_size=2), outcomes, town.now)
+    assert outcomes == [None, None]
+    assert town.peers.address("D") == D
+
+
+def test_who_joins_a_handshake_does_not_say_where_it_is_made() -> None:
+    """The handshake shows that the engine is at the address of who began it, and of nobody else's."""
+    town, outcomes = Town(), Outcomes()
+    elsewhere = Address("D", "10.9.9.9", 1, tp_size=2)
+    town.peers.reach(D, outcomes, town.now)
+    town.peers.reach(elsewhere, outcomes, town.now)
+    town.network.answer("D", "d-0", "d-1")
+    town.settle()
+    assert outcomes == [None, None]
+    assert (town.peers.address("D"), town.peers.addresses) == (D, [D])
+    assert town.network.handshakes == [D]
+
+
+def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.peers.reach(Address("D", "10.9.9.9", 1, tp_size=2), outcomes, town.now, tries=1)
+    town.network.reject("D", OSError("refused"))
+    town.settle()
+    town.network.listening["D"] = ("d-0", "d-1")
+    town.peers.reach(D, outcomes, town.now, tries=1)
+    town.settle()
+    assert outcomes[1:] == [None]
+    assert town.peers.address("D") == D
+
+
+@pytest.mark.parametrize("when", ["connected", "connecting"])
+@pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2}])
+def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str, other: dict[str, int]) -> None:
+    """As many completions make one as there are ranks."""
+    town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
+    town.peers.reach(D, outcomes, town.now)
+    if when == "connected":
+        town.network.answer("D", "d-0", "d-1")
+        town.settle()
+    town.peers.reach(Address("D", "10.0.0.7", 5600, **other), mistaken, town.now)
+    if when == "connecting":
+        town.network.answer("D", "d-0", "d-1")
+        town.settle()
+    assert outcomes == [None]
+    [error] = mistaken
+    assert error is not None
+    assert "engine 'D' is connected with tp_size 2 and pp_size 1, not with" in error
+    assert not town.peers.is_retrying
     assert town.peers.address("D") == D
 
 

@@ -28,6 +28,7 @@ def asks(
     prefill: str | None = None,
     digest: str | None = None,
     host: str = "10.0.0.7",
+    blocks: tuple[int, ...] = (1, 2),
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -35,7 +36,7 @@ def asks(
         decode_host=host,
         decode_port=5600,
         decode_tp_size=2,
-        local_block_ids=((1, 2),),
+        local_block_ids=(blocks,),
         layerpush=layerpush,
         prefill_request_id=prefill,
         prompt_digest=digest,
@@ -62,6 +63,8 @@ class ScriptedWriter:
         self.registrations: list[tuple[str, Registration]] = []
         self.withdrawn: list[tuple[str, tuple[str, str]]] = []
         self.failed: list[tuple[str, str]] = []
+        self.live: dict[tuple[str, str], str] = {}
+        """Which request serves a registration."""
 
     def waiting(self) -> list[str]:
         return self.unclaimed
@@ -69,6 +72,10 @@ class ScriptedWriter:
     def register(self, request_id: str, registration: Registration) -> None:
         self.unclaimed.remove(request_id)
         self.registrations.append((request_id, registration))
+        self.live[registration.key] = request_id
+
+    def serving(self, key: tuple[str, str]) -> str | None:
+        return self.live.get(key)
 
     def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
         self.withdrawn.append((request_id, key))
@@ -124,6 +131,17 @@ class World(Town):
         assert all(other == first for other in others)
         return first
 
+    def takes(self, request_id: str = "a/p") -> Registration | None:
+        """The request begins, and is served if it had been registered."""
+        registration = self.desk.take(request_id, self.now)
+        if registration is not None:
+            self.writer.live[registration.key] = request_id
+        return registration
+
+    def closes(self, registration: Registration) -> None:
+        """Nothing is left of the push that served it."""
+        del self.writer.live[registration.key]
+
     def served(self, registration: Registration | None = None, request_id: str = "a/p") -> Registration:
         """A registration whose request had begun."""
         registration = registration or asks()
@@ -149,7 +167,7 @@ def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
 def test_what_its_request_has_taken_can_be_withdrawn_and_is_not_kept_again() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
-    world.desk.take("a/p", world.now)
+    assert world.takes() == wanted
     world.says(wanted, "d-1")
     assert world.desk.take("a/q", world.now) is None
     world.cancels(wanted)
@@ -441,9 +459,139 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         wanted = world.served(asks(f"r{number}/d"), f"r{number}/p")
         world.retracts(wanted, "cut off", drained=True)
+        world.closes(wanted)
         world.cancels(asks(f"c{number}/d", engine="E"), "e-0")
-    for memory in (world.desk._served, world.desk._over, world.desk._senders):
+    for memory in (world.desk._served, world.desk._over, world.desk._asked):
         assert len(memory) <= 10
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A desk that remembers 10 of each."""
+    monkeypatch.setattr(desk_module, "REMEMBERED", 10)
+    return World()
+
+
+def crowd(world: World, count: int = 50) -> None:
+    """So many other requests come and go."""
+    for number in range(count):
+        other = world.served(asks(f"r{number}/d"), f"r{number}/p")
+        world.closes(other)
+
+
+def test_a_push_that_outlives_thousands_of_others_can_still_be_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its cancel would be answered with a write on the wire."""
+    world = crowded(monkeypatch)
+    wanted = world.served()
+    world.writer.on_the_wire = {"a/p"}
+    crowd(world)
+    world.cancels(wanted)
+    assert world.writer.withdrawn == [("a/p", wanted.key)]
+    assert world.heard() == []
+    world.cancels(wanted, "e-0")
+    assert world.complaints.counts == {"foreign cancel": 1}, "it is known whose it is"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be taken for a process that was restarted."""
+    world, wanted = crowded(monkeypatch), asks()
+    if begun:
+        world.served(wanted)
+    else:
+        world.says(wanted)
+    crowd(world)
+    assert world.desk.is_current(wanted)
+    assert len(world.desk._asked) <= 11
+    if not begun:
+        assert world.takes() == wanted
+        crowd(world)
+        assert world.desk.is_current(wanted)
+
+
+def test_registrations_of_further_ranks_push_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More may be wanted at once than are remembered of those that are over."""
+    world = crowded(monkeypatch)
+    wanted = [asks(f"r{number}/d") for number in range(30)]
+    for rank in ("d-0", "d-1"):
+        for one in wanted:
+            world.says(one, rank)
+    assert [one.request_id for one in wanted if not world.desk.is_current(one)] == []
+
+
+# One id for two requests.
+
+
+def test_a_registration_that_differs_takes_the_place_of_one_that_still_waits() -> None:
+    """The process that sent the first one is dead, and its successor has given its blocks to others."""
+    world, older, newer = World(), asks(blocks=(1, 2)), asks(blocks=(3, 4))
+    world.says(older, "d-0")
+    world.network.connected["D"] = ("d-new",)
+    world.says(newer, "d-new")
+    assert not world.desk.is_current(older)
+    assert world.desk.is_current(newer)
+    assert world.takes() == newer
+    assert world.takes("a/q") is None
+    assert world.complaints.counts == {}
+
+
+def test_who_sent_the_older_one_does_not_vouch_for_the_newer() -> None:
+    world, older, newer = World(), asks(blocks=(1, 2)), asks(blocks=(3, 4))
+    world.says(older, "d-0")
+    world.says(newer, "d-1")
+    world.network.connected["D"] = ("d-0",)
+    assert not world.desk.is_current(newer)
+    assert not world.desk.is_current(older)
+
+
+def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() -> None:
+    world = World()
+    older, newer = world.served(asks(blocks=(1, 2))), asks(blocks=(3, 4))
+    world.writer.unclaimed = ["a/q"]
+    world.says(newer, "d-1")
+    assert world.heard() == [Fail("a/d", 0, "another request of this id is being pushed", True)]
+    assert world.complaints.counts == {"id in use": 1}
+    assert len(world.writer.registrations) == 1
+    assert world.desk.is_current(older)
+    assert not world.desk.is_current(newer)
+    world.says(older, "d-1")
+    assert world.heard() == [Accepted("a/d")], "the older one has not failed"
+    world.cancels(older)
+    assert world.writer.withdrawn == [("a/p", older.key)]
+
+
+def test_a_stock_engine_that_gives_an_id_twice_is_told_nothing() -> None:
+    world = World()
+    world.served(asks(layerpush=0, blocks=(1, 2)))
+    world.says(asks(layerpush=0, blocks=(3, 4)))
+    assert world.mail.sent == []
+    assert world.complaints.counts == {"id in use": 1}
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
+def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
+    """Its earlier bearer's end is not its own."""
+    world = World()
+    older, newer = world.served(asks(blocks=(1, 2))), asks(blocks=(3, 4))
+    if end == "failed":
+        world.retracts(older, "cut off", drained=True)
+    elif end == "cancelled":
+        world.cancels(older)
+    world.closes(older)
+    world.heard()
+    world.says(newer)
+    assert world.heard() == [Accepted("a/d")]
+    assert world.takes("a/q") == newer
+    assert world.complaints.counts == {}
+
+
+def test_a_stranger_with_an_id_that_is_being_served_is_no_rank_of_its_engine_if_it_wants_other_blocks() -> None:
+    world = World()
+    world.served(asks(blocks=(1, 2)))
+    world.says(asks(blocks=(3, 4)), "d-new")
+    assert [one.agent for one in world.probe.asked] == ["d-0"]
+    assert world.heard() == []
+    world.says(asks(blocks=(1, 2)), "d-2")
+    assert len(world.probe.asked) == 1
 
 
 # Signs of life.
@@ -524,6 +672,97 @@ def test_an_answer_that_cannot_be_sent_shows_that_the_engine_is_lost() -> None:
     world.tick()
     assert world.network.forgotten == ["D"]
     assert [engine for engine, _ in world.writer.failed] == ["D"]
+
+
+# WRITEs that failed halfway: their bytes may land for as long as the connection lives.
+
+
+def torn() -> tuple[World, Registration]:
+    """A push to D has failed with a torn WRITE, and another WRITE to D is still on the wire."""
+    world = World()
+    wanted = world.served()
+    world.writer.engines_in_flight = {"D"}
+    world.desk.write_torn("D")
+    world.retracts(wanted, "a WRITE failed", drained=True)
+    world.tick()
+    return world, wanted
+
+
+def test_nothing_has_drained_before_the_connection_has_ended() -> None:
+    world, _ = torn()
+    assert world.mail.sent == []
+    assert world.network.forgotten == []
+    reason = "a WRITE failed, and the connection to the decode engine was ended"
+    assert set(world.writer.failed) == {("D", reason)}
+    world.writer.engines_in_flight = {"E"}
+    world.desk.tick(world.now)
+    assert world.network.forgotten == ["D"]
+    world.settle()
+    assert len(world.network.handshakes) == 2
+    assert world.heard() == [Fail("a/d", 3, "a WRITE failed", True)]
+    world.tick()
+    assert world.heard() == []
+    assert len(world.network.handshakes) == 2
+
+
+def test_a_failure_that_has_not_drained_may_be_said_before() -> None:
+    world = World()
+    wanted = world.served()
+    world.desk.write_torn("D")
+    world.retracts(wanted, "a WRITE failed", drained=False)
+    assert world.heard() == [Fail("a/d", 3, "a WRITE failed", False)]
+    world.retracts(wanted, "a WRITE failed", drained=True)
+    assert world.heard() == []
+
+
+def test_a_cancel_is_not_answered_before_the_connection_has_ended() -> None:
+    """Whatever it is about, and whether or not anything of it is on the wire."""
+    world, wanted = torn()
+    for cancelled in (wanted, asks("never/registered")):
+        world.cancels(cancelled)
+        assert world.heard() == []
+    world.writer.engines_in_flight = set()
+    world.tick()
+    world.mail.taken()
+    for cancelled in (wanted, asks("never/registered")):
+        world.cancels(cancelled)
+        assert world.heard() == [Cancelled(cancelled.request_id)]
+
+
+@pytest.mark.parametrize("rank", ["d-0", "d-1"])
+def test_a_rank_that_registers_late_is_not_told_before_the_connection_has_ended(rank: str) -> None:
+    """What is said to one rank is said to all."""
+    world, wanted = torn()
+    world.says(wanted, rank)
+    assert [message for message in world.heard() if message != Accepted("a/d")] == []
+    world.writer.engines_in_flight = set()
+    world.tick()
+    assert Fail("a/d", 3, "a WRITE failed", True) in world.heard()
+
+
+@pytest.mark.parametrize("order", ["torn first", "lost first"])
+def test_an_engine_that_is_lost_as_well_is_not_looked_for(order: str) -> None:
+    world = World()
+    wanted = world.served()
+    world.writer.engines_in_flight = {"D"}
+    troubles = [world.desk.write_torn, world.desk.peer_lost]
+    for trouble in troubles if order == "torn first" else reversed(troubles):
+        trouble("D")
+        world.retracts(wanted, "a WRITE failed", drained=True)
+    world.writer.engines_in_flight = set()
+    world.tick()
+    assert world.network.forgotten == ["D"]
+    assert world.mail.sent == []
+    assert len(world.network.handshakes) == 1
+
+
+def test_other_engines_are_told_at_once() -> None:
+    world, _ = torn()
+    other = asks("b/d", engine="E")
+    world.writer.unclaimed = ["b/p"]
+    world.says(other, "e-0")
+    world.retracts(other, "cut off", drained=True)
+    assert world.heard("e-0") == [Accepted("b/d"), Fail("b/d", 3, "cut off", True)]
 
 
 # Strangers: an agent that is none of the engine's registers in its name.

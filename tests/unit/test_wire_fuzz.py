@@ -251,11 +251,13 @@ ODD: list[Any] = [
 odd = st.sampled_from(ODD)
 numbers = st.sampled_from([-1, 0, INT64, 2**64 - 1]) | st.integers(-INT64, 2**64 - 1)
 scalars = st.one_of(st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5), st.binary(max_size=5))
-anything = st.recursive(
-    scalars | odd,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | numbers, inner, max_size=4),
-    max_leaves=12,
-)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | numbers, inner, max_size=4)
+
+
+anything = st.recursive(scalars | odd, nested, max_leaves=12)
 
 
 def altered(

@@ -399,6 +399,30 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
     rig.assert_clean()
 
 
+@pytest.mark.parametrize(
+    "end", ["it fails", "it is withdrawn", "it is overdue", "it is aborted", "it is evicted", "it is aborted and fails"]
+)
+def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end: str) -> None:
+    """What has drained is said over the connection, unless it is known to be lost."""
+    rig, prompt = whole(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
+    rig.finish(prompt)
+    wanted = rig.host.delegated["p-1"]
+    if "fails" in end:
+        rig.writer.fail("p-1", "no route to rank 1")
+    if "withdrawn" in end:
+        assert not rig.writer.withdraw("p-1", wanted.key)
+    if "aborted" in end:
+        rig.abort(prompt)
+    if "evicted" in end:
+        rig.writer.evicted("p-1")
+    assert [drained for _, drained, _ in rig.host.retractions()] in ([], [False])
+    rig.fabric.kill("D-0")
+    rig.settle()
+    assert rig.host.lost == ["D"]
+    assert rig.host.retractions()[-1][1]
+    rig.assert_clean()
+
+
 def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
     """Else a decode engine would wait for what nobody will send."""
     rig, prompt = story()

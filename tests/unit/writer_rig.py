@@ -192,6 +192,8 @@ class ScriptedHost:
         decoder = self.rig.decoders[retraction.registration.decode_engine_id]
         if not retraction.drained:
             return
+        if not all(end.alive for end in decoder.ends) and decoder.name not in self.lost:
+            self.wrongs.append(f"said to have drained before the connection is known to be lost: {retraction}")
         if decoder.is_written(retraction.registration):
             self.wrongs.append(f"said to have drained with a WRITE on the wire: {retraction}")
         if sum(one.drained and one.registration == retraction.registration for one, _ in self.retracted) > 1:
@@ -322,7 +324,8 @@ class Rig:
                 self.p_memory[at : at + BLOCK_BYTES] = 0xBB
 
     def assert_clean(self) -> None:
-        """No push in the table, no handle kept, no WRITE where it should not be."""
+        """No push in the table, no handle kept, no WRITE where it should not be, not even when all has landed."""
+        self.fabric.settle()
         assert self.host.wrongs == []
         assert len(self.writer) == 0
         assert not self.p._live

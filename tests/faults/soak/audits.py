@@ -10,19 +10,20 @@ from tests.faults.soak import inhost
 from tests.faults.soak.engine import Answer
 from tests.faults.soak.inhost import Audit
 from tests.faults.soak.seats import Seat
+from tests.faults.soak.sent import Sent
 
 PATIENCE_S = 45.0
 AGAIN_S = 0.5
 MORE_THREADS = 4
-ALLOWED = (*BOUNDED_MEMORIES, "._unwanted")
+ALLOWED = BOUNDED_MEMORIES
 
 
 class EngineAudit:
     """Asks one engine until it holds nothing, or until patience ends."""
 
-    def __init__(self, seat: Seat, texts: Sequence[str]) -> None:
+    def __init__(self, seat: Seat, sent: Sent) -> None:
         self.seat = seat
-        self._texts = list(texts)
+        self._sent = sent
         self._incarnation = seat.incarnation
         self._next_at = 0.0
         self._asking = False
@@ -31,7 +32,9 @@ class EngineAudit:
     def advance(self, now: float) -> None:
         if not self._asking and now >= self._next_at and self.seat.engine.ready:
             self._asking = True
-            self.seat.engine.call(inhost.audit, self._texts, ALLOWED, then=self._answered)
+            orphans = self._sent.orphans()
+            texts = [request_id for request_id in self._sent.ids() if request_id not in orphans]
+            self.seat.engine.call(inhost.audit, texts, sorted(orphans), ALLOWED, then=self._answered)
 
     def _answered(self, answer: Answer) -> None:
         self._asking = False
@@ -72,8 +75,8 @@ def held(audit: Audit, usual_threads: int | None) -> list[str]:
 class Auditor:
     """All engines at once."""
 
-    def __init__(self, seats: Sequence[Seat], texts: Sequence[str]) -> None:
-        self._audits = [EngineAudit(seat, texts) for seat in seats]
+    def __init__(self, seats: Sequence[Seat], sent: Sent) -> None:
+        self._audits = [EngineAudit(seat, sent) for seat in seats]
         self._until = time.monotonic() + PATIENCE_S
 
     def over(self, now: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import probes, wirefaults
@@ -14,7 +14,9 @@ from tests.faults.soak import scripted
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
-    from tests.e2e.kvwatch import KvWatch
+
+WAITING_REGISTRATIONS = "._ledger._entries"
+"""P's registrations that came before their request; kept for some minutes unless D withdraws them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +53,6 @@ class Notebook:
 
         scheduler._handle_failed_recving = remember_failed
 
-    def look_at_loads_only(self, watch: KvWatch) -> None:
-        """No digest of a prompt that D computes itself, which may take it several steps."""
-        watch_decode = watch._watch_decode
-
-        def watch_load(request_id: str, request: Any, *, scheduled: bool) -> None:
-            computes = scheduled and request_id not in watch._registered
-            if not computes and request_id not in self.failed_loads:
-                watch_decode(request_id, request, scheduled=scheduled)
-
-        watch._watch_decode = watch_load  # type: ignore[method-assign]
-
 
 _NOTEBOOKS: list[Notebook] = []  # the one of this process
 
@@ -69,8 +60,6 @@ _NOTEBOOKS: list[Notebook] = []  # the one of this process
 def install(host: HostedEngine) -> None:
     """Once per process, before its first request."""
     _NOTEBOOKS.append(Notebook(host.scheduler, probes.free_blocks(host)))
-    if host.watch is not None:
-        _NOTEBOOKS[0].look_at_loads_only(host.watch)
     if host.scheduler.connector is not None:
         scripted.install(host)
 
@@ -97,19 +86,31 @@ def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]
     return records
 
 
-def audit(host: HostedEngine, texts: list[str], allowed: tuple[str, ...]) -> Audit:
-    """``texts`` are ids that no table may mention any more, but those whose paths contain one of ``allowed``."""
+def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tuple[str, ...]) -> Audit:
+    """See ``left_in``."""
     scripted.settle(host)
     notebook = _NOTEBOOKS[0]
-    found = [path for path in probes.mentions(host, texts) if not any(part in path for part in allowed)]
     return Audit(
         missing_blocks=notebook.free_blocks - probes.free_blocks(host),
         requests=tuple(f"{request_id} {status}" for request_id, status in probes.request_statuses(host).items()),
-        mentions=tuple(found),
+        mentions=tuple(left_in(probes.connectors(host), texts, orphans, allowed)),
         open_handles=wirefaults.open_handles(host),
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         os_threads=len(os.listdir("/proc/self/task")),
     )
+
+
+def left_in(
+    roots: Mapping[str, Any], texts: Sequence[str], orphans: Sequence[str], allowed: Sequence[str]
+) -> list[str]:
+    """Paths at which an ended request is mentioned that should not be.
+
+    ``texts`` and ``orphans`` are ids that no table may mention any more, but those whose paths contain one of
+    ``allowed``. Nobody is left to withdraw the registration of an orphan: its D has died.
+    """
+    found = [path for path in probes.mentions_in(roots, texts) if not any(part in path for part in allowed)]
+    allowed = (*allowed, WAITING_REGISTRATIONS)
+    return found + [path for path in probes.mentions_in(roots, orphans) if not any(part in path for part in allowed)]
 
 
 def _known_ids(host: HostedEngine) -> set[str]:

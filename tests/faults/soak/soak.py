@@ -104,7 +104,7 @@ class Soak:
         return not (self.traffic.outstanding or self._mischief.outstanding) and self.seats.all_calm
 
     def _audit(self) -> None:
-        auditor = Auditor([seat for seat in self.seats if seat.name != "R"], self.traffic.sent_ids)
+        auditor = Auditor([seat for seat in self.seats if seat.name != "R"], self.traffic.sent)
         while not auditor.over(time.monotonic()) and self._stops < 2:
             self._turn("audit")
         for text in auditor.leaks():
@@ -113,7 +113,7 @@ class Soak:
             self._end_engine(seat)
         auditor.learn()
         self.seats.measure_memory(idle=True)
-        self.traffic.sent_ids.clear()
+        self.traffic.sent.clear()
 
     # One turn
 

@@ -18,6 +18,7 @@ from tests.faults.soak.plan import PlannedRequest
 from tests.faults.soak.reference import Reference
 from tests.faults.soak.request import Leg, SoakRequest, State
 from tests.faults.soak.seats import Seat, Seats
+from tests.faults.soak.sent import Sent
 from tests.faults.soak.specs import LEASE_S
 
 LATE_AFTER_S = LEASE_S + 2.0
@@ -44,7 +45,7 @@ class Traffic:
         self._struck, self._done = struck, done
         self.live: dict[str, SoakRequest] = {}
         self.outstanding = 0
-        self.sent_ids: list[str] = []
+        self.sent = Sent(seats)
 
     def send(self, plan: PlannedRequest) -> None:
         """Start a request on engines that are up. There must be one of either side."""
@@ -63,7 +64,7 @@ class Traffic:
         )
         self.live[request.request_id] = request
         self.outstanding += 1
-        self.sent_ids.append(request.request_id)
+        self.sent.note(request.request_id, request.d)
         if plan.fault in ("no-p", "no-d", "unequal", "late-d", "bad-params-p", "bad-params-d"):
             self._strike(request)
         d_params = self._params_for_d(request, p)

@@ -46,7 +46,22 @@ class DecodeEngine(Process):
                 piece = BLOCK_BYTES // ranks
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
                 self.transport.describe((ranks, rank), self.memory, starts, piece).give_away(range(len(starts)))
-        self.desk = DecodeDesk(engine_id, self.peers, self.watch, self.probe, self, self.complaints, 1, PEER_TIMEOUT_S)
+        self.desk = DecodeDesk(
+            engine_id,
+            self.peers,
+            self.watch,
+            self.probe,
+            self,
+            self.complaints,
+            1,
+            PEER_TIMEOUT_S,
+            self.forget,
+        )
+
+    def forget(self, engine_id: str) -> bool:
+        """This rank writes to nobody."""
+        self.peers.forget(engine_id)
+        return True
 
     # The scheduler.
 

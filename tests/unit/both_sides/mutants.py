@@ -152,9 +152,9 @@ def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
     """A registration that comes after it is served."""
     note = Remembered.note
 
-    def mutated(self: Remembered, key: Any, value: Any) -> None:
+    def mutated(self: Remembered, key: Any, value: Any, *args: Any) -> None:
         if not isinstance(value, Cancelled):
-            note(self, key, value)
+            note(self, key, value, *args)
 
     patch.setattr(Remembered, "note", mutated)
 

@@ -126,6 +126,9 @@ class PrefillRank(Process):
         return Link(engine_id, (self._route(engine_id),), (D_BLOCKS,) * LAYERS)
 
     def require_current(self, registration: Registration) -> None:
+        doom = self.desk.doom(registration.decode_engine_id)
+        if doom is not None:
+            raise HandshakeError(doom)
         if not self.desk.is_current(registration):
             raise HandshakeError("the decode engine was restarted")
 

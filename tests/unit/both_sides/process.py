@@ -13,7 +13,8 @@ import numpy as np
 
 from layerpush.complaints import Complaints
 from layerpush.decode.watch import Verdict
-from layerpush.peers import Address, Peers
+from layerpush.peers import Address, Peers, Rank
+from layerpush.transport.base import TransportError
 from layerpush.wire import Message, read
 
 if TYPE_CHECKING:
@@ -66,6 +67,29 @@ class Pool:
         self.free.extend(blocks)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A question to an engine's side channel about the agent of one of its ranks."""
+
+    began: float
+    agent: str
+    rank: Rank
+    engine_id: str
+    on_verdict: Callable[[Verdict, float], None]
+
+
+class Mail:
+    """Notifications of a process. As in NIXL, they go to agents that it is connected to and to no others."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def notify(self, agent: str, payload: bytes) -> None:
+        if not any(agent in agents for agents in self._process.connected.values()):
+            raise TransportError(f"{self._process.name} is not connected to {agent}")
+        self._process.transport.notify(agent, payload)
+
+
 class Process:
     """A `Network` for `Peers`. Nothing in it happens unless the process is given a turn."""
 
@@ -76,9 +100,9 @@ class Process:
         self.complaints = Complaints(logging.getLogger("vllm.layerpush.test"))
         self.connected: dict[str, tuple[str, ...]] = {}
         self.handshakes: dict[str, tuple[float, Future[None]]] = {}
-        self.probes: list[tuple[float, str, str, Callable[[Verdict, float], None]]] = []
+        self.probes: list[Asked] = []
         self.errands: deque[Callable[[], None]] = deque()
-        self.peers = Peers(self, self.transport, None, clock=lambda: world.now)
+        self.peers = Peers(self, Mail(self), None, clock=lambda: world.now)
 
     # layerpush.peers.Network
 
@@ -90,9 +114,9 @@ class Process:
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
 
-    def rank_of(self, engine_id: str, agent: str) -> tuple[int, int]:
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         agents = self.agents_of(engine_id)
-        return 0, agents.index(agent) if agent in agents else 0
+        return (0, agents.index(agent)) if agent in agents else None
 
     def disconnect(self, engine_id: str) -> None:
         for agent in self.connected.pop(engine_id, ()):
@@ -101,8 +125,8 @@ class Process:
     def errand(self, errand: Callable[[], None]) -> None:
         self.errands.append(errand)
 
-    def probe(self, agent: str, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
-        self.probes.append((self.world.now, agent, address.engine_id, on_verdict))
+    def probe(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
+        self.probes.append(Asked(self.world.now, agent, rank, address.engine_id, on_verdict))
 
     # A turn.
 
@@ -132,19 +156,18 @@ class Process:
     def _end_probes(self) -> None:
         """The verdict is about the moment at which the question is answered."""
         for probe in list(self.probes):
-            began, agent, engine_id, on_verdict = probe
-            engine = self.world.engines.get(engine_id)
-            if engine is not None and engine.frozen and self.world.now < began + PROBE_S:
+            engine = self.world.engines.get(probe.engine_id)
+            if engine is not None and engine.frozen and self.world.now < probe.began + PROBE_S:
                 continue
             self.probes.remove(probe)
-            if engine is None or engine_id in self.world.deaf:
+            if engine is None or probe.engine_id in self.world.deaf:
                 verdict = Verdict.ENDED
             elif engine.frozen:
                 verdict = Verdict.UNKNOWN
             else:
-                known = any(process.name == agent for process in engine.processes)
+                known = engine.processes[probe.rank[1]].name == probe.agent
                 verdict = Verdict.ALIVE if known else Verdict.ENDED
-            on_verdict(verdict, self.world.now)
+            probe.on_verdict(verdict, self.world.now)
 
     def assert_idle(self) -> None:
         assert not self.handshakes

@@ -1,0 +1,69 @@
+"""A WRITE that NIXL calls failed may still land, and is not over before it has: over real NIXL only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerpush.transport.base import PeerLostError, TransportError, WriteHandle, WriteState
+from layerpush.transport.locked import LockedAgent
+from layerpush.transport.nixl import SPLIT_AT, NixlTransport
+from tests.contract.link import NixlLink, Pieces
+from tests.contract.waiting import until
+
+
+class Failing:
+    """A transport over the link's agent, to which NIXL's answer about the first WRITE is that it failed."""
+
+    def __init__(self, link: NixlLink) -> None:
+        agent: Any = LockedAgent(link.agent)
+        self.failed: list[Any] = []
+        agent.transfer = lambda handle: self.failed.append(handle) or link.agent.transfer(handle)
+        agent.check_xfer_state = lambda handle: (
+            "ERR" if handle is self.failed[0] else link.agent.check_xfer_state(handle)
+        )
+        self.transport = NixlTransport(agent)
+
+    def is_over(self, handle: WriteHandle) -> bool:
+        try:
+            return self.transport.poll(handle) is not WriteState.PENDING
+        except PeerLostError:
+            raise
+        except TransportError:
+            return True
+
+
+@pytest.mark.parametrize("own_link", ["nixl", "nixl-4-threads"], indirect=True)
+def test_it_is_over_when_all_of_it_has_landed(own_link: NixlLink) -> None:
+    failing, count = Failing(own_link), SPLIT_AT - 1
+    ids = np.arange(count, dtype=np.int32)
+    own_link.freeze()
+    handle = failing.transport.post_write(own_link.route, ids, ids)
+    looks = [failing.is_over(handle) for _ in range(2000)]
+    own_link.thaw()
+    assert not any(looks), "the decode engine has not even seen it"
+    until(lambda: failing.is_over(handle))
+    landed = own_link.memory()
+    failing.transport.release(handle)
+    assert_same(landed[:count], own_link.source[:count])
+
+
+@pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
+def test_it_is_over_when_the_peer_is(own_link: NixlLink) -> None:
+    """A WRITE that is too large for a fence, too."""
+    failing = Failing(own_link)
+    ids = np.arange(2 * SPLIT_AT, dtype=np.int32)
+    handle = failing.transport.post_write(own_link.route, ids, ids)
+    looks = [failing.is_over(handle) for _ in range(2000)]
+    own_link.kill()
+    assert not any(looks)
+    with pytest.raises(PeerLostError):
+        until(lambda: failing.is_over(handle))
+    failing.transport.release(handle)
+
+
+def assert_same(landed: Pieces, source: Pieces) -> None:
+    missing = np.flatnonzero((landed != source).any(axis=1))
+    assert missing.size == 0, f"{missing.size} of {len(source)} pieces landed after the WRITE was called over"

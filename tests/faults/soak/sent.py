@@ -1,0 +1,33 @@
+"""The requests that were sent since the last audit."""
+
+from __future__ import annotations
+
+from tests.faults.soak.request import Leg, State
+from tests.faults.soak.seats import Seats
+
+
+class Sent:
+    """Which requests no engine should know any more once they have ended."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self._decode_legs: dict[str, Leg] = {}
+
+    def note(self, request_id: str, decode_leg: Leg) -> None:
+        self._decode_legs[request_id] = decode_leg
+
+    def ids(self) -> list[str]:
+        return list(self._decode_legs)
+
+    def orphans(self) -> set[str]:
+        """Those whose D died, whatever sits in its place now: a P that kept its registration is not told."""
+        return {request_id for request_id, leg in self._decode_legs.items() if self._is_dead(leg)}
+
+    def clear(self) -> None:
+        self._decode_legs.clear()
+
+    def _is_dead(self, leg: Leg) -> bool:
+        if leg.state is State.UNSENT:
+            return False
+        seat = self._seats[leg.engine]
+        return seat.incarnation != leg.incarnation or seat.engine.ended

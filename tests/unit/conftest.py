@@ -1,0 +1,15 @@
+"""What every unit test gets: commands that run in this process may change its environment, for that test only."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_put_back() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before:
+        del os.environ[name]
+    os.environ.update(before)

@@ -1,0 +1,86 @@
+"""What an idle engine may still know of a request: a P keeps what a dead D asked for, for a while."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from layerpush.prefill.ledger import Ledger
+from layerpush.wire import Registration
+from tests.faults.soak.audits import ALLOWED, Auditor
+from tests.faults.soak.inhost import Audit, audit, left_in
+from tests.unit.soak_world import LATER, World
+
+
+class Desk:
+    """Keeps a registration of a request whose part on P never came; ``pushes`` is any other table."""
+
+    def __init__(self, request_id: str) -> None:
+        self._ledger = Ledger(lambda registration, prefill_request_id: False)
+        self.pushes: dict[str, str] = {}
+        registration = Registration(
+            request_id=f"{request_id}-ab12cd34",
+            decode_engine_id="D1-1",
+            decode_host="127.0.0.1",
+            decode_port=26000,
+            decode_tp_size=1,
+            local_block_ids=[[1]],
+        )
+        self._ledger.add(registration, 0.0)
+
+
+def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
+    return left_in({"worker": desk}, texts, orphans, ALLOWED)
+
+
+def test_a_waiting_registration_of_a_living_d_is_left_over() -> None:
+    places = left(Desk("soak-000001"), ["soak-000001"], ["soak-000002"])
+    assert places
+    assert all(place.startswith("worker._ledger._entries") for place in places)
+
+
+def test_that_of_a_dead_d_is_not_but_everything_else_of_it_is() -> None:
+    desk = Desk("soak-000001")
+    assert left(desk, ["soak-000002"], ["soak-000001"]) == []
+    desk.pushes["soak-000001-ab12cd34"] = "a push"
+    assert left(desk, [], ["soak-000001"]) == ["worker.pushes{key}"]
+
+
+@pytest.mark.parametrize("way", ["replaced", "ended"])
+def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
+    world = World()
+    world.send()
+    [request_id] = world.traffic.sent.ids()
+    assert world.traffic.sent.orphans() == set()
+    world.seats["P1"].incarnation += 1
+    assert world.traffic.sent.orphans() == set(), "P is not the one who withdraws"
+    if way == "replaced":
+        world.seats["D1"].incarnation += 1
+    else:
+        world.d.ended = True
+    assert world.traffic.sent.orphans() == {request_id}
+
+
+def test_a_request_that_was_never_sent_to_its_d_is_none() -> None:
+    world = World()
+    world.send(order="p-first")
+    world.seats["D1"].incarnation += 1
+    assert world.traffic.sent.orphans() == set()
+
+
+def test_an_audit_says_which_requests_are_orphans() -> None:
+    world = World()
+    world.send()
+    world.seats["D1"].incarnation += 1
+    world.send(number=2)
+    dead, alive = world.traffic.sent.ids()
+    world.p.answers = Audit(3, (), (), 0, (), 9)
+    auditor = Auditor([world.seats["P1"]], world.traffic.sent)  # type: ignore[list-item]
+    assert not auditor.over(0.0)
+    assert world.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
+    world.p.answers = dataclasses.replace(world.p.answers, missing_blocks=0)
+    auditor._audits[0]._next_at = 0.0
+    auditor.over(0.0)
+    assert auditor.over(LATER)
+    assert auditor.leaks() == []
