@@ -228,6 +228,8 @@ class DecodeDesk:
                 self._dispatch(session.request_id, protocol.Unregistered(error), now)
                 return
             agents = self._peers.agents(address.engine_id)
+            if not again:
+                self._watch.reconnected(agents)
             reached = frozenset(agent for agent in agents if self._peers.notify(agent, awaited.payload))
             for agent in agents:
                 if agent not in reached:
@@ -235,8 +237,6 @@ class DecodeDesk:
             if not reached and again and self._drop(address.engine_id):
                 self._register(awaited, now, again=False)
                 return
-            if not again:
-                self._watch.reconnected(agents)
             if not reached:
                 reason = f"the connection to prefill engine {address.engine_id!r} is lost"
                 self._dispatch(session.request_id, protocol.Unregistered(reason), now)

@@ -340,7 +340,7 @@ class PrefillDesk:
             for sender, registration in self._strangers.pop(engine_id, []):
                 self.registered(sender, registration, now)
             return
-        if engine_id in self._doomed:  # they are heard when the connection is gone
+        if engine_id in self._doomed or engine_id not in self._strangers:  # heard when the connection is gone
             return
         if verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)

@@ -40,6 +40,7 @@ class _Torn:
     posted: _Posted
     fence: Any = None
     due: float = 0.0
+    over: bool = False
 
 
 class NotedPost:
@@ -127,11 +128,10 @@ class NixlTransport:
             state = self._look_at(handle)
             if isinstance(state, WriteState):
                 return state
-            if isinstance(state, PeerLostError):
-                raise state
             self._torn[handle] = _Torn(state, self._live[handle])
         torn = self._torn[handle]
-        if not isinstance(torn.failure, PeerLostError) and not self._is_fenced(torn):
+        torn.over = torn.over or isinstance(torn.failure, PeerLostError) or self._is_fenced(torn)
+        if not torn.over:
             return WriteState.PENDING
         raise torn.failure
 

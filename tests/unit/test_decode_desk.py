@@ -139,7 +139,7 @@ class World(Town):
         world_size: int = 1,
         allowed: tuple[str, ...] | None = None,
         scripted: bool = True,
-        forget: Callable[[str], None] | None = None,
+        forget: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
@@ -155,8 +155,12 @@ class World(Town):
             self.complaints,
             world_size,
             PATIENCE_S,
-            forget or self.peers.forget,
+            forget or self.forget,
         )
+
+    def forget(self, engine_id: str) -> bool:
+        self.peers.forget(engine_id)
+        return True
 
     def awaits(self, request_id: str = "r", known: bool = True) -> None:
         self.engine.known |= {request_id} if known else set()
@@ -831,10 +835,21 @@ def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
     assert {read(payload).request_id for _, payload in world.mail.sent} == {"s"}  # type: ignore[union-attr]
 
 
+def asks_its_host(answer: bool) -> tuple[list[str], Callable[[str], bool]]:
+    """A host that drops no connection, and what it was asked to drop."""
+    asked: list[str] = []
+
+    def forget(engine_id: str) -> bool:
+        asked.append(engine_id)
+        return answer
+
+    return asked, forget
+
+
 def test_only_its_host_drops_a_connection() -> None:
     """Pushes of this rank may be on their way to that engine."""
-    asked: list[str] = []
-    world = World(forget=asked.append)
+    asked, forget = asks_its_host(True)
+    world = World(forget=forget)
     world.awaiting("p-0")
     world.orders(watch.Reconnect("P"))
     assert world.watch.reconnections == [("p-0",)]
@@ -843,6 +858,78 @@ def test_only_its_host_drops_a_connection() -> None:
     world.orders(watch.ReportGone("p-0", "it has ended"))
     assert asked == ["P", "P", "P"]
     assert world.network.forgotten == []
+
+
+def test_a_connection_that_pushes_are_on_their_way_over_is_kept_for_now() -> None:
+    """Then nothing is made anew, and what failed has not been cured."""
+    asked, forget = asks_its_host(False)
+    world = World(forget=forget)
+    world.awaiting("p-0")
+    world.orders(watch.Reconnect("P"))
+    assert asked == ["P"]
+    world.mail.lost = {"p-0"}
+    world.awaits("s")
+    world.tick()
+    assert asked == ["P", "P"]
+    assert world.engine.told == [("failed", "s")]
+    assert world.watch.lost_agents == ["p-0"]
+    assert world.watch.cut_agents == []
+    assert world.watch.reconnections == []
+    assert world.network.handshakes == [P]
+
+
+def test_a_connection_that_a_registration_makes_anew_cures_what_failed_on_the_old_one() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.network.connected["P"] = ("p-old",)
+    world.mail.lost = {"p-old"}
+    world.awaits("s")
+    assert world.watch.lost_agents == world.watch.cut_agents == ["p-old"]
+    assert world.watch.reconnections == [("p-0",)]
+
+
+def test_an_engine_is_connected_anew_where_it_was_found() -> None:
+    """A request that has not been registered yet may name any address."""
+    world = World()
+    nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
+    world.network.listening = {}
+    world.desk.await_push(registration("mistaken"), nowhere, EXTRA, world.now)
+    world.network.reject("P", OSError("no route"))
+    world.settle()
+    world.network.listening = {"P": world.agents}
+    world.awaiting("p-0")
+    assert world.network.handshakes == [nowhere, P]
+    world.network.listening = {}
+    world.orders(watch.Reconnect("P"))
+    assert world.network.handshakes == [nowhere, P, P]
+
+
+def test_what_somebody_else_found_broken_is_a_failed_send_if_there_was_but_one_agent() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.desk.connection_lost(("p-0",), world.now)
+    assert world.watch.lost_agents == world.watch.cut_agents == ["p-0"]
+
+
+def test_what_somebody_else_found_broken_speaks_against_none_of_several_agents() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.desk.connection_lost(("p-0", "p-1"), world.now)
+    assert world.watch.lost_agents == []
+    assert world.watch.cut_agents == ["p-0", "p-1"]
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, ["failed"]), (2, ["parked", "failed"])])
+def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks: int, told: list[str]) -> None:
+    """If it is known who that was: no send of ours will fail any more."""
+    world = World(ranks, scripted=False)
+    world.awaiting(*world.agents)
+    world.desk.connection_lost(world.agents, world.now)
+    world.peers.forget("P")
+    world.network.listening = {}
+    for _ in range(int(4 * 3 * PATIENCE_S)):
+        dies_a_little(world)
+    assert world.told == told
 
 
 def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:

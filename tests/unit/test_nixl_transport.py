@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -198,9 +198,11 @@ TEARS: dict[str, dict[str, Exception | str]] = {
 }
 
 
-def torn(agent: ScriptedAgent, tear: str = "a check says so", **script: Exception | str) -> NixlTransport:
+def torn(
+    agent: ScriptedAgent, tear: str = "a check says so", script: Mapping[str, Exception | str] | None = None
+) -> NixlTransport:
     """The transport of an agent whose first WRITE fails; its fence, the second one, waits unless it is scripted."""
-    agent.failures = {"check 1": "PROC", **TEARS[tear], **{step.replace("_", " "): how for step, how in script.items()}}
+    agent.failures = {"check 1": "PROC", **TEARS[tear], **(script or {})}
     return NixlTransport(agent)
 
 
@@ -259,7 +261,7 @@ def test_a_fence_that_fails_is_tried_again_after_a_pause(
     fence: dict[str, Exception | str], prepared: bool, clock: SimpleNamespace
 ) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, **fence)
+    transport = torn(agent, script=fence)
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     for _ in range(4):
         assert transport.poll(handle) is WriteState.PENDING
@@ -280,7 +282,7 @@ def test_a_fence_that_fails_is_tried_again_after_a_pause(
 @pytest.mark.parametrize("step", ["make 1", "transfer 1", "check 1"])
 def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, **{step: nixlRemoteDisconnectError("GONE")})
+    transport = torn(agent, script={step: nixlRemoteDisconnectError("GONE")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     assert step != "check 1" or transport.poll(handle) is WriteState.PENDING
     with pytest.raises(PeerLostError, match="GONE"):
@@ -291,8 +293,14 @@ def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: Simple
 
 @pytest.mark.parametrize(
     ("split_at", "count", "fenced"),
-    [(None, SPLIT_AT - 1, True), (None, SPLIT_AT, False), (4, 3, True), (4, 4, False), (0, 1, False)]
-    + [(math.inf, 3 * SPLIT_AT, True)],
+    [
+        (None, SPLIT_AT - 1, True),
+        (None, SPLIT_AT, False),
+        (4, 3, True),
+        (4, 4, False),
+        (0, 1, False),
+        (math.inf, 3 * SPLIT_AT, True),
+    ],
 )
 def test_no_fence_covers_what_is_spread_over_endpoints(
     split_at: float | None, count: int, fenced: bool, clock: SimpleNamespace
@@ -319,7 +327,7 @@ def test_no_fence_covers_what_is_spread_over_endpoints(
 
 def test_who_releases_a_torn_write_gives_its_fence_back_too(clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
-    transport = torn(agent, release_0=nixlBackendError("BUSY"))
+    transport = torn(agent, script={"release 0": nixlBackendError("BUSY")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
     assert transport.poll(handle) is WriteState.PENDING
     with pytest.raises(TransportError, match="BUSY"):
@@ -392,7 +400,7 @@ def test_what_somebody_else_cannot_even_prepare_is_theirs_to_report() -> None:
         post.make_prepped_xfer("WRITE", "local", [7], "remote", [20])
     assert (post.sides, post.failure) == (None, None)
     assert post.get_new_notifs() == {}
-    agent.failures = {"transfer": ZeroDivisionError()}  # type: ignore[dict-item]
+    agent.failures = {"transfer": ZeroDivisionError()}
     with pytest.raises(ZeroDivisionError):  # a defect is no failed WRITE
         post.transfer(post.make_prepped_xfer("WRITE", "local", [7], "remote", [20]))
 

@@ -223,7 +223,7 @@ def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
-@pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2}])
+@pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2, "notify_only": True}])
 def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str, other: dict[str, int]) -> None:
     """As many completions make one as there are ranks."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
@@ -241,6 +241,61 @@ def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str,
     assert "engine 'D' is connected with tp_size 2 and pp_size 1, not with" in error
     assert not town.peers.is_retrying
     assert town.peers.address("D") == D
+
+
+@pytest.mark.parametrize("when", ["connected", "connecting"])
+def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) -> None:
+    """A registration does not tell how many its sender has; who registers knows, and has connected first."""
+    town, outcomes = Town(), Outcomes()
+    staged = Address("D", "10.0.0.7", 5600, tp_size=2, pp_size=2, notify_only=True)
+    town.peers.reach(staged, outcomes, town.now)
+    if when == "connected":
+        town.network.answer("D", "d-0", "d-1")
+        town.settle()
+    town.peers.reach(D, outcomes, town.now)
+    if when == "connecting":
+        town.network.answer("D", "d-0", "d-1")
+        town.settle()
+    assert outcomes == [None, None]
+    assert town.peers.address("D") == staged
+
+
+def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
+    """Whoever names a wrong address for an engine would else make the right one fail."""
+    town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
+    elsewhere = Address("D", "10.9.9.9", 1, tp_size=2)
+    for attempt in range(TRIES + 2):
+        town.peers.reach(elsewhere, mistaken, town.now, tries=1)
+        if attempt == 0:
+            town.peers.reach(D, outcomes, town.now)
+        town.settle()
+        assert not town.peers.is_retrying, "they wait for one and the same"
+        town.network.reject("D", OSError("refused"))
+        town.settle()
+        assert (outcomes, len(mistaken)) == ([], attempt + 1)
+        town.now += RETRY_S
+    assert set(town.network.handshakes) == {elsewhere}
+    for _ in range(TRIES):
+        assert outcomes == []
+        town.settle()
+        assert town.network.handshakes[-1] == D
+        town.network.reject("D", OSError("no route"))
+        town.settle()
+        town.now += RETRY_S
+    assert len(outcomes) == 1
+
+
+def test_a_handshake_that_others_wait_for_too_is_a_try_of_each() -> None:
+    town, first, second = Town(), Outcomes(), Outcomes()
+    town.peers.reach(D, first, town.now)
+    town.peers.reach(D, second, town.now)
+    for _ in range(TRIES):
+        town.network.reject("D", OSError("no route"))
+        town.settle()
+        town.now += RETRY_S
+        town.settle()
+    assert [len(first), len(second)] == [1, 1]
+    assert len(town.network.handshakes) == TRIES
 
 
 def test_what_follows_may_ask_again() -> None:
