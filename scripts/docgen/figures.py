@@ -43,7 +43,7 @@ def demo_table(result: Mapping[str, Any]) -> str:
     modes: Mapping[str, Figures] = result["modes"]
     rows = [(heading, *(show(mode) for mode in modes.values())) for heading, show in DEMO_ROWS]
     table = _table(["", *(f"`{name}`" for name in modes)], rows)
-    return f"{table}\n\n{' '.join([*_demo_remarks(result), _conditions(result)])}"
+    return f"{table}\n\n{' '.join([*_demo_remarks(result), conditions(result)])}"
 
 
 def bench_table(result: Mapping[str, Any]) -> str:
@@ -62,7 +62,7 @@ def bench_table(result: Mapping[str, Any]) -> str:
     )
     if "request-again" in modes:
         about += " `request-again` is a second engine in `request` mode: how far its ratio is from 1 is noise."
-    return f"{_table(headings, rows)}\n\n{about} {_conditions(result)}"
+    return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
 
 
 def _demo_remarks(result: Mapping[str, Any]) -> list[str]:
@@ -83,7 +83,7 @@ def _demo_remarks(result: Mapping[str, Any]) -> list[str]:
     return remarks
 
 
-def _conditions(result: Mapping[str, Any]) -> str:
+def conditions(result: Mapping[str, Any]) -> str:
     """The link, the machine, the versions and the day."""
     versions = [f"{name} {result['versions'][key]}" for key, name in PACKAGES.items() if key in result["versions"]]
     link = _link(result)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerpush.config import documentation_table
-from scripts.docgen import figures, limits, messages, protocol, refusals
+from scripts.docgen import figures, limits, messages, protocol, refusals, soakrun
 from scripts.docgen.markers import fill
 
 
@@ -19,7 +19,7 @@ class Section(NamedTuple):
 
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
-PROTOCOL, FAILURES = "docs/design/protocol.md", "docs/design/failures.md"
+PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
@@ -27,6 +27,8 @@ SECTIONS: Mapping[str, Section] = {
     "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
     "demo-figures": Section((README,), figures.demo),
     "bench-figures": Section((README,), figures.bench),
+    "soak-summary": Section((README,), soakrun.summary),
+    "soak-tables": Section((SOAK,), soakrun.tables),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
     "protocol-endings": Section((PROTOCOL,), lambda _: protocol.endings()),
     "protocol-states": Section((PROTOCOL,), lambda _: protocol.PREFILL.states()),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from layerpush.calm import VARIABLE
 from layerpush.config import UPSTREAM_KEYS, LayerPushConfig
 from layerpush.plugin import CONNECTOR_NAME
 from layerpush.trace import ChunkRecord, PushRecord, WriteRecord
-from scripts.docgen import figures, limits, messages, protocol
+from scripts.docgen import figures, limits, messages, protocol, soakrun
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated
 
@@ -320,3 +321,45 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
     listed = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
     assert listed == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+
+
+def soak_result(**changes: Any) -> dict[str, Any]:
+    fault = {"injected": 30, "struck": None, "survived": 30}
+    return (
+        PROVENANCE
+        | {
+            "verdict": "passed",
+            "minutes": 10.0,
+            "requests": {"completed": 1000, "hung": 0},
+            "faults": {"kill-p": fault, "err-handle": fault | {"struck": 7}},
+            "compared": {"tokens": 900, "pushes": 500, "layer_blocks": 40000},
+            "mismatches": 0,
+            "leaks": 0,
+            "hangs": 0,
+            "engines_that_died_by_themselves": 0,
+            "memory": {"P1": {"peak_mib": 589.7, "growth_mib": 39.5, "processes": [{}, {}]}},
+        }
+        | changes
+    )
+
+
+def with_soak(root: Path, **changes: Any) -> Path:
+    (root / "bench/results").mkdir(parents=True)
+    (root / "bench/results/soak.json").write_text(json.dumps(soak_result(**changes)))
+    return root
+
+
+def test_soak_tables(tmp_path: Path) -> None:
+    assert soakrun.summary(tmp_path) == soakrun.tables(tmp_path) == "Not measured yet."
+    lines = soakrun.tables(with_soak(tmp_path)).splitlines()
+    assert lines[0].startswith("10 minutes, 1,000 requests, 60 faults of 2 kinds; the tokens of 900 answers")
+    assert "40,000 layer blocks of 500 pushes compared: 0 mismatches, 0 leaks, 0 hangs, 0 engines" in lines[0]
+    assert "| completed | 1,000 |" in lines
+    assert "| `kill-p` | 30 |  | 30 |" in lines
+    assert "| `err-handle` | 30 | 7 | 30 |" in lines
+    assert "| P1 | 2 | 590 | 40 |" in lines
+
+
+def test_a_soak_that_found_something_is_not_published(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="failed"):
+        soakrun.tables(with_soak(tmp_path, verdict="failed"))

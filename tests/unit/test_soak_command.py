@@ -48,6 +48,7 @@ def test_a_clean_run_passes_and_says_what_was_survived(tmp_path: Path):
     assert figures["verdict"] == "passed"
     assert figures["faults"]["kill-p"] == {"injected": 1, "struck": None, "survived": 1}
     assert (figures["seed"], figures["minutes"], figures["seconds"]) == (41, 2.0, 130)
+    assert not figures["argv"][0].startswith(str(Path.cwd()))
     assert {"argv", "git_sha", "git_dirty", "versions", "samples", "mismatches", "leaks", "hangs"} <= figures.keys()
     assert (figures["memory"]["P1"]["peak_mib"], figures["memory"]["P1"]["growth_mib"]) == (600.0, 30.0)
     assert "Nothing was wrong" in text
