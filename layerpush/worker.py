@@ -28,15 +28,13 @@ from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
 from layerpush.peers import Address, Peers, Rank
 from layerpush.prefill.capture import Capture
-from layerpush.prefill.coverage import MismatchError, check_blocks
-from layerpush.prefill.desk import PrefillDesk, address_of
+from layerpush.prefill.coverage import MismatchError
+from layerpush.prefill.desk import PrefillDesk
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.host import HandshakeError, Identity
+from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import Retract
-from layerpush.prefill.push import BlockIds
-from layerpush.prefill.staging import Link
+from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
 from layerpush.trace import TraceFile
@@ -52,7 +50,6 @@ from layerpush.wire import (
     Pong,
     Registration,
     WireError,
-    encode_completion,
     read,
 )
 
@@ -69,7 +66,6 @@ NOTIFICATION_POLL_S = 1e-3
 IDLE_POLL_S = 50e-3
 SHUTDOWN_DRAIN_S = 2.0
 DIGESTS_KEPT = 1 << 16
-RESTARTED = "the decode engine was restarted after it had registered"
 
 
 class LayerwisePushWorker(compat.WatchedPushWorker):
@@ -82,12 +78,12 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
-        self._links: dict[str, Link] = {}
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)
         self._prober = Prober()
         self._peers = Peers(self, self.transport, config.allowed_hosts)
+        self._host = WorkerHost(self, self._peers, self._guarded, self._peer_lost)
         self._decode_desk = DecodeDesk(
             engine_id,
             self._peers,
@@ -119,14 +115,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             ),
             self.transport,
             self._capture,
-            self,
+            self._host,
             self._trace,
             config.write_timeout_s,
         )
         self._prefill_desk = PrefillDesk(
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
-        self._peers.on_lost = self.peer_lost
+        self._peers.on_lost = self._peer_lost
+        self._host.writer, self._host.desk = self._writer, self._prefill_desk
         self._prepared.set()
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
@@ -355,82 +352,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
         self._prober.start((address.engine_id, agent), address.host, address.port, agent, tp_rank, asked, pp_rank)
 
-    # Writer thread: what the writer asks of its host.
-
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
-        engine_id = registration.decode_engine_id
-        if not self.agents_of(engine_id):
-
-            def connected(error: str | None, _: float) -> None:
-                self.writer.reconnect(request_id, error)
-
-            self._peers.reach(address_of(registration), connected, time.perf_counter())
-            return None
-        if (doom := self.prefill_desk.doom(engine_id)) is not None:
-            raise HandshakeError(doom)
-        if not self.prefill_desk.is_current(registration):
-            raise HandshakeError(RESTARTED)
-        self.touch_engine(engine_id)
-        link = self._links.get(engine_id)
-        if link is None:
-            link = self._links[engine_id] = self.probe(engine_id)
-            if link.refusal is not None:
-                logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
-        return link
-
-    def take_registration(self, request_id: str) -> Registration | None:
-        return self.prefill_desk.take(request_id, time.perf_counter())
-
-    def is_unwanted(self, request_id: str) -> bool:
-        return self.prefill_desk.is_unwanted(request_id, time.perf_counter())
-
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
-        def connected(error: str | None, _: float) -> None:
-            if not self.writer.is_delegated(request_id):
-                return
-            error = error or self.prefill_desk.doom(registration.decode_engine_id)
-            if error is None and not self.prefill_desk.is_current(registration):
-                error = RESTARTED
-            if error is not None:
-                self.writer.fail(request_id, error)
-                return
-            self._guarded("a push", request_id, partial(self._push_whole, request_id, blocks, registration))
-
-        self._peers.reach(address_of(registration), connected, time.perf_counter())
-
-    def _push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
-        targets = registration.local_block_ids
-        self.check_targets(registration.decode_engine_id, targets)
-        if compat.refusal(self, registration.decode_engine_id) is None:  # else blocks are not counted alike
-            check_blocks([len(group) for group in blocks], targets)
-        self.push_whole(request_id, blocks, msgspec.to_builtins(registration))
-
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
-        retract = partial(self.prefill_desk.retract, retraction, withdrawn, time.perf_counter())
-        self._guarded("a retraction", None, retract)
-
-    def ended(self, request_id: str, failure: str | None) -> None:
-        ended = partial(self.prefill_desk.ended, request_id, failure, time.perf_counter())
-        self._guarded("an ending", None, ended)
-
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self._decode_desk.connection_lost(self.agents_of(decode_engine_id), time.perf_counter())
-        self.prefill_desk.peer_lost(decode_engine_id)
-
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        self.whole_write_ended(request_id, part, landed)
-
-    def completion(self, registration: Registration) -> bytes:
-        return encode_completion(registration.request_id, self.world_size)
-
-    def release(self, request_id: str) -> None:
-        self.report_sent(request_id)
+    def _peer_lost(self, engine_id: str) -> None:
+        self._decode_desk.connection_lost(self.agents_of(engine_id), time.perf_counter())
+        self.prefill_desk.peer_lost(engine_id)
 
     def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
         self.writer.adopt(request_id, part, decode_engine_id, decode_id)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
-        self._links.pop(engine_id, None)
+        self._host.disconnected(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:

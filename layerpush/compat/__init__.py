@@ -16,7 +16,6 @@ from layerpush.compat.facts import (
     device_of,
     engine_fallback,
     only_decodes,
-    refusal,
     runs_in_microbatches,
     worker_fallback,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "is_streamed",
     "only_decodes",
     "prompt_digest",
-    "refusal",
     "registration_timeout",
     "runs_in_microbatches",
     "take_staged_registration",

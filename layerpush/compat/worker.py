@@ -231,6 +231,10 @@ class WatchedPushWorker(NixlPushConnectorWorker):
         if last >= limit:
             raise MismatchError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
 
+    def counts_blocks_like(self, engine_id: str) -> bool:
+        """Whether a block here is as many tokens as one on a connected decode engine."""
+        return refusal(self, engine_id) is None
+
     # Writer thread: loads (layerpush.decode.desk.Loads).
 
     def knows(self, request_id: str) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from layerpush.complaints import Complaints
 from layerpush.decode import protocol, watch
+from layerpush.decode.loads import Awaited, Loads
 from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succeed, Unpark
 from layerpush.decode.session import DecodeSession
 from layerpush.decode.watch import PeerWatch
-from layerpush.peers import Address, Peers, Probe, Rank
+from layerpush.peers import Address, Peers, Probe
 from layerpush.wire import (
     Accepted,
     Cancel,
@@ -37,38 +37,6 @@ HELD = 65536
 SPEAKERS_KEPT = 4096
 
 Word = Accepted | Fail | Cancelled | Completion
-
-
-class Loads(Protocol):
-    """Where the outcome of an awaited push goes. Writer thread."""
-
-    def knows(self, request_id: str) -> bool:
-        """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
-
-    def loaded(self, completions: list[bytes]) -> None:
-        """Every byte is there; ``completions`` are the notifications that say so."""
-
-    def failed(self, request_id: str) -> None:
-        """The load failed: ``kv_load_failure_policy`` decides what becomes of the request."""
-
-    def parked(self, request_id: str) -> None:
-        """Somebody may still write: the blocks must not be used until ``cleared``. Comes before ``failed``."""
-
-    def cleared(self, request_id: str) -> None:
-        """Nobody writes any more into what was parked."""
-
-
-@dataclass(slots=True)
-class Awaited:
-    """One request's session, the prefill engine that is to fill its blocks, and what that engine's ranks have sent."""
-
-    session: DecodeSession
-    address: Address
-    registration: Registration
-    payload: bytes
-    completions: list[bytes] = field(default_factory=list)
-    ranks: dict[str, Rank] = field(default_factory=dict)
-    dropped: bool = False
 
 
 class DecodeDesk:

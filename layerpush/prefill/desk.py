@@ -7,12 +7,8 @@ ended badly here is answered at once; one that means nothing yet is kept for a w
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,6 +16,7 @@ from layerpush.complaints import Complaints
 from layerpush.decode.watch import Verdict
 from layerpush.peers import Address, Peers, Probe
 from layerpush.prefill.ledger import KEPT_S, Ledger
+from layerpush.prefill.memory import Asked, Remembered
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.writer import PushWriter
 from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, encode
@@ -34,31 +31,6 @@ NO_REQUEST = "no such request came to the prefill engine"
 
 Key = tuple[str, str]
 Answer = Accepted | Fail | Cancelled
-
-
-class Remembered(OrderedDict[Any, Any]):
-    """The last few thousand of something."""
-
-    def note(self, key: Any, value: Any, is_live: Callable[[Any], bool] = lambda _: False) -> None:
-        """Remember it, and forget the oldest beyond ``REMEMBERED``, but none that ``is_live``."""
-        self[key] = value
-        self.move_to_end(key)
-        for oldest in list(islice(self, max(0, len(self) - REMEMBERED))):
-            if is_live(oldest):
-                self.move_to_end(oldest)
-            else:
-                del self[oldest]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What was registered under a key, and by which agents: the ranks of one decode engine send equal registrations."""
-
-    fingerprint: bytes
-    senders: frozenset[str]
-
-    def is_for(self, registration: Registration) -> bool:
-        return self.fingerprint == registration.fingerprint
 
 
 class PrefillDesk:
@@ -82,15 +54,15 @@ class PrefillDesk:
         self._base_id = base_id
         self._digests = digests
         self._ledger = Ledger(self._is_for)
-        self._served = Remembered()
-        self._over = Remembered()
-        self._asked = Remembered()
-        self._unwanted = Remembered()
+        self._served = Remembered(REMEMBERED)
+        self._over = Remembered(REMEMBERED)
+        self._asked = Remembered(REMEMBERED)
+        self._unwanted = Remembered(REMEMBERED)
         self._bad_ends: dict[str, tuple[float, str]] = {}
         self._strangers: dict[str, list[tuple[str, Registration]]] = {}
         self._doomed: dict[str, str] = {}
         self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
-        self._lost = Remembered()
+        self._lost = Remembered(REMEMBERED)
 
     # From decode engines.
 
