@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -48,6 +49,32 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         """Scheduler's thread, before the first request."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind(gpu_block_pool)
+
+    def get_kv_connector_stats(self) -> compat.LayerPushStats | None:
+        """What has happened since the last call. The scheduler's thread, or the engine's main thread after a step."""
+        now = time.perf_counter()
+        if self.connector_worker is not None:
+            return compat.LayerPushStats.joined(
+                super().get_kv_connector_stats(), self.connector_worker.metrics.take(now)
+            )
+        assert self.connector_scheduler is not None
+        return compat.LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> compat.LayerPushStats:
+        """Of what ``to_dict`` gave in another process. Any process."""
+        return compat.LayerPushStats() if data is None else compat.LayerPushStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> compat.LayerPushPromMetrics:
+        """Registers every metric. Front end's process."""
+        return compat.LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> DecodeReport | None:
         """What the scheduler must know beside the loads that have ended. Main thread, after these were taken."""

@@ -22,7 +22,7 @@ class Doorkeeper:
     def __init__(self, role: KvRole, config: LayerPushConfig) -> None:
         self._role = role
         self._config = config
-        self._complaints = Complaints(logger)
+        self.complaints = Complaints(logger)
 
     def admit(self, request: Any, now: float) -> None:
         """Take bad params away: D computes the prompt itself, P keeps it to itself. Never raises."""
@@ -30,5 +30,5 @@ class Doorkeeper:
             check_params(request.kv_transfer_params, self._role, self._config)
         except ParamsError as error:
             text = f"request {request.request_id} runs without a KV transfer: {error}"
-            self._complaints.add("bad kv_transfer_params", text, now)
+            self.complaints.add("bad kv_transfer_params", text, now)
             request.kv_transfer_params = None

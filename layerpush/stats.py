@@ -1,4 +1,4 @@
-"""Running totals of one worker's pushes."""
+"""Running totals of one worker's pushes and loads. What is recorded as a metric is counted here too."""
 
 from __future__ import annotations
 
@@ -22,15 +22,40 @@ class PushCounters:
     writes: int = 0
     descriptors: int = 0
     bytes: int = 0
+    lost_writes: int = 0
 
-    def landed(self, write: WriteRecord) -> None:
+    def landed(self, write: WriteRecord, *, whole: bool = False) -> None:  # noqa: ARG002  subclasses tell them apart
+        """A WRITE has landed; ``whole``: upstream's of a whole request."""
         self.writes += 1
         self.descriptors += write.descriptors
         self.bytes += write.bytes
 
-    def closed(self, push: PushRecord) -> None:
+    def lost(self) -> None:
+        """A WRITE has ended in an error, or could not be posted."""
+        self.lost_writes += 1
+
+    def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:  # noqa: ARG002
+        """A push is over; see ``Push`` for its times, in seconds."""
         self.outcomes[push.outcome] += 1
         self.hooked_layers += push.hooked_layers
         self.swept_layers += push.swept_layers
         if push.fallback is not None:
             self.fallbacks[push.fallback] += 1
+
+
+@dataclass(slots=True)
+class LoadCounters:
+    """Written by the writer thread only. ``peers`` counts ranks of prefill engines that were given up, by how."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    peers: Counter[str] = field(default_factory=Counter)
+
+    def ended(self, outcome: str, waited_s: float | None = None) -> None:  # noqa: ARG002
+        """A load is over for its request, ``waited_s`` seconds after it was begun: "loaded", "failed", "parked" (and
+        failed), "aborted" or "refused".
+        """
+        self.outcomes[outcome] += 1
+
+    def peer_lost(self, how: str) -> None:
+        """ "silent" or "gone"."""
+        self.peers[how] += 1

@@ -26,6 +26,10 @@ from layerpush.decode.desk import DecodeDesk
 from layerpush.decode.report import ABORTED, DecodeReport
 from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
+from layerpush.metrics.loads import LoadMeter
+from layerpush.metrics.pushes import PushMeter
+from layerpush.metrics.reporter import Reporter
+from layerpush.metrics.sources import watch_worker, watch_writer
 from layerpush.peers import Address, Peers, Rank
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.coverage import MismatchError
@@ -81,6 +85,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)
+        self.metrics = Reporter(str(vllm_config.parallel_config.rank))
         self._prober = Prober()
         self._peers = Peers(self, self.transport, config.allowed_hosts)
         self._host = WorkerHost(self, self._peers, self._guarded, self._peer_lost)
@@ -94,7 +99,9 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self.world_size,
             config.peer_timeout_s,
             self._forget_prefill_engine,
+            LoadMeter(self.metrics.recorder),
         )
+        watch_worker(self.metrics, vllm_config.parallel_config.world_size, self._decode_desk, self._complaints)
         self._prefill_desk: PrefillDesk | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -118,10 +125,12 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._host,
             self._trace,
             config.write_timeout_s,
+            PushMeter(self.metrics.recorder, by_layer=config.layerwise, engine_fallback=fallback),
         )
         self._prefill_desk = PrefillDesk(
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
+        watch_writer(self.metrics, self._writer, self._prefill_desk, self._capture, self._trace)
         self._peers.on_lost = self._peer_lost
         self._host.writer, self._host.desk = self._writer, self._prefill_desk
         self._prepared.set()
@@ -213,12 +222,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._guarded("using the device", None, self.use_device)
         while not self._push_writer_stop.is_set():
             self._push_writer_wake.clear()
+            self.metrics.lag.began(time.perf_counter())
             try:
                 self._turn()
             except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
                 logger.exception("layerpush: the writer's turn failed")
                 self.writer.fail_all(f"{type(error).__name__}: {error}")
-            self._push_writer_wake.wait(self._patience())
+            patience = self._patience()
+            self.metrics.lag.ended(time.perf_counter(), patience)
+            self._push_writer_wake.wait(patience)
 
     def _turn(self) -> None:
         for errand in self.take_errands():

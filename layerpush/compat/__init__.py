@@ -21,6 +21,7 @@ from layerpush.compat.facts import (
 )
 from layerpush.compat.handshake import agent_of_handshake, handshake_query
 from layerpush.compat.metadata import LayerwiseMetadata
+from layerpush.compat.prometheus import LayerPushPromMetrics, observe_buckets
 from layerpush.compat.requests import (
     StagedRegistration,
     awaits_scheduling,
@@ -30,11 +31,14 @@ from layerpush.compat.requests import (
     take_staged_registration,
     withdraw_receive,
 )
+from layerpush.compat.stats import LayerPushStats
 from layerpush.compat.worker import DEPARTED_KEPT, WatchedPushWorker
 
 __all__ = [
     "DEPARTED_KEPT",
     "GET_META_MSG",
+    "LayerPushPromMetrics",
+    "LayerPushStats",
     "LayerwiseMetadata",
     "NixlBaseConnector",
     "NixlConnectorMetadata",
@@ -51,6 +55,7 @@ __all__ = [
     "get_base_request_id",
     "handshake_query",
     "is_streamed",
+    "observe_buckets",
     "only_decodes",
     "prompt_digest",
     "registration_timeout",

@@ -15,6 +15,7 @@ from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succee
 from layerpush.decode.session import DecodeSession
 from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address, Peers, Probe
+from layerpush.stats import LoadCounters
 from layerpush.wire import (
     Accepted,
     Cancel,
@@ -56,7 +57,9 @@ class DecodeDesk:
         world_size: int,
         patience_s: float,
         forget: Callable[[str], bool],
+        counters: LoadCounters | None = None,
     ) -> None:
+        self.counters = counters or LoadCounters()
         self._own_engine_id = engine_id
         self._peers = peers
         self._watch = watch
@@ -95,11 +98,12 @@ class DecodeDesk:
             return
         payload = encode_registration(registration, **extra)
         session = DecodeSession(registration.request_id, patience_s=self._patience_s)
-        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload)
+        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload, now)
         self._register(awaited, now, again=True)
 
     def refuse(self, request_id: str, reason: str) -> None:
         """A request that cannot even be registered."""
+        self.counters.ended("refused")
         self._report(request_id, partial(self._loads.failed, request_id))
         logger.error("KV load of %s failed: %s", request_id, reason)
 
@@ -258,11 +262,14 @@ class DecodeDesk:
                     payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
                     self._send(awaited.address.engine_id, agent, payload, now)
             case Succeed():
+                self.counters.ended("loaded", now - awaited.since)
                 self._report(request_id, partial(self._loads.loaded, awaited.completions))
             case GiveUp(reason):
+                self.counters.ended("aborted" if awaited.dropped else "failed", now - awaited.since)
                 self._log_failure(awaited, reason, "")
                 self._report(request_id, partial(self._loads.failed, request_id))
             case Park(reason):
+                self.counters.ended("parked", now - awaited.since)
                 self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
                 self._loads.parked(request_id)
                 self._report(request_id, partial(self._loads.failed, request_id))
@@ -294,8 +301,10 @@ class DecodeDesk:
             case watch.StartProbe(engine_id, agent):
                 self._start_probe(engine_id, agent)
             case watch.ReportSilent(agent, reason):
+                self.counters.peer_lost("silent")
                 self._tell_all(agent, protocol.Silent(agent, reason), now)
             case watch.ReportGone(agent, reason):
+                self.counters.peer_lost("gone")
                 self._tell_all(agent, protocol.Gone(agent, reason), now)
                 self._forget_dead_engine_of(agent)
             case watch.Reconnect(engine_id):

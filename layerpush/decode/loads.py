@@ -37,6 +37,7 @@ class Awaited:
     address: Address
     registration: Registration
     payload: bytes
+    since: float
     completions: list[bytes] = field(default_factory=list)
     ranks: dict[str, Rank] = field(default_factory=dict)
     dropped: bool = False

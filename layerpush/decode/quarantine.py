@@ -44,6 +44,16 @@ class Quarantine:
         """Whether blocks are held of which the engine believes that they are free."""
         return bool(self._settled)
 
+    @property
+    def parked_requests(self) -> int:
+        """How many requests are over for the engine and have blocks here."""
+        return len(self._settled)
+
+    @property
+    def parked_blocks(self) -> int:
+        """How many blocks those are."""
+        return sum(len(self._held[request_id].blocks) for request_id in self._settled)
+
     def hold(self, request_id: str, blocks: Sequence[Any]) -> None:
         """The request's blocks are about to be registered. An id may come again: its blocks then leave together."""
         self._pool.touch(blocks)

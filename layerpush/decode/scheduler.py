@@ -18,7 +18,7 @@ class AwaitedPushes:
 
     def __init__(self, timeout_s: float, pool: BlockPool) -> None:
         self._timeout_s = timeout_s
-        self._quarantine = Quarantine(pool)
+        self.quarantine = Quarantine(pool)
         self._deadlines: dict[str, float] = {}
         """Of the requests that have not been given up; in the order of their deadlines."""
         self._given_up: set[str] = set()
@@ -30,11 +30,11 @@ class AwaitedPushes:
     @property
     def needs_steps(self) -> bool:
         """Whether the workers must go on being asked although the engine may have no request left."""
-        return bool(self._given_up) or self._quarantine.outlasts_engine
+        return bool(self._given_up) or self.quarantine.outlasts_engine
 
     def registered(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A push is awaited into these blocks."""
-        self._quarantine.hold(request_id, blocks)
+        self.quarantine.hold(request_id, blocks)
         self._given_up.discard(request_id)
         self._deadlines.pop(request_id, None)
         self._deadlines[request_id] = now + self._timeout_s
@@ -60,15 +60,15 @@ class AwaitedPushes:
         """What all ranks have received, or failed to, and what some of them say beside it."""
         if report is not None:
             for request_id, ranks in report.parked.items():
-                self._quarantine.parked(request_id, ranks)
+                self.quarantine.parked(request_id, ranks)
         for request_id in received:
             self._deadlines.pop(request_id, None)
             self._given_up.discard(request_id)
             self._cancelled.pop(request_id, None)
-            self._quarantine.settled(request_id)
+            self.quarantine.settled(request_id)
         if report is not None:
             for request_id, ranks in report.cleared.items():
-                self._quarantine.cleared(request_id, ranks)
+                self.quarantine.cleared(request_id, ranks)
 
     def _give_up(self, request_id: str, reason: str) -> None:
         self._deadlines.pop(request_id, None)

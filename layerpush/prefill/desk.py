@@ -64,6 +64,11 @@ class PrefillDesk:
         self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
         self._lost = Remembered(REMEMBERED)
 
+    @property
+    def pending(self) -> int:
+        """How many registrations wait for their request. Any thread."""
+        return len(self._ledger)
+
     # From decode engines.
 
     def registered(self, sender: str, registration: Registration, now: float) -> None:

@@ -31,10 +31,12 @@ class Flight:
         for write in list(push.writes):
             if self._outbox.poll(write, partial(self._part_ended, push)):
                 push.writes.remove(write)
+                push.ended(time.perf_counter())
                 yield self.ended(push, write)
         delegated = push.delegated
         if delegated is not None and self._outbox.poll(delegated, partial(self._delegated_ended, push, delegated)):
             push.delegated = None
+            push.ended(time.perf_counter())
             self._note_loss(push, delegated)
             if push.retraction is not None:
                 self._host.retract(push.retraction, withdrawn=push.withdrawn)
@@ -73,9 +75,11 @@ class Flight:
             decode_id, why = push.record.decode_request_id, write.lost
             logger.error("whole-request push of %s to %s failed: %s", push.request_id, decode_id, why)
         self._host.delegated_write_ended(push.request_id, part, landed)
-        self._part_ended(push, part, landed)
+        self._part_ended(push, part, landed, whole=True)
 
-    def _part_ended(self, push: Push, part: RankWrite, landed: bool) -> None:
+    def _part_ended(self, push: Push, part: RankWrite, landed: bool, *, whole: bool = False) -> None:
         if landed:
             push.record.t_last_landed = part.record.t_landed
-            self._counters.landed(part.record)
+            self._counters.landed(part.record, whole=whole)
+        else:
+            self._counters.lost()

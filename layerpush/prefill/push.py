@@ -27,6 +27,12 @@ class Push:
     withdrawn: bool = False
     overdue: bool = False
     retraction: Retract | None = None
+    registered_at: float | None = None
+    finished_at: float | None = None
+    busy_since: float | None = None
+    transfer_s: float = 0.0
+    """How long at least one WRITE was on its way, in seconds."""
+    accounted: bool = False
 
     @property
     def request_id(self) -> str:
@@ -50,6 +56,29 @@ class Push:
     def is_unclaimed(self) -> bool:
         """No decode engine has registered yet, and one may."""
         return self.session.state in (State.WAITING, State.DELEGATED) and self.session.registration is None
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds from when nothing but the transfer was missing until the completion was sent; a whole request's
+        rides on its last WRITE. None if either is not known.
+        """
+        record = self.record
+        ready = self.finished_at if record.t_last_ready is None else record.t_last_ready
+        done = record.t_last_landed if record.t_notified is None else record.t_notified
+        if ready is None or done is None:
+            return None
+        return max(0.0, done - max(ready, ready if self.registered_at is None else self.registered_at))
+
+    def posting(self, at: float) -> None:
+        """A WRITE is posted, beside which others may be in flight. Seconds."""
+        if self.busy_since is None:
+            self.busy_since = at
+
+    def ended(self, at: float) -> None:
+        """A WRITE has ended, perhaps the last one in flight. Seconds."""
+        if self.busy_since is not None and not self.in_flight:
+            self.transfer_s += at - self.busy_since
+            self.busy_since = None
 
     def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""

@@ -13,6 +13,8 @@ from layerpush.decode.report import DecodeReport
 from layerpush.decode.scheduler import AwaitedPushes
 from layerpush.doorkeeper import Doorkeeper
 from layerpush.listener import listen
+from layerpush.metrics.reporter import Reporter
+from layerpush.metrics.sources import watch_complaints, watch_quarantine
 from layerpush.prefill.plan import PromptProgress, StepPlan
 from layerpush.wire import PROTOCOL_VERSION
 
@@ -47,6 +49,8 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._awaited: AwaitedPushes | None = None
         assert vllm_config.kv_transfer_config is not None
         self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
+        self.metrics = Reporter("scheduler")
+        watch_complaints(self.metrics, self._doorkeeper.complaints)
         can_stream = compat.engine_fallback(self) is None
         self._streams = config.layerwise and can_stream
         self._plans = can_stream and (config.layerwise or config.trace_dir is not None)
@@ -54,6 +58,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
     def bind(self, block_pool: BlockPool) -> None:
         """The pool that the engine's KV cache blocks come from."""
         self._awaited = AwaitedPushes(compat.registration_timeout(self), block_pool)
+        watch_quarantine(self.metrics, self._awaited.quarantine)
 
     @property
     def awaited(self) -> AwaitedPushes:

@@ -7,9 +7,12 @@ from layerpush.prefill.push import Push
 
 
 class PushTable:
-    """Changed by the writer thread only. Any thread may ask ``writes_in_flight`` and ``engines_in_use``."""
+    """Changed by the writer thread only. Any thread may ask ``writes_in_flight``, ``engines_in_use`` and ``waiting``,
+    and read ``active``: how many pushes have not ended. One that has may stay in the table for a moment.
+    """
 
     def __init__(self) -> None:
+        self.active = 0
         self._pushes: dict[str, Push] = {}
 
     def __contains__(self, request_id: str) -> bool:
@@ -56,7 +59,7 @@ class PushTable:
 
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet."""
-        return [push.request_id for push in self._pushes.values() if push.is_unclaimed]
+        return [push.request_id for push in list(self._pushes.values()) if push.is_unclaimed]
 
     def failure(self, request_id: str) -> str | None:
         """Why a live request will not be pushed, if that is so."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from layerpush.layout import CacheLayout
 from layerpush.prefill.capture import Armed, Capture, LayerSaved
 from layerpush.prefill.coverage import MismatchError
+from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
 from layerpush.prefill.flight import Flight
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
@@ -70,9 +71,10 @@ class PushWriter(PushTable):
         host: Host,
         trace: TraceFile,
         write_timeout_s: float = math.inf,
+        counters: PushCounters | None = None,
     ) -> None:
         super().__init__()
-        self.counters = PushCounters()
+        self.counters = counters or PushCounters()
         self._identity = identity
         self._layout = layout
         self._policy = policy
@@ -143,7 +145,7 @@ class PushWriter(PushTable):
         push = self._pushes.get(request_id)
         if push is None:
             push = self._open(request_id, streams=False)
-        push.blocks = blocks
+        push.blocks, push.finished_at = blocks, time.perf_counter()
         self._dispatch(push, Finished())
 
     def evicted(self, request_id: str) -> None:
@@ -176,6 +178,7 @@ class PushWriter(PushTable):
             push = self._open(request_id, streams=False)
         push.delegated = push.delegated or PostedWrite(-1, [])
         push.delegated.parts.append(part)
+        push.posting(part.record.t_post)
         push.record.decode_engine_id, push.record.decode_request_id = decode_engine_id, decode_request_id
         if self._trace.enabled:
             push.record.writes.append(part.record)
@@ -248,7 +251,7 @@ class PushWriter(PushTable):
     def _open(self, request_id: str, streams: bool) -> Push:
         fallback = self._identity.fallback
         if not streams and self._policy.streams:
-            fallback = "the prompt is shorter than layerwise_min_tokens"
+            fallback = SHORT_PROMPT
         policy = self._policy if streams else Policy(streams=False)
         session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
         record = PushRecord(
@@ -259,10 +262,13 @@ class PushWriter(PushTable):
             fallback=fallback,
         )
         push = self._pushes[request_id] = Push(session, record)
+        self.active += 1
         return push
 
     def _dispatch(self, push: Push, event: Event) -> None:
         push.stirred |= not isinstance(event, Pump)
+        if isinstance(event, Registered):
+            push.registered_at = time.perf_counter()
         try:
             actions = push.session.handle(event) if push.session.state is not State.CLOSED else []
             for action in actions:
@@ -298,12 +304,20 @@ class PushWriter(PushTable):
             return
         if self._pushes.pop(push.request_id, None) is None:
             return
+        self._account(push)
+        self._trace.add(push.record)
+        self._host.ended(push.request_id, push.session.failure)
+
+    def _account(self, push: Push) -> None:
+        """Count a push that has ended, once."""
+        if push.accounted:
+            return
+        push.accounted = True
         record, session = push.record, push.session
         record.reason = session.failure
         record.outcome = "cancelled" if session.cancelled else "completed" if session.failure is None else "failed"
-        self.counters.closed(record)
-        self._trace.add(record)
-        self._host.ended(push.request_id, session.failure)
+        self.active -= 1
+        self.counters.closed(record, push.exposed_s, push.transfer_s)
 
     def _connect(self, push: Push, registration: Registration) -> None:
         try:
@@ -328,10 +342,13 @@ class PushWriter(PushTable):
     def _do_post(self, push: Push, action: Post) -> None:
         assert push.link is not None
         posted = self._outbox.post(action.write, push.link)
+        if posted.lost is not None:
+            self.counters.lost()
         if not posted.parts:
             self._dispatch(push, self._flight.ended(push, posted))
             return
         push.writes.append(posted)
+        push.posting(min(part.record.t_post for part in posted.parts))
         if self._trace.enabled:
             push.record.writes.extend(part.record for part in posted.parts)
 
@@ -362,7 +379,7 @@ class PushWriter(PushTable):
         record.decode_request_id = action.registration.request_id
         record.decode_engine_id = action.registration.decode_engine_id
         if record.mode != "request" and record.fallback is None:
-            record.fallback = "no decode engine had registered when prefill finished"
+            record.fallback = LATE_REGISTRATION
         record.mode = "request"
         self._host.delegate(push.request_id, push.blocks or (), action.registration)
 
@@ -386,6 +403,7 @@ class PushWriter(PushTable):
             self._host.retract(action, withdrawn=push.withdrawn)
 
     def _do_release(self, push: Push, _: Release) -> None:
+        self._account(push)  # first: the engine may stop stepping, and reporting, once it knows
         self._host.release(push.request_id)
 
     def _poll(self) -> None:

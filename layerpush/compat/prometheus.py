@@ -1,0 +1,101 @@
+"""layerpush's metrics as Prometheus objects beside upstream's, on the engine's own ``/metrics``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
+
+from layerpush.compat.stats import KEY
+from layerpush.metrics.catalog import CATALOG, Kind, Metric
+from layerpush.metrics.tally import Buckets, Tally
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class LayerPushPromMetrics(NixlPromMetrics):
+    """One child per engine and label value; known label values are there from the start, at 0.
+
+    Lives in the front end's process and thread, and is told of every engine step's ``LayerPushStats.to_dict()``.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._types = {
+            Kind.COUNTER: self._counter_cls,
+            Kind.GAUGE: self._gauge_cls,
+            Kind.HISTOGRAM: self._histogram_cls,
+        }
+        self._families = {metric.key: self._register(metric, labelnames) for metric in CATALOG}
+        self._children: dict[tuple[int, str, str], Any] = {}
+        self._levels: dict[int, Tally] = {}
+        for engine_idx in per_engine_labelvalues:
+            for metric in CATALOG:
+                for value in metric.known_values:
+                    self._child(engine_idx, metric, value)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data, engine_idx)
+        data = transfer_stats_data.get(KEY)
+        if not data:
+            return
+        tally = Tally.from_data(data)
+        levels = self._levels.setdefault(engine_idx, Tally())
+        levels.merge({"gauges": data.get("gauges", {})})
+        for metric in CATALOG:
+            for value, number in tally.counters.get(metric.key, {}).items():
+                self._child(engine_idx, metric, value).inc(number)
+            if metric.key in tally.histograms:
+                observe_buckets(self._child(engine_idx, metric), tally.histograms[metric.key])
+            if metric.key in tally.gauges:
+                self._child(engine_idx, metric).set(levels.highest(metric))
+
+    def _register(self, metric: Metric, labelnames: list[str]) -> Any:
+        options: dict[str, Any] = {}
+        if metric.kind is Kind.GAUGE:
+            options["multiprocess_mode"] = "mostrecent"
+        elif metric.kind is Kind.HISTOGRAM:
+            options["buckets"] = list(metric.buckets)
+        own = [metric.label] if metric.label is not None else []
+        meaning = metric.meaning.replace("`", "")
+        return self._types[metric.kind](
+            name=metric.name, documentation=meaning, labelnames=[*labelnames, *own], **options
+        )
+
+    def _child(self, engine_idx: int, metric: Metric, value: str = "") -> Any:
+        child = self._children.get((engine_idx, metric.key, value))
+        if child is None:
+            own = [value] if metric.label is not None else []
+            labels = [*self.per_engine_labelvalues[engine_idx], *own]
+            child = self._children[engine_idx, metric.key, value] = self._families[metric.key].labels(*labels)
+        return child
+
+
+def observe_buckets(histogram: Any, buckets: Buckets) -> None:
+    """Add many observations at once. Counts and sum come out exact.
+
+    prometheus_client has no public way to do so; what it does on ``observe`` is done here once per bucket. Other
+    classes in its place (vLLM's for Ray) are told of each observation, all of a bucket as their mean.
+    """
+    slots: Any = getattr(histogram, "_buckets", None)
+    total: Any = getattr(histogram, "_sum", None)
+    if isinstance(slots, list) and len(slots) == len(buckets.counts) and hasattr(total, "inc"):
+        for slot, count in zip(slots, buckets.counts, strict=True):
+            if count:
+                slot.inc(count)
+        total.inc(buckets.total)
+        return
+    for index, count in enumerate(buckets.counts):
+        if count:
+            mean = buckets.sums[index] / count
+            if index < len(buckets.bounds):
+                mean = min(mean, buckets.bounds[index])
+            for _ in range(count):
+                histogram.observe(mean)

@@ -1,0 +1,54 @@
+"""What a worker and a scheduler look up when they report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from layerpush.metrics.catalog import (
+    ACTIVE_PUSHES,
+    AWAITED_LOADS,
+    DROPPED_MESSAGES,
+    DROPPED_RECORDS,
+    PARKED_BLOCKS,
+    PARKED_REQUESTS,
+    PENDING_REGISTRATIONS,
+    RANKS,
+    UNCLAIMED_PUSHES,
+)
+
+if TYPE_CHECKING:
+    from layerpush.complaints import Complaints
+    from layerpush.decode.desk import DecodeDesk
+    from layerpush.decode.quarantine import Quarantine
+    from layerpush.metrics.reporter import Reporter
+    from layerpush.prefill.capture import Capture
+    from layerpush.prefill.desk import PrefillDesk
+    from layerpush.prefill.writer import PushWriter
+    from layerpush.trace import TraceFile
+
+
+def watch_worker(reporter: Reporter, ranks: int, decode_desk: DecodeDesk, complaints: Complaints) -> None:
+    reporter.level(RANKS, lambda: ranks)
+    reporter.level(AWAITED_LOADS, lambda: len(decode_desk))
+    watch_complaints(reporter, complaints)
+
+
+def watch_writer(reporter: Reporter, writer: PushWriter, desk: PrefillDesk, capture: Capture, trace: TraceFile) -> None:
+    reporter.level(ACTIVE_PUSHES, lambda: writer.active)
+    reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
+    reporter.level(PENDING_REGISTRATIONS, lambda: desk.pending)
+    reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": capture.dropped})
+
+
+def watch_quarantine(reporter: Reporter, quarantine: Quarantine) -> None:
+    reporter.level(PARKED_REQUESTS, lambda: quarantine.parked_requests)
+    reporter.level(PARKED_BLOCKS, lambda: quarantine.parked_blocks)
+
+
+def watch_complaints(reporter: Reporter, complaints: Complaints) -> None:
+    def totals() -> Mapping[str, int]:
+        counts = dict(complaints.counts)  # in one go: another thread may be adding a kind
+        return {kind.replace(" ", "_"): number for kind, number in counts.items()}
+
+    reporter.total(DROPPED_MESSAGES, totals)
