@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 PREFIX = "vllm:layerpush_"
@@ -43,7 +43,7 @@ class Metric:
     side: Side
     meaning: str
     label: str | None = None
-    values: Mapping[str, str] = MappingProxyType({})
+    values: Mapping[str, str] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
 
     @property

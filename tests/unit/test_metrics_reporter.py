@@ -1,0 +1,117 @@
+"""When a process reports, and that nothing is lost or told twice between threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from layerpush.metrics.catalog import AWAITED_LOADS, DROPPED_MESSAGES, EXPOSED, LOADS, PUSHES, WRITER_LAG
+from layerpush.metrics.lag import Lag
+from layerpush.metrics.reporter import REPORT_S, Reporter
+
+
+def test_what_was_recorded_is_told_once() -> None:
+    reporter = Reporter("0")
+    reporter.recorder.count(PUSHES, "failed")
+    reporter.recorder.observe((EXPOSED, 0.2), (EXPOSED, 0.4))
+    tally = reporter.take(1.0)
+    assert tally is not None
+    assert (tally.counted(PUSHES, "failed"), tally.observed(EXPOSED).count) == (1, 2)
+    assert reporter.take(1.0) is None
+
+
+def test_totals_of_others_are_told_by_what_came_on_top() -> None:
+    reporter, totals = Reporter("0"), {"foreign_word": 2}
+    reporter.total(DROPPED_MESSAGES, lambda: totals)
+    told = []
+    for more in (0, 0, 3):
+        totals["foreign_word"] += more
+        tally = reporter.take(1.0)
+        told.append(0 if tally is None else tally.counted(DROPPED_MESSAGES, "foreign_word"))
+    assert told == [2, 0, 3]
+
+
+def test_a_level_is_told_when_it_changes_and_once_in_a_while() -> None:
+    reporter, level = Reporter("0"), [0.0]
+    reporter.level(AWAITED_LOADS, lambda: level[0])
+
+    def told(now: float) -> float | None:
+        tally = reporter.take(now)
+        return None if tally is None else tally.highest(AWAITED_LOADS)
+
+    assert told(10.0) == 0.0
+    assert told(10.1) is None
+    level[0] = 5.0
+    assert told(10.2) == 5.0
+    assert told(10.3) is None
+    assert told(10.2 + REPORT_S) == 5.0
+    level[0] = 0.0
+    assert told(11.3) == 0.0
+
+
+def test_every_report_has_every_level_and_the_lag() -> None:
+    """So that a front end that comes late, or another rank's silence, leaves no gap."""
+    reporter = Reporter("1")
+    reporter.level(AWAITED_LOADS, lambda: 7.0)
+    reporter.take(0.0)
+    reporter.lag.began(0.0)
+    reporter.lag.ended(0.25, patience=1.0)
+    reporter.recorder.count(LOADS, "loaded")
+    tally = reporter.take(0.5)
+    assert tally is not None
+    assert tally.gauges == {AWAITED_LOADS.key: {"1": 7.0}}
+    assert (tally.observed(WRITER_LAG).count, tally.observed(WRITER_LAG).total) == (1, 0.25)
+
+
+def test_threads_lose_nothing() -> None:
+    reporter, per_thread, writers = Reporter("0"), 5000, 3
+    taken = {"counted": 0, "observed": 0}
+
+    def record() -> None:
+        for _ in range(per_thread):
+            reporter.recorder.count(PUSHES, "layerwise")
+            reporter.recorder.observe((EXPOSED, 0.01))
+
+    def take() -> None:
+        tally = reporter.take(0.0)
+        if tally is not None:
+            taken["counted"] += tally.counted(PUSHES)
+            taken["observed"] += tally.observed(EXPOSED).count
+
+    threads = [threading.Thread(target=record) for _ in range(writers)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        take()
+    take()
+    assert taken == {"counted": writers * per_thread, "observed": writers * per_thread}
+
+
+def test_a_loop_that_is_woken_in_time_lags_by_its_own_work_only() -> None:
+    lag = Lag()
+    assert lag.take(0.0) is None
+    lag.began(1.0)
+    lag.ended(1.002, patience=0.05)
+    lag.began(1.01)  # woken early
+    lag.ended(1.011, patience=0.05)
+    assert lag.take(1.02) == pytest.approx(0.002)
+    assert lag.take(1.03) == 0.0
+
+
+def test_oversleeping_counts() -> None:
+    lag = Lag()
+    lag.began(1.0)
+    lag.ended(1.0, patience=0.1)
+    lag.began(1.4)
+    lag.ended(1.5, patience=0.1)
+    assert lag.take(1.5) == pytest.approx(0.4)
+
+
+def test_a_turn_that_does_not_end_shows() -> None:
+    lag = Lag()
+    lag.began(1.0)
+    assert lag.take(6.0) == pytest.approx(5.0)
+    assert lag.take(9.0) == pytest.approx(8.0)
+    lag.ended(9.5, patience=0.1)
+    assert lag.take(9.5) == pytest.approx(8.5)

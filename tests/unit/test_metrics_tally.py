@@ -1,0 +1,144 @@
+"""What metrics add up to: over events, over reports, over ranks, and between processes."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import msgspec
+import pytest
+
+from layerpush.metrics.catalog import (
+    BY_KEY,
+    CATALOG,
+    EXPOSED,
+    FAILED_WRITES,
+    LOADS,
+    PENDING_REGISTRATIONS,
+    PUSHES,
+    WRITE_BYTES,
+    Kind,
+)
+from layerpush.metrics.tally import MAX_LABEL_VALUES, OTHER, Buckets, Tally
+
+
+def sample(seed: int) -> Tally:
+    dice, tally = random.Random(seed), Tally()
+    for _ in range(50):
+        tally.count(PUSHES, dice.choice(list(PUSHES.values)))
+        tally.count(FAILED_WRITES)
+        tally.observe(EXPOSED, dice.expovariate(10.0))
+    tally.level(PENDING_REGISTRATIONS, f"rank {seed}", seed)
+    return tally
+
+
+def merged(*tallies: Tally) -> Tally:
+    total = Tally()
+    for tally in tallies:
+        total.merge(tally.to_data())
+    return total
+
+
+def test_ranks_add_up_in_any_order() -> None:
+    a, b, c = (sample(seed) for seed in range(3))
+    left, right = merged(merged(a, b), c), merged(c, merged(b, a))
+    assert left.counters == right.counters
+    assert left.gauges == right.gauges
+    assert left.observed(EXPOSED).counts == right.observed(EXPOSED).counts
+    assert left.observed(EXPOSED).total == pytest.approx(right.observed(EXPOSED).total)
+    assert left.counted(PUSHES) == left.counted(FAILED_WRITES) == left.observed(EXPOSED).count == 150
+
+
+def test_a_merge_leaves_what_it_takes_alone() -> None:
+    data = sample(1).to_data()
+    before = msgspec.json.encode(data)
+    total = Tally.from_data(data)
+    total.merge(sample(2).to_data())
+    total.level(PENDING_REGISTRATIONS, "rank 1", 99)
+    assert msgspec.json.encode(data) == before
+
+
+def test_data_survives_the_way_between_processes() -> None:
+    """vLLM sends it in MessagePack, decoded without a type."""
+    data = sample(3).to_data()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == data
+
+
+def test_data_does_not_grow_with_what_is_observed() -> None:
+    once, often = merged(sample(1)), merged(*(sample(1) for _ in range(200)))
+    size_once, size_often = (len(msgspec.msgpack.encode(tally.to_data())) for tally in (once, often))
+    assert size_often < 2 * size_once
+
+
+def test_of_a_gauge_the_newest_level_of_every_reporter_counts() -> None:
+    """Every rank hears of every request, so the ranks' levels are not added up."""
+    total = Tally()
+    for reporter, level in (("0", 3), ("1", 4), ("1", 2)):
+        update = Tally()
+        update.level(PENDING_REGISTRATIONS, reporter, level)
+        total.merge(update.to_data())
+    assert total.highest(PENDING_REGISTRATIONS) == 3
+
+
+def test_label_values_are_bounded() -> None:
+    tally = Tally()
+    for number in range(10 * MAX_LABEL_VALUES):
+        tally.count(LOADS, f"outcome {number}")
+    assert len(tally.counters[LOADS.key]) == MAX_LABEL_VALUES + 1
+    assert tally.counters[LOADS.key][OTHER] == 9 * MAX_LABEL_VALUES
+    assert tally.counted(LOADS) == 10 * MAX_LABEL_VALUES
+
+
+def test_nothing_counts_as_nothing() -> None:
+    tally = Tally()
+    tally.count(PUSHES, "failed", 0)
+    assert tally.is_empty
+
+
+def test_a_value_on_a_bound_belongs_below_it() -> None:
+    """As in Prometheus, where a bucket holds what is less than or equal to its bound."""
+    buckets = Buckets.empty((1.0, 2.0))
+    for value in (0.0, 1.0, 1.5, 2.0, 2.1):
+        buckets.observe(value)
+    assert (buckets.counts, buckets.sums) == ([2, 2, 1], [1.0, 3.5, 2.1])
+
+
+def test_no_observation_is_below_zero() -> None:
+    tally = Tally()
+    tally.observe(EXPOSED, -1e-9)
+    assert tally.observed(EXPOSED).total == 0.0
+
+
+@pytest.mark.parametrize("part", [0.5, 0.9, 0.99])
+def test_quantiles_are_right_to_a_bucket(part: float) -> None:
+    dice, buckets = random.Random(7), Buckets.empty(EXPOSED.buckets)
+    values = sorted(dice.expovariate(20.0) for _ in range(1000))
+    for value in values:
+        buckets.observe(value)
+    exact = values[math.ceil(part * len(values)) - 1]
+    bounds = (0.0, *EXPOSED.buckets)
+    (low, high) = next((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < exact <= b)
+    assert low <= buckets.quantile(part) <= high
+
+
+def test_quantiles_of_nothing_and_of_what_is_beyond_the_last_bound() -> None:
+    buckets = Buckets.empty((1.0,))
+    assert (buckets.quantile(0.9), buckets.mean) == (0.0, 0.0)
+    buckets.observe(9.0)
+    buckets.observe(11.0)
+    assert (buckets.quantile(0.9), buckets.mean) == (10.0, 10.0)
+
+
+def test_the_catalogue_is_sound() -> None:
+    assert len(BY_KEY) == len(CATALOG)
+    for metric in CATALOG:
+        assert re.fullmatch(r"[a-z][a-z_]*[a-z]", metric.key)
+        assert not metric.key.endswith(("_total", "_count", "_sum", "_bucket"))
+        assert bool(metric.label) == bool(metric.values)
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.kind is Kind.COUNTER or metric.label is None
+        assert metric.meaning.endswith(".")
+    assert WRITE_BYTES.name == "vllm:layerpush_write_bytes"
+    assert PUSHES.exposed_name == "vllm:layerpush_pushes_total"
