@@ -21,7 +21,7 @@ from layerpush.compat.facts import (
 )
 from layerpush.compat.handshake import agent_of_handshake, handshake_query
 from layerpush.compat.metadata import LayerwiseMetadata
-from layerpush.compat.prometheus import LayerPushPromMetrics, observe_buckets
+from layerpush.compat.prometheus import LayerPushPromMetrics
 from layerpush.compat.requests import (
     StagedRegistration,
     awaits_scheduling,
@@ -55,7 +55,6 @@ __all__ = [
     "get_base_request_id",
     "handshake_query",
     "is_streamed",
-    "observe_buckets",
     "only_decodes",
     "prompt_digest",
     "registration_timeout",

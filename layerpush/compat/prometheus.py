@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
 
 from layerpush.compat.stats import KEY
+from layerpush.metrics.bulk import observe_buckets
 from layerpush.metrics.catalog import CATALOG, Kind, Metric
-from layerpush.metrics.tally import Buckets, Tally
+from layerpush.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,26 +77,3 @@ class LayerPushPromMetrics(NixlPromMetrics):
             labels = [*self.per_engine_labelvalues[engine_idx], *own]
             child = self._children[engine_idx, metric.key, value] = self._families[metric.key].labels(*labels)
         return child
-
-
-def observe_buckets(histogram: Any, buckets: Buckets) -> None:
-    """Add many observations at once. Counts and sum come out exact.
-
-    prometheus_client has no public way to do so; what it does on ``observe`` is done here once per bucket. Other
-    classes in its place (vLLM's for Ray) are told of each observation, all of a bucket as their mean.
-    """
-    slots: Any = getattr(histogram, "_buckets", None)
-    total: Any = getattr(histogram, "_sum", None)
-    if isinstance(slots, list) and len(slots) == len(buckets.counts) and hasattr(total, "inc"):
-        for slot, count in zip(slots, buckets.counts, strict=True):
-            if count:
-                slot.inc(count)
-        total.inc(buckets.total)
-        return
-    for index, count in enumerate(buckets.counts):
-        if count:
-            mean = buckets.sums[index] / count
-            if index < len(buckets.bounds):
-                mean = min(mean, buckets.bounds[index])
-            for _ in range(count):
-                histogram.observe(mean)

@@ -85,7 +85,7 @@ class Engine:
         caches = cache_config(layout)
         config.cache_config.num_gpu_blocks = BLOCKS
         config.cache_config.kv_cache_layout = layout
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE)
+        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.caches = allocate(layout)
         self.worker.register_kv_caches(self.caches)
@@ -97,6 +97,8 @@ class Engine:
         """Loads that came to nothing."""
         self.finished: list[str] = []
         self.transfer_params: dict[str, dict[str, Any]] = {}
+        self.stats: list[dict[str, Any]] = []
+        """What the front end is told of the connector, step by step."""
 
     @property
     def connector(self) -> Any:
@@ -154,12 +156,13 @@ class Engine:
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
         assert self.worker.get_block_ids_with_load_errors() == set()
+        stats = self.worker.get_kv_connector_stats()
         report = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         self.sent += sorted(results.finished_sending)
         self.received += sorted(results.finished_recving - results.failed_recving)
         self.failed += sorted(results.failed_recving)
-        self._update(output, results, report)
+        self._update(output, results, report, stats)
         return output
 
     def _compute(self, name: str, output: SchedulerOutput) -> None:
@@ -171,7 +174,7 @@ class Engine:
                 value = pattern(layer, request.prompt_token_ids[position], position)
                 self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
 
-    def _update(self, output: SchedulerOutput, results: Any, report: Any) -> None:
+    def _update(self, output: SchedulerOutput, results: Any, report: Any, stats: Any) -> None:
         ids = list(output.num_scheduled_tokens)
         done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
         runner = ModelRunnerOutput(
@@ -183,9 +186,12 @@ class Engine:
                 finished_recving=results.finished_recving,
                 failed_recving=results.failed_recving,
                 kv_connector_worker_meta=report,
+                kv_connector_stats=stats,
             ),
         )
         for outputs in self.scheduler.update_from_output(output, runner).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.stats.append(outputs.scheduler_stats.kv_connector_stats)
             for one in outputs.outputs:
                 if one.finished:
                     self.finished.append(one.request_id)

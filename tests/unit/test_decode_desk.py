@@ -15,6 +15,9 @@ from layerpush.decode import watch
 from layerpush.decode.desk import HOLD_S, DecodeDesk
 from layerpush.decode.session import RETRY_S
 from layerpush.decode.watch import Order, Verdict
+from layerpush.metrics.catalog import LOAD, LOADS, LOST_PEERS
+from layerpush.metrics.loads import LoadMeter
+from layerpush.metrics.recorder import Recorder
 from layerpush.peers import TRIES, Address
 from layerpush.wire import (
     Accepted,
@@ -146,6 +149,7 @@ class World(Town):
         self.network.listening = {"P": self.agents}
         self.watch, self.engine = ScriptedWatch(), Engine()
         self.complaints = Complaints(logging.getLogger("test"))
+        self.recorder = Recorder()
         self.desk = DecodeDesk(
             "D",
             self.peers,
@@ -156,6 +160,7 @@ class World(Town):
             world_size,
             PATIENCE_S,
             forget or self.forget,
+            LoadMeter(self.recorder),
         )
 
     def forget(self, engine_id: str) -> bool:
@@ -950,6 +955,57 @@ def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
     assert world.is_over()
     world.awaits()
     assert len(world.sent()) == 1
+
+
+# What is counted.
+
+
+def counted(world: World) -> tuple[dict[str, int], dict[str, int], int]:
+    """Loads by outcome, lost peers by how, and how many load times were noted."""
+    tally = world.recorder.take()
+    return tally.counters.get(LOADS.key, {}), tally.counters.get(LOST_PEERS.key, {}), tally.observed(LOAD).count
+
+
+def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
+    world = World()
+    world.awaiting()
+    world.now += 3.0
+    world.hears(Completion("r", 1))
+    tally = world.recorder.take()
+    assert tally.counters == {LOADS.key: {"loaded": 1}}
+    assert tally.observed(LOAD).total == pytest.approx(3.0)
+
+
+def test_a_load_is_counted_before_the_engine_hears_of_it() -> None:
+    """It may stop stepping then, and with it reporting."""
+    world = World()
+    seen: list[int] = []
+    world.engine.on_told = lambda _, __: seen.append(world.recorder.take().counted(LOADS))
+    world.awaiting()
+    world.hears(Completion("r", 1))
+    assert seen == [1]
+
+
+def test_loads_that_come_to_nothing_are_told_apart() -> None:
+    world = World()
+    world.awaiting("p-0", request_id="failed")
+    world.hears(Fail("failed", 0, "no such request", True))
+    world.awaiting("p-0", request_id="aborted")
+    world.desk.dropped("aborted", "aborted", world.now)
+    world.hears(Cancelled("aborted"))
+    world.desk.refuse("refused", "bad address")
+    world.awaiting("p-0", request_id="parked")
+    world.desk.overdue("parked", "no push", world.now)
+    world.tick(PATIENCE_S)
+    world.hears(Cancelled("parked"))
+    assert counted(world) == ({"failed": 1, "aborted": 1, "refused": 1, "parked": 1}, {}, 0)
+
+
+def test_peers_that_are_given_up_are_counted() -> None:
+    world = World(ranks=2)
+    world.awaiting("p-0", "p-1")
+    world.orders(watch.ReportSilent("p-0", "nothing came"), watch.ReportGone("p-1", "it ended"))
+    assert counted(world)[1] == {"silent": 1, "gone": 1}
 
 
 # All of it at once.

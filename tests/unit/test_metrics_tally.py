@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -118,7 +119,7 @@ def test_quantiles_are_right_to_a_bucket(part: float) -> None:
         buckets.observe(value)
     exact = values[math.ceil(part * len(values)) - 1]
     bounds = (0.0, *EXPOSED.buckets)
-    (low, high) = next((a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < exact <= b)
+    (low, high) = next((a, b) for a, b in itertools.pairwise(bounds) if a < exact <= b)
     assert low <= buckets.quantile(part) <= high
 
 

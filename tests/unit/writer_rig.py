@@ -18,6 +18,7 @@ from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
+from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord, TraceFile, WriteRecord
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
@@ -244,6 +245,7 @@ class Rig:
         policy: Policy | None = None,
         seed: int = 0,
         write_timeout_s: float = math.inf,
+        counters: PushCounters | None = None,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
         self.fabric = FakeFabric(faults, seed)
@@ -255,7 +257,15 @@ class Rig:
         self.capture = Capture(self.layout.index_of, lambda: None, NoFences())
         identity = Identity("P", 0, "layer")
         self.writer = PushWriter(
-            identity, self.layout, policy or Policy(), self.p, self.capture, self.host, self.trace, write_timeout_s
+            identity,
+            self.layout,
+            policy or Policy(),
+            self.p,
+            self.capture,
+            self.host,
+            self.trace,
+            write_timeout_s,
+            counters,
         )
 
     @property

@@ -1,0 +1,82 @@
+"""What a push through real workers and schedulers shows on both engines' ``/metrics``, by vLLM's own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.connector.engine import LAYERS, Engine
+from tests.connector.test_lifecycle import STEPS, TOKENS, ends_well, registered, run
+from tests.contract.waiting import until
+from tests.metrics_scrape import FrontEnd, Scrape
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture
+def front_end() -> Iterator[FrontEnd]:
+    yield FrontEnd(engines=2)
+    FrontEnd.close()
+
+
+def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
+    """After what these engines have told in their steps so far, and with their periodic log line in ``front_end``."""
+    for index, engine in enumerate(engines):
+        for payload in engine.stats:
+            front_end.hear(payload, index)
+        engine.stats.clear()
+    return Scrape()
+
+
+def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
+    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    assert scraped(front_end, p, d).value("awaited_loads", engine="1") == 1
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    ends_well(p, d)
+
+    scrape, counters = scraped(front_end, p, d), p.writer.counters
+    assert scrape.value("pushes_total", engine="0", outcome="layerwise") == 1
+    assert scrape.value("pushes_total") == 1
+    assert scrape.value("layers_total", engine="0", found="hooked") == LAYERS * STEPS
+    assert scrape.value("write_bytes_sum", engine="0") == counters.bytes > 0
+    assert scrape.value("write_bytes_count", engine="0") == counters.writes
+    assert scrape.value("write_descriptors_sum", engine="0") == counters.descriptors
+    assert scrape.value("exposed_seconds_count", engine="0") == 1
+    assert scrape.value("transfer_seconds_count", engine="0") == 1
+    assert scrape.value("transfer_seconds_sum", engine="0") > 0
+    assert scrape.value("writer_lag_seconds_count", engine="0") > 0
+    assert scrape.value("loads_total", engine="1", outcome="loaded") == 1
+    assert scrape.value("loads_total") == 1
+    assert scrape.value("load_seconds_count", engine="1") == 1
+    assert scrape.value("ranks", engine="0") == scrape.value("ranks", engine="1") == 1
+    for level in ("active_pushes", "unclaimed_pushes", "pending_registrations", "awaited_loads", "parked_requests"):
+        assert scrape.value(level) == 0, level
+    assert "Layer-wise pushes=1" in (front_end.log_line() or "")
+
+
+def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    until(lambda: p.step() and scraped(front_end, p).value("unclaimed_pushes", engine="0") == 1)
+    d.decode_from(p, "r-1", TOKENS)
+    ends_well(p, d)
+    scrape = scraped(front_end, p, d)
+    assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
+    assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
+    assert scrape.value("write_bytes_count", engine="0") == 1
+    assert {sample.name: sample.value for sample in scrape.samples if sample.labels.get("engine") == "0"}[
+        "vllm:nixl_bytes_transferred_count"
+    ] == 1, "upstream counts what upstream pushed"
+
+
+def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: FrontEnd) -> None:
+    d = engine("kv_consumer")
+    d.add("r-1", TOKENS, {"do_remote_prefill": True})
+    d.step()
+    assert scraped(front_end, d).value("dropped_messages_total", kind="bad_kv_transfer_params") == 1

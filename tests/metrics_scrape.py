@@ -1,0 +1,75 @@
+"""vLLM's own way from a connector's statistics to ``/metrics``, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from layerpush.plugin import register
+
+LABELS = ["model_name", "engine"]
+
+
+class FrontEnd:
+    """What vLLM's API server holds for ``engines`` data-parallel engines."""
+
+    def __init__(self, engines: int = 1, connector: str = "LayerwisePushConnector", **extra: Any) -> None:
+        register()
+        unregister_vllm_metrics()
+        transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
+        labels: dict[int, list[object]] = {index: ["m", str(index)] for index in range(engines)}
+        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        self.prom = KVConnectorProm(config, LABELS, labels)
+        self.logging = KVConnectorLogging(transfer)
+
+    def hear(self, payload: Mapping[str, Any], engine: int = 0) -> None:
+        """A step's statistics arrive, over the wire between engine core and front end."""
+        encoded = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=dict(payload)))
+        stats = MsgpackDecoder(SchedulerStats).decode(encoded)
+        self.logging.observe(stats.kv_connector_stats)
+        self.prom.observe(stats.kv_connector_stats, engine)
+
+    def log_line(self) -> str | None:
+        """What the periodic log line would say now."""
+        lines: list[str] = []
+        self.logging.log(lambda form, text: lines.append(form % text))
+        return lines[0] if lines else None
+
+    @staticmethod
+    def close() -> None:
+        unregister_vllm_metrics()
+
+
+class Scrape:
+    """``/metrics`` as Prometheus reads it."""
+
+    def __init__(self, text: str | None = None) -> None:
+        text = generate_latest(REGISTRY).decode() if text is None else text
+        families = text_string_to_metric_families(text)
+        self.samples = [sample for family in families for sample in family.samples]
+
+    @property
+    def names(self) -> set[str]:
+        return {sample.name for sample in self.samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the samples with these labels; ``name`` without vLLM's prefix and ours."""
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == f"vllm:layerpush_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"no sample of {name} with {labels}"
+        return sum(found)
+
+    def label_values(self, name: str, label: str) -> set[str]:
+        return {sample.labels[label] for sample in self.samples if sample.name == name and label in sample.labels}

@@ -1,0 +1,215 @@
+"""What a prefill rank counts of its pushes and WRITEs, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from layerpush.metrics.catalog import (
+    EXPOSED,
+    FAILED_WRITES,
+    FALLBACKS,
+    LAYERS_READY,
+    PUSHES,
+    TRANSFER,
+    WRITE_BYTES,
+    WRITE_DESCRIPTORS,
+    WRITE_LAYERS,
+)
+from layerpush.metrics.pushes import PushMeter
+from layerpush.metrics.recorder import Recorder
+from layerpush.metrics.tally import Tally
+from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.prefill.outbox import PostedWrite
+from layerpush.prefill.policy import Policy
+from layerpush.prefill.push import Push
+from layerpush.prefill.session import Session
+from layerpush.trace import PushRecord
+from layerpush.transport.fake import Faults
+from tests.unit.writer_rig import Prompt, Rig
+
+TOKENS = 22  # five full blocks of four and a partly filled one
+ENGINE_FALLBACK = "the model has Mamba layers"
+
+
+class Metered:
+    """A writer that records what it does, and one prompt that a decode engine has asked for."""
+
+    def __init__(self, faults: Faults | None = None, registered: bool = True, policy: Policy | None = None) -> None:
+        self.recorder = Recorder()
+        meter = PushMeter(self.recorder, by_layer=True, engine_fallback=None)
+        self.rig, self.prompt = Rig(faults, policy=policy, counters=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
+        self.wanted = self.rig.asks(self.prompt, self.rig.decoder())
+        if registered:
+            self.rig.host.pending[self.prompt.name] = self.wanted
+
+    def run(self) -> Tally:
+        for tokens in (9, 9, 9):
+            self.rig.step((self.prompt, tokens))
+            self.rig.settle()
+        self.rig.finish(self.prompt)
+        self.rig.settle()
+        return self.recorder.take()
+
+
+def pushes(tally: Tally) -> dict[str, int]:
+    return tally.counters.get(PUSHES.key, {})
+
+
+def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
+    metered = Metered(policy=Policy(min_write_bytes=1))
+    tally, layers = metered.run(), metered.rig.layers
+    assert pushes(tally) == {"layerwise": 1}
+    assert tally.counters[LAYERS_READY.key] == {"hooked": 3 * layers}
+    assert FALLBACKS.key not in tally.counters
+    writes = metered.rig.trace.records[0].writes
+    assert tally.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * 16
+    assert tally.observed(WRITE_DESCRIPTORS).total == sum(write.descriptors for write in writes)
+    assert tally.observed(WRITE_LAYERS).count == len(writes)
+    assert tally.observed(WRITE_LAYERS).total == 3 * layers
+    assert (tally.observed(EXPOSED).count, tally.observed(TRANSFER).count) == (1, 1)
+    assert 0 < tally.observed(TRANSFER).total < 10
+
+
+def test_a_late_registration_is_told_from_other_fallbacks() -> None:
+    metered = Metered(registered=False)
+    for tokens in (9, 9, 9):
+        metered.rig.step((metered.prompt, tokens))
+    metered.rig.finish(metered.prompt)
+    assert metered.recorder.take().is_empty, "nothing is over"
+    metered.rig.writer.register(metered.prompt.name, metered.wanted)
+    metered.rig.settle()
+    tally = metered.recorder.take()
+    assert pushes(tally) == {"late_registration": 1}
+    assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
+    assert tally.observed(WRITE_BYTES).count == 1
+    assert tally.observed(WRITE_LAYERS).count == 0, "of a whole-request WRITE the layers are not known"
+    assert tally.observed(EXPOSED).count == 1
+
+
+def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
+    push = push_of()
+    push.record.t_last_ready, push.registered_at, push.record.t_last_landed = 10.0, 50.0, 50.5
+    assert push.exposed_s == pytest.approx(0.5)
+
+
+def test_a_failed_write_and_the_push_that_it_fails_are_counted() -> None:
+    tally = Metered(Faults(fail_writes={1})).run()
+    assert pushes(tally) == {"failed": 1}
+    assert tally.counted(FAILED_WRITES) == 1
+    assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
+
+
+def test_a_write_that_cannot_be_posted_is_a_failed_write() -> None:
+    tally = Metered(Faults(fail_posts={0})).run()
+    assert pushes(tally) == {"failed": 1}
+    assert tally.counted(FAILED_WRITES) == 1
+
+
+def test_an_aborted_push_is_cancelled() -> None:
+    metered = Metered()
+    metered.rig.step((metered.prompt, 9))
+    metered.rig.abort(metered.prompt)
+    metered.rig.settle()
+    assert pushes(metered.recorder.take()) == {"cancelled": 1}
+    assert metered.rig.writer.active == 0
+
+
+@pytest.mark.parametrize("faults", [Faults(), Faults(fail_writes={1})], ids=["completed", "failed"])
+def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faults: Faults) -> None:
+    """The engine may stop stepping then, and with it reporting."""
+    metered = Metered(faults)
+    seen: list[tuple[int, int]] = []
+    release = metered.rig.host.release
+
+    def released(request_id: str) -> None:
+        seen.append((metered.recorder.take().counted(PUSHES), metered.rig.writer.active))
+        release(request_id)
+
+    metered.rig.host.release = released  # type: ignore[method-assign]
+    assert pushes(metered.run()) == {}
+    assert seen == [(1, 0)]
+    assert metered.rig.writer.counters.outcomes.total() == 1
+
+
+def test_active_pushes_are_those_that_are_not_over() -> None:
+    metered = Metered()
+    metered.rig.step((metered.prompt, 9))
+    assert metered.rig.writer.active == len(metered.rig.writer) == 1
+    metered.rig.abort(metered.prompt)
+    metered.rig.settle()
+    assert metered.rig.writer.active == 0
+
+
+def record(outcome: str, mode: str, fallback: str | None = None) -> PushRecord:
+    return PushRecord(request_id="p", engine_id="e", rank=0, mode=mode, outcome=outcome, fallback=fallback)
+
+
+@pytest.mark.parametrize(
+    ("push", "outcome", "reason"),
+    [
+        (record("completed", "layer"), "layerwise", None),
+        (record("completed", "chunk"), "layerwise", None),
+        (record("completed", "request"), "whole", None),
+        (record("completed", "request", LATE_REGISTRATION), "late_registration", "late_registration"),
+        (record("completed", "request", SHORT_PROMPT), "fallback", "short_prompt"),
+        (record("completed", "request", ENGINE_FALLBACK), "fallback", "engine"),
+        (record("completed", "request", "its block size is 8 tokens, ours 4"), "fallback", "decode_engine"),
+        (record("failed", "request", SHORT_PROMPT), "failed", "short_prompt"),
+        (record("cancelled", "layer"), "cancelled", None),
+    ],
+)
+def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | None) -> None:
+    recorder = Recorder()
+    PushMeter(recorder, by_layer=True, engine_fallback=ENGINE_FALLBACK).closed(push)
+    tally = recorder.take()
+    assert pushes(tally) == {outcome: 1}
+    assert outcome in PUSHES.values
+    assert tally.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})
+    assert reason is None or reason in FALLBACKS.values
+
+
+def test_whole_requests_are_no_fallback_where_they_are_asked_for() -> None:
+    recorder = Recorder()
+    PushMeter(recorder, by_layer=False, engine_fallback=ENGINE_FALLBACK).closed(
+        record("completed", "request", ENGINE_FALLBACK)
+    )
+    assert recorder.take().counters == {PUSHES.key: {"whole": 1}}
+
+
+def push_of() -> Push:
+    return Push(Session("p", (0,), (16,), Policy()), record("pending", "layer"))
+
+
+def test_exposed_time_is_unknown_without_a_moment_to_count_from() -> None:
+    push = push_of()
+    assert push.exposed_s is None
+    push.record.t_last_landed = 3.0
+    assert push.exposed_s is None
+    push.finished_at = 2.0
+    assert push.exposed_s == 1.0, "where layers are not watched, prefill ends when the scheduler says so"
+    push.record.t_last_ready, push.record.t_notified = 1.5, 4.0
+    assert push.exposed_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("moves", "seconds"),
+    [
+        ("post1 post2 end4 end6", 5.0),
+        ("post1 end2 post4 end5", 2.0),
+        ("post1 post2 end3 post3 end7 end8", 7.0),
+        ("end3", 0.0),
+    ],
+)
+def test_transfer_time_counts_overlapping_writes_once(moves: str, seconds: float) -> None:
+    push = push_of()
+    acts: dict[str, Callable[[float], None]] = {"post": push.posting, "end": push.ended}
+    for move in moves.split():
+        name, at = move[:-1], float(move[-1])
+        if name == "post":
+            push.writes.append(PostedWrite(0, []))
+        elif push.writes:
+            push.writes.pop()
+        acts[name](at)
+    assert push.transfer_s == seconds

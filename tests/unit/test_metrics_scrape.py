@@ -1,0 +1,295 @@
+"""From a worker's tally to a scrape and a log line, through vLLM's own aggregation, serialisation and registry."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from layerpush import compat
+from layerpush.compat.stats import KEY
+from layerpush.connector import LayerwisePushConnector
+from layerpush.metrics.bulk import observe_buckets
+from layerpush.metrics.catalog import (
+    CATALOG,
+    DROPPED_MESSAGES,
+    EXPOSED,
+    FALLBACKS,
+    LAYERS_READY,
+    LOAD,
+    LOADS,
+    PARKED_BLOCKS,
+    PENDING_REGISTRATIONS,
+    PUSHES,
+    TRANSFER,
+    WRITE_BYTES,
+    WRITE_DESCRIPTORS,
+    WRITE_LAYERS,
+    WRITER_LAG,
+    Kind,
+)
+from layerpush.metrics.tally import Buckets, Tally
+from tests.metrics_scrape import FrontEnd, Scrape
+
+Opened = Callable[..., FrontEnd]
+
+
+@pytest.fixture
+def front_end() -> Iterator[Opened]:
+    yield FrontEnd
+    FrontEnd.close()
+
+
+def stats_of(tally: Tally, upstream: Any = None) -> compat.LayerPushStats:
+    stats = compat.LayerPushStats.joined(upstream, tally)
+    assert stats is not None
+    return stats
+
+
+def pushed(rank: str = "0", seconds: float = 0.02) -> Tally:
+    """One layer-wise push of two WRITEs."""
+    tally = Tally()
+    tally.count(PUSHES, "layerwise")
+    tally.count(LAYERS_READY, "hooked", 8)
+    tally.observe(EXPOSED, seconds)
+    tally.observe(TRANSFER, 3 * seconds)
+    for size in (1 << 20, 3 << 20):
+        tally.observe(WRITE_BYTES, size)
+        tally.observe(WRITE_DESCRIPTORS, 16)
+        tally.observe(WRITE_LAYERS, 4)
+    tally.level(PENDING_REGISTRATIONS, rank, 2)
+    return tally
+
+
+def upstream_stats() -> Any:
+    """Upstream's, with one whole-request WRITE of 1 MiB."""
+    stats = compat.LayerPushStats()
+    for key, value in (
+        ("transfer_duration", 0.5),
+        ("post_duration", 0.1),
+        ("bytes_transferred", 1 << 20),
+        ("num_descriptors", 4),
+    ):
+        stats.data[key].append(value)
+    return stats
+
+
+def test_every_metric_is_there_before_anything_has_happened(front_end: Opened) -> None:
+    front_end()
+    scrape = Scrape()
+    for metric in CATALOG:
+        suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+        assert {metric.exposed_name + suffix for suffix in suffixes} <= scrape.names
+        if metric.label is not None:
+            assert scrape.label_values(metric.exposed_name, metric.label) == set(metric.values)
+    assert all(
+        sample.value == 0 for sample in scrape.samples if "layerpush" in sample.name and "_created" not in sample.name
+    )
+
+
+def test_upstreams_metrics_stay(front_end: Opened) -> None:
+    front_end().hear(stats_of(pushed(), upstream_stats()).to_dict())
+    values = {sample.name: sample.value for sample in Scrape().samples}
+    assert values["vllm:nixl_bytes_transferred_sum"] == 1 << 20
+    assert values["vllm:nixl_xfer_time_seconds_count"] == 1
+
+
+def test_what_a_worker_tells_is_scraped(front_end: Opened) -> None:
+    one = front_end()
+    for _ in range(2):
+        one.hear(stats_of(pushed()).to_dict())
+    scrape = Scrape()
+    assert scrape.value("pushes_total", outcome="layerwise") == 2
+    assert scrape.value("pushes_total", outcome="failed") == 0
+    assert scrape.value("layers_total", found="hooked") == 16
+    assert scrape.value("exposed_seconds_count") == 2
+    assert scrape.value("exposed_seconds_sum") == pytest.approx(0.04)
+    assert scrape.value("exposed_seconds_bucket", le="0.01") == 0
+    assert scrape.value("exposed_seconds_bucket", le="0.025") == 2
+    assert scrape.value("write_bytes_sum") == 8 << 20
+    assert scrape.value("write_bytes_count") == 4
+    assert scrape.value("pending_registrations") == 2
+
+
+def test_engines_are_kept_apart(front_end: Opened) -> None:
+    both = front_end(engines=2)
+    both.hear(stats_of(pushed()).to_dict(), engine=1)
+    scrape = Scrape()
+    assert scrape.value("pushes_total", engine="0") == 0
+    assert scrape.value("pushes_total", engine="1") == 1
+    assert scrape.value("pending_registrations", engine="0") == 0
+
+
+def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
+    """Through the executor's aggregator, with a rank that has nothing to tell and the scheduler's own report."""
+    reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), upstream_stats())]
+    outputs = [
+        ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_stats=report))
+        for report in reports
+    ]
+    output = KVOutputAggregator(len(outputs)).aggregate(outputs, 0)
+    assert output is not None
+    assert output.kv_connector_output is not None
+    total = output.kv_connector_output.kv_connector_stats
+    assert total is not None
+    own = Tally()
+    own.level(PARKED_BLOCKS, "scheduler", 7)
+    front_end().hear(total.aggregate(stats_of(own)).to_dict())
+    scrape = Scrape()
+    assert scrape.value("pushes_total") == 2
+    assert scrape.value("exposed_seconds_sum") == pytest.approx(0.52)
+    assert scrape.value("pending_registrations") == 2, "both ranks mean the same two"
+    assert scrape.value("parked_blocks") == 7
+    assert {s.name: s.value for s in Scrape().samples}["vllm:nixl_bytes_transferred_sum"] == 1 << 20
+
+
+def test_a_level_is_the_highest_of_what_the_ranks_said_last(front_end: Opened) -> None:
+    one = front_end()
+    for rank, level in (("0", 5), ("1", 3), ("0", 1)):
+        tally = Tally()
+        tally.level(PENDING_REGISTRATIONS, rank, level)
+        one.hear(stats_of(tally).to_dict())
+    assert Scrape().value("pending_registrations") == 3
+
+
+def test_adding_up_leaves_the_added_alone() -> None:
+    first, second = stats_of(pushed(), upstream_stats()), stats_of(pushed("1"), upstream_stats())
+    before = repr(second.to_dict())
+    first.aggregate(second).aggregate(second)
+    assert repr(second.to_dict()) == before
+    assert first.tally.counted(PUSHES) == 3
+    assert len(first.data["transfer_duration"]) == 3
+
+
+def test_a_kind_of_message_that_nobody_foresaw_is_counted_too(front_end: Opened) -> None:
+    tally = Tally()
+    tally.count(DROPPED_MESSAGES, "from_the_future", 3)
+    front_end().hear(stats_of(tally).to_dict())
+    assert Scrape().value("dropped_messages_total", kind="from_the_future") == 3
+
+
+def test_statistics_of_nothing() -> None:
+    empty = LayerwisePushConnector.build_kv_connector_stats()
+    assert empty.is_empty()
+    assert empty.tally.is_empty
+    assert compat.LayerPushStats.joined(None, None) is None
+    upstream_only = compat.LayerPushStats.joined(upstream_stats(), None)
+    assert upstream_only is not None
+    assert not upstream_only.is_empty()
+    assert upstream_only.data[KEY] == Tally().to_data()
+    empty.aggregate(stats_of(pushed()))
+    empty.reset()
+    assert empty.is_empty()
+
+
+def test_under_multi_connector(front_end: Opened) -> None:
+    inner = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_both"}
+    one = front_end(connector="MultiConnector", connectors=[inner])
+    one.hear({"LayerwisePushConnector": stats_of(pushed()).to_dict()})
+    assert Scrape().value("pushes_total") == 1
+    assert "Layer-wise pushes" in (one.log_line() or "")
+
+
+# vLLM's periodic log line.
+
+
+def test_the_log_line_sums_an_interval_up(front_end: Opened) -> None:
+    one = front_end()
+    failed = Tally()
+    failed.count(PUSHES, "failed")
+    failed.count(FALLBACKS, "short_prompt")
+    for tally in (pushed(), pushed(), failed):
+        one.hear(stats_of(tally).to_dict())
+    line = one.log_line() or ""
+    assert line.startswith("KV Transfer metrics: Layer-wise pushes=2, Whole pushes=0, Fallbacks=1, Failed pushes=1")
+    assert "Avg exposed time (ms)=20.0" in line
+    assert "WRITEs=4, MiB pushed=8.0" in line
+    assert "Avg layers per WRITE=4.0" in line
+    assert "Num successful transfers" not in line, "upstream pushed nothing"
+    assert one.log_line() is None, "the next interval starts at nothing"
+
+
+def test_the_log_line_of_a_decode_engine(front_end: Opened) -> None:
+    one, tally = front_end(), Tally()
+    tally.count(LOADS, "loaded", 3)
+    tally.count(LOADS, "parked")
+    tally.observe(LOAD, 0.3)
+    tally.level(PARKED_BLOCKS, "scheduler", 7)
+    one.hear(stats_of(tally).to_dict())
+    line = one.log_line() or ""
+    assert "Loads=3, Loads not done=1" in line
+    assert "Parked blocks=7" in line
+    assert "pushes" not in line
+
+
+def test_the_log_line_has_upstreams_part_where_upstream_pushed(front_end: Opened) -> None:
+    one = front_end()
+    one.hear(stats_of(pushed(), upstream_stats()).to_dict())
+    line = one.log_line() or ""
+    assert "Layer-wise pushes=1" in line
+    assert "Num successful transfers=1" in line
+
+
+def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> None:
+    one, tally = front_end(), Tally()
+    tally.level(PENDING_REGISTRATIONS, "0", 4)
+    tally.observe(WRITER_LAG, 0.001)
+    one.hear(stats_of(tally).to_dict())
+    assert one.log_line() is None
+    assert Scrape().value("pending_registrations") == 4
+    assert Scrape().value("writer_lag_seconds_count") == 1
+
+
+# Many observations at once.
+
+
+class OnlyObserves:
+    """A histogram of another library, as vLLM has one for Ray."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.into = Buckets.empty(bounds)
+
+    def observe(self, value: float) -> None:
+        self.into.observe(value)
+
+
+def test_other_histograms_get_every_observation() -> None:
+    buckets = Buckets.empty((0.1, 0.3))
+    for value in (0.1, 0.1, 0.1, 0.2, 7.0, 9.0):
+        buckets.observe(value)
+    other = OnlyObserves((0.1, 0.3))
+    observe_buckets(other, buckets)
+    assert other.into.counts == buckets.counts == [3, 1, 2]
+    assert other.into.total == pytest.approx(buckets.total)
+
+
+def test_with_several_front_ends(tmp_path: Path) -> None:
+    """prometheus_client then keeps its values in files, which are read together."""
+    script = """
+from prometheus_client import CollectorRegistry, Histogram, generate_latest, multiprocess
+from layerpush.metrics.bulk import observe_buckets
+from layerpush.metrics.tally import Buckets
+buckets = Buckets.empty((1.0, 2.0))
+for value in (0.5, 1.5, 1.5, 9.0):
+    buckets.observe(value)
+observe_buckets(Histogram("h", "h", ["a"], buckets=(1.0, 2.0)).labels("x"), buckets)
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    values = dict(re.findall(r"^(h_\S+) (\S+)$", done.stdout, re.MULTILINE))
+    assert values['h_bucket{a="x",le="1.0"}'] == "1.0"
+    assert values['h_bucket{a="x",le="2.0"}'] == "3.0"
+    assert values['h_bucket{a="x",le="+Inf"}'] == values['h_count{a="x"}'] == "4.0"
+    assert values['h_sum{a="x"}'] == "12.5"
