@@ -34,7 +34,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     registered(p)
-    assert scraped(front_end, p, d).value("awaited_loads", engine="1") == 1
+    until(lambda: d.step() and scraped(front_end, p, d).value("awaited_loads", engine="1") == 1)
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
