@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerpush.config import documentation_table
-from scripts.docgen import figures, limits, messages, protocol, refusals, soakrun
+from layerpush.metrics.catalog import Side
+from scripts.docgen import figures, limits, messages, metrics, protocol, refusals, soakrun
 from scripts.docgen.markers import fill
 
 
@@ -19,6 +20,7 @@ class Section(NamedTuple):
 
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
+METRICS = "docs/metrics.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
@@ -42,6 +44,11 @@ SECTIONS: Mapping[str, Section] = {
     "messages-upstream": Section((PROTOCOL,), lambda _: messages.upstream()),
     "messages-ours": Section((PROTOCOL,), lambda _: messages.ours()),
     "limits-messages": Section((SECURITY,), limits.messages),
+    "metrics-prefill": Section((METRICS,), lambda _: metrics.table_of(Side.PREFILL)),
+    "metrics-decode": Section((METRICS,), lambda _: metrics.table_of(Side.DECODE)),
+    "metrics-both": Section((METRICS,), lambda _: metrics.table_of(Side.BOTH)),
+    "metrics-labels": Section((METRICS,), lambda _: metrics.label_values()),
+    "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
     "limits-tables": Section((FAILURES,), limits.tables),
 }
 

@@ -34,6 +34,14 @@ def live_writes(host: HostedEngine) -> int:
     return 0 if worker is None else len(worker.transport._live)
 
 
+def metrics(host: HostedEngine) -> str:
+    """What the engine would answer to a GET of ``/metrics``."""
+    from prometheus_client import generate_latest
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return generate_latest(get_prometheus_registry()).decode()
+
+
 def threads(host: HostedEngine) -> list[str]:
     """Python's threads by name, numbers left out."""
     return sorted(re.sub(r"\d+", "", thread.name) for thread in threading.enumerate())

@@ -1,0 +1,194 @@
+"""The Grafana dashboard of ``docs/metrics/grafana.json``: ``python -m scripts.docgen.dashboard`` writes it anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerpush.metrics import catalog
+from layerpush.metrics.catalog import Kind, Metric
+
+FILE = Path(__file__).parents[2] / "docs/metrics/grafana.json"
+WIDTH, HEIGHT, COLUMNS = 8, 7, 3
+HERE = 'instance=~"$instance"'
+DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """``lines`` are PromQL expressions by legend."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    meaning: str = ""
+    stacked: bool = False
+
+
+def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str:
+    """Per second, over all instances that are chosen; ``part`` of a histogram."""
+    matchers = ", ".join(filter(None, (HERE, matcher)))
+    inner = f"rate({metric.exposed_name}{part}{{{matchers}}}[$__rate_interval])"
+    return f"sum by ({by}) ({inner})" if by else f"sum({inner})"
+
+
+def per_request(metric: Metric) -> str:
+    """Events per second by the metric's label; what every rank counts of a request once, counted once."""
+    counted = rate(metric, by=f"instance, engine, {metric.label}")
+    ranks = f"clamp_min(max by (instance, engine) ({catalog.RANKS.exposed_name}{{{HERE}}}), 1)"
+    return f"sum by ({metric.label}) ({counted} / on (instance, engine) group_left () {ranks})"
+
+
+def quantiles(metric: Metric) -> dict[str, str]:
+    buckets = rate(metric, by="le", part="_bucket")
+    return {f"p{part}": f"histogram_quantile(0.{part}, {buckets})" for part in (50, 90, 99)}
+
+
+def mean(metric: Metric) -> str:
+    return f"{rate(metric, part='_sum')} / {rate(metric, part='_count')}"
+
+
+def levels(*metrics: Metric) -> dict[str, str]:
+    assert all(metric.kind is Kind.GAUGE for metric in metrics)
+    return {metric.key.replace("_", " "): f"sum({metric.exposed_name}{{{HERE}}})" for metric in metrics}
+
+
+def share(metric: Metric, value: str, of: Sequence[str]) -> str:
+    some, known = f'{metric.label}="{value}"', f'{metric.label}=~"{"|".join(of)}"'
+    return f"{rate(metric, some)} / {rate(metric, known)}"
+
+
+COMPLETED = ("layerwise", "whole", "fallback", "late_registration")
+ROWS: Mapping[str, tuple[Panel, ...]] = {
+    "Prefill: pushes": (
+        Panel("Pushes by outcome", "reqps", {"{{outcome}}": per_request(catalog.PUSHES)}, stacked=True),
+        Panel(
+            "Pushed by layer",
+            "percentunit",
+            {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
+            "How much of the traffic gets the overlap at all.",
+        ),
+        Panel("Fallbacks by reason", "reqps", {"{{reason}}": per_request(catalog.FALLBACKS)}, stacked=True),
+        Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
+        Panel("Transfer time", "s", quantiles(catalog.TRANSFER), catalog.TRANSFER.meaning),
+        Panel(
+            "Layers hooked",
+            "percentunit",
+            {"of all layers": share(catalog.LAYERS_READY, "hooked", ("hooked", "swept"))},
+            "What is not hooked is swept at the end of a step, without overlap within the step.",
+        ),
+        Panel(
+            "Waiting for each other",
+            "short",
+            levels(catalog.ACTIVE_PUSHES, catalog.UNCLAIMED_PUSHES, catalog.PENDING_REGISTRATIONS),
+            "Unclaimed: P waits for D. Pending registrations: D waits for P.",
+        ),
+    ),
+    "Prefill: WRITEs": (
+        Panel("Pushed", "Bps", {"bytes": rate(catalog.WRITE_BYTES, part="_sum")}),
+        Panel(
+            "WRITEs",
+            "wps",
+            {"landed": rate(catalog.WRITE_BYTES, part="_count"), "failed": rate(catalog.FAILED_WRITES)},
+        ),
+        Panel("Bytes per WRITE", "bytes", {"mean": mean(catalog.WRITE_BYTES)} | quantiles(catalog.WRITE_BYTES)),
+        Panel("Layers per WRITE", "short", {"mean": mean(catalog.WRITE_LAYERS)} | quantiles(catalog.WRITE_LAYERS)),
+        Panel(
+            "Descriptors per WRITE",
+            "short",
+            {"mean": mean(catalog.WRITE_DESCRIPTORS)} | quantiles(catalog.WRITE_DESCRIPTORS),
+        ),
+    ),
+    "Decode: loads": (
+        Panel("Loads by outcome", "reqps", {"{{outcome}}": per_request(catalog.LOADS)}, stacked=True),
+        Panel("Load time", "s", quantiles(catalog.LOAD), catalog.LOAD.meaning),
+        Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
+        Panel(
+            "Parked",
+            "short",
+            levels(catalog.PARKED_REQUESTS, catalog.PARKED_BLOCKS),
+            "Out of use until the P that may still write them answers or is known to have ended.",
+        ),
+        Panel("Lost peers", "ops", {"{{how}}": rate(catalog.LOST_PEERS, by="how")}),
+    ),
+    "Both": (
+        Panel("Dropped messages", "ops", {"{{kind}}": rate(catalog.DROPPED_MESSAGES, by="kind")}),
+        Panel("Writer lag", "s", quantiles(catalog.WRITER_LAG), catalog.WRITER_LAG.meaning),
+        Panel("Dropped records", "ops", {"{{queue}}": rate(catalog.DROPPED_RECORDS, by="queue")}),
+    ),
+}
+
+
+def dashboard() -> dict[str, object]:
+    panels: list[dict[str, object]] = []
+    top = 0
+    for title, row in ROWS.items():
+        place = {"x": 0, "y": top, "w": WIDTH * COLUMNS, "h": 1}
+        panels.append(
+            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        )
+        top += 1
+        for index, panel in enumerate(row):
+            line, column = divmod(index, COLUMNS)
+            place = {"x": column * WIDTH, "y": top + line * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            panels.append({"id": len(panels) + 1, "gridPos": place, **_panel(panel)})
+        top += -(-len(row) // COLUMNS) * HEIGHT
+    instances = f"label_values({catalog.RANKS.exposed_name}, instance)"
+    return {
+        "title": "layerpush",
+        "uid": "layerpush",
+        "tags": ["vllm", "layerpush"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "",
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+                {
+                    "name": "instance",
+                    "type": "query",
+                    "label": "Engine",
+                    "datasource": DATA_SOURCE,
+                    "definition": instances,
+                    "query": {"query": instances, "refId": "instances"},
+                    "refresh": 2,
+                    "multi": True,
+                    "includeAll": True,
+                    "allValue": ".*",
+                    "current": {"text": "All", "value": "$__all"},
+                },
+            ]
+        },
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel) -> dict[str, object]:
+    custom: dict[str, object] = {"fillOpacity": 20 if panel.stacked else 0, "showPoints": "never"}
+    if panel.stacked:
+        custom["stacking"] = {"mode": "normal", "group": "A"}
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.meaning.replace("`", ""),
+        "datasource": DATA_SOURCE,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend, "datasource": DATA_SOURCE}
+            for index, (legend, expression) in enumerate(panel.lines.items())
+        ],
+    }
+
+
+def render() -> str:
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(render())

@@ -1,0 +1,73 @@
+"""What real engines show on ``/metrics`` of real pushes; engines are shared by tests, so differences are looked at."""
+
+import json
+import time
+
+import pytest
+import yaml
+
+from layerpush.metrics.catalog import CATALOG, PUSHES
+from tests.e2e import engines, probes
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
+from tests.e2e.test_tensor_parallel import D_TWO, P_TWO
+from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
+from tests.metrics_scrape import Scrape
+
+DEADLINE_S = 10.0
+
+
+def scrape(host: EngineHost) -> Scrape:
+    return Scrape(host.call(probes.metrics))
+
+
+def value(host: EngineHost, name: str, **labels: str) -> float:
+    return scrape(host).value(name, **labels)
+
+
+def wait_for(host: EngineHost, name: str, wanted: float, **labels: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := value(host, name, **labels)) != wanted:
+        assert time.monotonic() < deadline, f"{name} {labels}: {found} instead of {wanted}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("order", "outcome"), [("early", "layerwise"), ("late", "late_registration")])
+def test_a_push_is_counted_by_its_outcome(fleet: Fleet, reference: Reference, order: Order, outcome: str) -> None:
+    """Although both engines fall idle, and stop reporting, as soon as it is over."""
+    p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    pushes = {one: value(p, "pushes_total", outcome=one) for one in PUSHES.values}
+    loads, exposed = value(d, "loads_total", outcome="loaded"), value(p, "exposed_seconds_count")
+    size = value(p, "write_bytes_sum")
+    handoff = send(p, d, prompt(1500, seed=400), order)
+    check_tokens(handoff.outcome(), reference)
+    for one, before in pushes.items():
+        wait_for(p, "pushes_total", before + (one == outcome), outcome=one)
+    wait_for(d, "loads_total", loads + 1, outcome="loaded")
+    assert value(p, "exposed_seconds_count") == exposed + 1
+    assert value(p, "write_bytes_sum") == size + sum(write["bytes"] for write in handoff.push().writes)
+    for host, levels in ((p, ("active_pushes", "unclaimed_pushes", "pending_registrations")), (d, ("awaited_loads",))):
+        for level in levels:
+            assert value(host, level) == 0, level
+
+
+@pytest.mark.parametrize(("p_spec", "d_spec"), [(P_TWO, D_TWO)], ids=["2-to-2"])
+def test_ranks_are_added_up(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
+    p, d = fleet.get(p_spec, d_spec)
+    pushes, loads = value(p, "pushes_total"), value(d, "loads_total")
+    check_tokens(send(p, d, prompt(700, seed=401), "early").outcome(), reference)
+    wait_for(p, "pushes_total", pushes + 2)
+    wait_for(d, "loads_total", loads + 2)
+    assert value(p, "ranks") == value(d, "ranks") == 2
+
+
+def test_everything_that_the_dashboard_and_the_alerts_name_is_there(fleet: Fleet) -> None:
+    (p,) = fleet.get(engines.P_LAYER)
+    found = scrape(p)
+    assert {metric.name for metric in CATALOG} <= {
+        name.split("_bucket")[0].removesuffix("_total") for name in found.names
+    }
+    for document in (json.loads(DASHBOARD.read_text()), yaml.safe_load(ALERTS.read_text())):
+        assert unknown_names(expressions(document), found) == []

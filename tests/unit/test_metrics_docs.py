@@ -1,0 +1,113 @@
+"""The dashboard, the alert rules and the page name what a scrape has, and all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from layerpush.metrics.catalog import CATALOG, PUSHES, RANKS
+from layerpush.metrics.summary import summary
+from layerpush.metrics.tally import Tally
+from scripts.docgen import dashboard
+from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
+from tests.metrics_scrape import FrontEnd, Scrape
+
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
+
+
+@pytest.fixture
+def scrape() -> Iterator[Scrape]:
+    FrontEnd()
+    yield Scrape()
+    FrontEnd.close()
+
+
+def documents() -> dict[str, Any]:
+    return {"dashboard": json.loads(DASHBOARD.read_text()), "alerts": yaml.safe_load(ALERTS.read_text())}
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in documents()["alerts"]["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("name", ["dashboard", "alerts"])
+def test_what_they_name_is_scraped(scrape: Scrape, name: str) -> None:
+    wanted = list(expressions(documents()[name]))
+    assert len(wanted) > 10
+    assert unknown_names(wanted, scrape) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "missing"),
+    [
+        ("rate(vllm:layerpush_pushed_total[5m])", "vllm:layerpush_pushed_total"),
+        ("vllm:layerpush_exposed_seconds", "vllm:layerpush_exposed_seconds"),
+        ('vllm:layerpush_pushes_total{outcome="lost"}', 'vllm:layerpush_pushes_total{outcome="lost"}'),
+        ('vllm:layerpush_loads_total{outcome=~"loaded|lost"}', 'vllm:layerpush_loads_total{outcome="lost"}'),
+        ('vllm:layerpush_pushes_total{reason="engine"}', "vllm:layerpush_pushes_total{reason}"),
+        ('vllm:layerpush_writer_lag_seconds_bucket{le="4.0"}', 'vllm:layerpush_writer_lag_seconds_bucket{le="4.0"}'),
+        ("sum by (outcomes) (vllm:layerpush_pushes_total)", "outcomes"),
+    ],
+)
+def test_what_is_not_scraped_is_found(scrape: Scrape, expression: str, missing: str) -> None:
+    assert unknown_names([expression], scrape) == [missing]
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    text = " ".join(expressions(documents()["dashboard"]))
+    assert [metric.key for metric in CATALOG if metric.name not in text] == []
+
+
+def test_the_dashboard_is_up_to_date() -> None:
+    assert DASHBOARD.read_text() == dashboard.render(), "run python -m scripts.docgen.dashboard"
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    panels = documents()["dashboard"]["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+
+
+def test_expressions_are_balanced() -> None:
+    for expression in [text for document in documents().values() for text in expressions(document)]:
+        for opening, closing in ("()", "{}", "[]"):
+            assert expression.count(opening) == expression.count(closing), expression
+        assert expression.count('"') % 2 == 0, expression
+
+
+def test_the_page_says_what_to_do_about_every_alert() -> None:
+    named = re.findall(r"^\| `(Layerpush\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert named == [rule["alert"] for rule in rules()]
+
+
+def test_alerts_say_how_bad_it_is_and_where() -> None:
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert "$labels.instance" in rule["annotations"]["summary"]
+        labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        kept = {name for names in re.findall(r"by \(([^)]*)\)", rule["expr"]) for name in names.split(", ")}
+        assert labels <= kept, rule["alert"]
+
+
+def test_the_page_quotes_the_log_line_as_it_is() -> None:
+
+    (quoted,) = re.findall(r"^KV Transfer metrics: (.*), \.\.\.$", PAGE.read_text(), re.MULTILINE)
+    tally = Tally()
+    tally.count(PUSHES, "layerwise")
+    assert re.findall(r"([^,=]+)=", quoted.replace(", ", ","))[:6] == list(summary(tally))[:6]
+
+
+def test_the_number_of_ranks_is_named_where_counts_are_explained() -> None:
+    assert RANKS.exposed_name in PAGE.read_text()
