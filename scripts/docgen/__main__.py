@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from scripts.docgen import dashboard
 from scripts.docgen.sections import SECTIONS, pages, updated
 
 ROOT = Path(__file__).parents[2]
@@ -17,11 +18,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is stale")
     arguments = parser.parse_args()
     stale = False
-    for page in pages():
-        path = ROOT / page
-        old = path.read_text()
-        new = updated(ROOT, page, old, arguments.marker or SECTIONS)
-        if new == old:
+    wanted = {
+        ROOT / page: updated(ROOT, page, (ROOT / page).read_text(), arguments.marker or SECTIONS) for page in pages()
+    }
+    if not arguments.marker:
+        wanted[dashboard.FILE] = dashboard.render()
+    for path, new in wanted.items():
+        page = path.relative_to(ROOT)
+        if path.exists() and new == path.read_text():
             continue
         stale = True
         if arguments.check:

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of ``docs/metrics/grafana.json``: ``python -m scripts.docgen.dashboard`` writes it anew."""
+"""The Grafana dashboard of ``docs/metrics/grafana.json``, which ``scripts/pages`` writes anew."""
 
 from __future__ import annotations
 
@@ -187,8 +187,3 @@ def _panel(panel: Panel) -> dict[str, object]:
 
 def render() -> str:
     return json.dumps(dashboard(), indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text(render())

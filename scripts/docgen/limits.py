@@ -58,6 +58,7 @@ TABLES = (
     ("D", "agents that speak layerpush", "decode.desk.SPEAKERS_KEPT", "", _FORGOTTEN),
     ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
     ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),
+    ("both", "label values of a counter", "metrics.tally.MAX_LABEL_VALUES", "", "counted as one, `other`"),
     ("both", "geometry of engines that were disconnected", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
 )
 

@@ -35,6 +35,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     d.step()
     registered(p)
     until(lambda: d.step() and scraped(front_end, p, d).value("awaited_loads", engine="1") == 1)
+    until(lambda: p.step() and scraped(front_end, p, d).value("pending_registrations", engine="0") == 1)
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)

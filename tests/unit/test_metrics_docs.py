@@ -65,7 +65,7 @@ def test_every_metric_is_on_the_dashboard() -> None:
 
 
 def test_the_dashboard_is_up_to_date() -> None:
-    assert DASHBOARD.read_text() == dashboard.render(), "run python -m scripts.docgen.dashboard"
+    assert DASHBOARD.read_text() == dashboard.render(), "run scripts/pages"
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:

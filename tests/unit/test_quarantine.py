@@ -51,6 +51,23 @@ def awaited(pool: Pool) -> AwaitedPushes:
     return AwaitedPushes(480.0, pool)
 
 
+def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, quarantine: Quarantine) -> None:
+    def parked() -> tuple[int, int]:
+        return quarantine.parked_requests, quarantine.parked_blocks
+
+    quarantine.hold("r", [1, 2, 3])
+    quarantine.hold("s", [4])
+    quarantine.parked("r", {0, 1})
+    assert parked() == (0, 0), "the engine holds them itself"
+    quarantine.settled("r")
+    quarantine.settled("s")
+    assert parked() == (1, 3)
+    quarantine.cleared("r", {0})
+    assert parked() == (1, 3)
+    quarantine.cleared("r", {1})
+    assert parked() == (0, 0)
+
+
 def test_a_load_that_simply_ends_gives_its_blocks_back(pool: Pool, quarantine: Quarantine) -> None:
     quarantine.hold("r", [1, 2, 3])
     assert pool.held == {1, 2, 3}
