@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def test_engines_are_kept_apart(front_end: Opened) -> None:
 def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
     """Through the executor's aggregator, with a rank that has nothing to tell and the scheduler's own report."""
     reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), upstream_stats())]
+    reports = pickle.loads(pickle.dumps(reports))  # from worker to engine core
     outputs = [
         ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_stats=report))
         for report in reports
