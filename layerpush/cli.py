@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 import layerpush
+from layerpush.proxy.command import proxy
 
 if TYPE_CHECKING:
     from layerpush.doctor import Finding
@@ -29,9 +30,11 @@ app = typer.Typer(
         "[bold]See it work, no GPU needed:[/bold]  layerpush demo\n\n"
         "[bold]Use it:[/bold]  vllm serve MODEL --kv-transfer-config "
         '\'{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}\'  '
-        'and  "kv_consumer" for the decode engine.'
+        'and  "kv_consumer" for the decode engine; then\n\n'
+        "layerpush proxy --prefill URL --decode URL"
     ),
 )
+app.command()(proxy)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,119 @@
+"""The HTTP API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from layerpush.proxy.body import BodyError, Endpoint, RequestBody
+from layerpush.proxy.core import Proxy
+from layerpush.proxy.errors import ProxyError, error_body
+from layerpush.proxy.legs import LegFailedError
+from layerpush.proxy.metrics import CONTENT_TYPE
+from layerpush.proxy.relay import Relay
+
+PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
+"""A client's headers that engines get. X-Request-Id and X-data-parallel-rank are the proxy's to set."""
+ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
+
+
+def make_app(proxy: Proxy) -> FastAPI:
+    """The application; it starts and ends the proxy's parts with itself."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with proxy.running():
+            yield
+
+    app = FastAPI(title="layerpush proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(proxy, "completions", request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(proxy, "chat/completions", request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await _models(proxy, _passed_on(request))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _health(proxy)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(proxy.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.exception_handler(ProxyError)
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ProxyError)
+        headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        return _error(error.status, error.message, headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def not_served(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException | StarletteHTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}; the proxy serves {ENDPOINTS}"
+        return _error(error.status_code, message, error.headers)
+
+    return app
+
+
+async def _generate(proxy: Proxy, endpoint: Endpoint, request: Request) -> Response:
+    try:
+        body = RequestBody(endpoint, await _read(request, proxy.settings.max_payload_size))
+    except BodyError as error:
+        raise ProxyError(400, str(error)) from None
+    return Relay(proxy, body, _passed_on(request))
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > limit:
+            raise ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
+    return bytes(parts)
+
+
+async def _models(proxy: Proxy, headers: Mapping[str, str]) -> Response:
+    for decode in [each for each in proxy.fleet if each.role == "decode" and each.healthy]:
+        try:
+            answer = await proxy.engines.get(decode, "/v1/models", headers, proxy.settings.health_check_timeout_s)
+        except LegFailedError as failure:
+            proxy.monitor.heed(failure)
+        else:
+            return Response(answer.body, answer.status, dict(answer.headers))
+    raise proxy.fleet.none_left("decode")
+
+
+def _health(proxy: Proxy) -> Response:
+    status = 200 if proxy.fleet.ready and not proxy.draining else 503
+    engines = [
+        {
+            "role": each.role,
+            "url": each.url,
+            "healthy": each.healthy,
+            **({} if each.healthy else {"problem": each.problem}),
+            **({"dispatch": "concurrent" if each.identity else "sequential"} if each.role == "prefill" else {}),
+        }
+        for each in proxy.fleet
+    ]
+    body = {"status": "draining" if proxy.draining else "ok" if status == 200 else "unavailable", "engines": engines}
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+def _passed_on(request: Request) -> dict[str, str]:
+    return {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error_body(status, message), status, headers, media_type="application/json")

@@ -1,0 +1,123 @@
+"""A client's request body, and what becomes of it for P and for D. Pure.
+
+Only the top level is parsed: a prompt of any length passes through as the bytes that the client sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Endpoint: TypeAlias = Literal["completions", "chat/completions"]
+
+BYTES_PER_TOKEN = 4
+TOKENS_EXPECTED = 256
+PREFIX_BYTES = 1024
+
+_NOT_FOR_ENGINES = ("kv_transfer_params", "request_id")
+_NOT_FOR_PREFILL = (
+    "stream",
+    "stream_options",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "return_token_ids",
+    "max_completion_tokens",
+)
+_ONE = msgspec.Raw(b"1")
+_EMPTY = (b"null", b"false", b"0")
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class BodyError(ValueError):
+    """The body is no JSON object; the message says what it is instead."""
+
+
+class RequestBody:
+    """One completion or chat completion. Keys that are the router's alone to set are gone from it."""
+
+    def __init__(self, endpoint: Endpoint, raw: bytes) -> None:
+        """Raises ``BodyError``."""
+        try:
+            self._fields: dict[str, msgspec.Raw] = _DECODER.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BodyError(f"the body must be a JSON object: {error}") from None
+        self.endpoint: Endpoint = endpoint
+        for key in _NOT_FOR_ENGINES:
+            self._fields.pop(key, None)
+
+    @property
+    def path(self) -> str:
+        return f"/v1/{self.endpoint}"
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants server-sent events."""
+        return self._bytes("stream") == b"true"
+
+    @functools.cached_property
+    def alone(self) -> str | None:
+        """Why D has to compute this prompt itself; None where P can."""
+        if self._set("use_beam_search"):
+            return "use_beam_search"
+        if self._set("prompt_logprobs") or self._bytes("prompt_logprobs") == b"0":
+            return "prompt_logprobs"
+        if self._set("echo") and "logprobs" in self._fields and self._bytes("logprobs") != b"null":
+            return "echo with logprobs"
+        if self._bytes("truncate_prompt_tokens") == b"-1":
+            return "truncate_prompt_tokens"
+        return None
+
+    @functools.cached_property
+    def prompt_tokens(self) -> int:
+        """About how many tokens P has to compute."""
+        raw = self._prompt()
+        if raw[:1] == b"[" and self.endpoint == "completions" and b'"' not in raw:
+            return raw.count(b",") + 1
+        return max(1, len(raw) // BYTES_PER_TOKEN)
+
+    @property
+    def answer_tokens(self) -> int:
+        """How many tokens D may have to generate, as far as the body tells."""
+        for key in ("max_completion_tokens", "max_tokens"):
+            raw = self._bytes(key)
+            if raw.isdigit() and len(raw) < 10:
+                return int(raw)
+        return TOKENS_EXPECTED
+
+    @functools.cached_property
+    def prefix(self) -> bytes:
+        """The beginning of the prompt: equal for requests that can share cached blocks."""
+        return self._prompt()[:PREFIX_BYTES]
+
+    def remote_request_id(self, request_id: str) -> str:
+        """What vLLM calls the (first) prompt of a request with this X-Request-Id, less a suffix of its own."""
+        return f"chatcmpl-{request_id}" if self.endpoint == "chat/completions" else f"cmpl-{request_id}-0"
+
+    def to_prefill(self, params: Mapping[str, object]) -> bytes:
+        """The same prompt and sampling, for one token that nobody reads."""
+        fields: dict[str, object] = {key: raw for key, raw in self._fields.items() if key not in _NOT_FOR_PREFILL}
+        fields["max_tokens"] = _ONE
+        if self.endpoint == "chat/completions":
+            fields["max_completion_tokens"] = _ONE
+        return _ENCODER.encode({**fields, "kv_transfer_params": params})
+
+    def to_decode(self, params: Mapping[str, object] | msgspec.Raw | None) -> bytes:
+        """As the client sent it, with D's `kv_transfer_params`; None: without any, D computes the prompt itself."""
+        if params is None:
+            return _ENCODER.encode(self._fields)
+        return _ENCODER.encode({**self._fields, "kv_transfer_params": params})
+
+    def _prompt(self) -> bytes:
+        return self._bytes("messages" if self.endpoint == "chat/completions" else "prompt")
+
+    def _set(self, key: str) -> bool:
+        return key in self._fields and self._bytes(key) not in _EMPTY
+
+    def _bytes(self, key: str) -> bytes:
+        return bytes(self._fields.get(key, b""))

@@ -1,0 +1,130 @@
+"""How the proxy comes to know who a prefill engine is: it asks, and it reads every answer."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from layerpush.proxy.body import RequestBody
+from layerpush.proxy.errors import error_message
+from layerpush.proxy.identity import TO_PREFILL, Identity, IdentityError
+from layerpush.proxy.instance import Instance
+from layerpush.proxy.legs import Engines, LegFailedError
+
+logger = logging.getLogger("layerpush.proxy")
+
+PROBE_PROMPT = [1, 1, 1, 1]
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def transfer_params(answer: bytes) -> msgspec.Raw | None:
+    """The `kv_transfer_params` of a P's answer, as they are."""
+    try:
+        raw = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+    return None if bytes(raw) == b"null" else raw
+
+
+class Introductions:
+    """Keeps the instances' identities right, and says in the log when one is learned, changes, or cannot be had."""
+
+    def __init__(self, engines: Engines, headers: Mapping[str, str], timeout_s: float) -> None:
+        """``headers`` go with the proxy's own requests."""
+        self._engines = engines
+        self._headers = headers
+        self._timeout_s = timeout_s
+        self._said: dict[Instance, str] = {}
+
+    async def probe(self, instance: Instance) -> None:
+        """Ask a prefill engine for one token, and learn who it is from what it says. Raises nothing.
+
+        P keeps the block of this prompt until its lease ends: nobody fetches it.
+        """
+        try:
+            models = await self._engines.get(instance, "/v1/models", self._headers, self._timeout_s)
+            model = msgspec.json.decode(models.body, type=_Models).data[0].id
+            question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0}
+            body = RequestBody("completions", msgspec.json.encode(question))
+            answer = await self._engines.ask(
+                instance,
+                body.path,
+                body.to_prefill(TO_PREFILL),
+                {**self._headers, "X-Request-Id": f"probe-{uuid.uuid4()}"},
+                self._timeout_s,
+            )
+        except LegFailedError as failure:
+            self._cannot(instance, str(failure))
+            return
+        except (msgspec.DecodeError, IndexError):
+            self._cannot(instance, f"{instance} names no model at /v1/models")
+            return
+        if answer.status != 200:
+            self._cannot(instance, f"{instance} answered {answer.status}: {error_message(answer.body)}")
+            return
+        self.learn(instance, transfer_params(answer.body))
+
+    def learn(self, instance: Instance, params: msgspec.Raw | None) -> None:
+        """Take in what a P says of itself: ``instance.identity`` is right afterwards, or None."""
+        try:
+            identity = Identity.from_params(None if params is None else msgspec.json.decode(params))
+        except IdentityError as error:
+            if not instance.identity_given:
+                self._cannot(instance, f"{instance}: {error}")
+            return
+        known = instance.identity
+        if known is not None and instance.identity_given:
+            if known.engine_id != identity.engine_id:
+                self._say(instance, f"{instance} is {identity.engine_id}, not {known.engine_id} (--prefill-identity)")
+                instance.identity = replace(known, engine_id=identity.engine_id)
+        elif identity.is_one_of_several:
+            self._cannot(
+                instance,
+                f"{instance} is a data-parallel rank ({identity.engine_id}), of which several may answer at one URL; "
+                "give each rank an API server of its own and name it with --prefill-identity",
+            )
+        elif known != identity:
+            self._introduce(instance, identity)
+
+    def _introduce(self, instance: Instance, identity: Identity) -> None:
+        instance.identity = identity
+        self._said.pop(instance, None)
+        logger.info("%s is %s: P and D are asked at the same time", instance, identity)
+        if identity.is_loopback and not _is_loopback(instance.url):
+            logger.warning(
+                "%s tells decode engines to reach it at %s, which is their own machine: set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to its address",
+                instance,
+                identity.host,
+            )
+
+    def _cannot(self, instance: Instance, why: str) -> None:
+        if not instance.identity_given:
+            instance.identity = None
+        self._say(instance, f"{why}. Sequential dispatch for this engine: D is asked after it has answered")
+
+    def _say(self, instance: Instance, text: str) -> None:
+        """Once, until something else is to be said."""
+        if self._said.get(instance) != text:
+            self._said[instance] = text
+            logger.warning("%s", text)
+
+
+def _is_loopback(url: str) -> bool:
+    host = url.partition("://")[2]
+    return host.startswith(("localhost", "127.", "[::1]"))

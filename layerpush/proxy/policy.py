@@ -1,0 +1,69 @@
+"""Which instance gets a request. Pure functions of what is known of the candidates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+FAIR_SHARE = 1.5
+SLACK_TOKENS = 8192
+
+
+class Policy(StrEnum):
+    ROUND_ROBIN = "round_robin"
+    LEAST_OUTSTANDING_TOKENS = "least_outstanding_tokens"
+    PREFIX_AFFINITY = "prefix_affinity"
+
+
+class Candidate(Protocol):
+    """An instance that could take the request. ``name`` is stable over restarts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def outstanding_tokens(self) -> int: ...
+
+
+def choose(policy: Policy, candidates: Sequence[Candidate], turn: int, prefix: bytes) -> int:
+    """The index of one of ``candidates``, of which there is one at least.
+
+    ``turn`` counts the requests so far, ``prefix`` is the beginning of the prompt.
+    """
+    match policy:
+        case Policy.ROUND_ROBIN:
+            return round_robin(candidates, turn)
+        case Policy.LEAST_OUTSTANDING_TOKENS:
+            return least_outstanding_tokens(candidates, turn)
+        case Policy.PREFIX_AFFINITY:
+            return prefix_affinity(candidates, turn, prefix)
+
+
+def round_robin(candidates: Sequence[Candidate], turn: int) -> int:
+    """One after the other."""
+    return turn % len(candidates)
+
+
+def least_outstanding_tokens(candidates: Sequence[Candidate], turn: int) -> int:
+    """The one with the least work before it; equals take turns."""
+    order = [(turn + offset) % len(candidates) for offset in range(len(candidates))]
+    return min(order, key=lambda index: candidates[index].outstanding_tokens)
+
+
+def prefix_affinity(candidates: Sequence[Candidate], turn: int, prefix: bytes) -> int:
+    """Equal prefixes to the same instance, whose cache has them, unless it has far more to do than the others.
+
+    Rendezvous hashing: an instance that goes takes only its own prefixes with it. Those of one that has more than
+    ``FAIR_SHARE`` times the mean, and ``SLACK_TOKENS``, go to their next choice.
+    """
+    limit = FAIR_SHARE * sum(candidate.outstanding_tokens for candidate in candidates) / len(candidates) + SLACK_TOKENS
+    ranked = sorted(range(len(candidates)), key=lambda index: _affinity(candidates[index].name, prefix), reverse=True)
+    for index in ranked:
+        if candidates[index].outstanding_tokens <= limit:
+            return index
+    return least_outstanding_tokens(candidates, turn)
+
+
+def _affinity(name: str, prefix: bytes) -> bytes:
+    return hashlib.blake2b(prefix, key=hashlib.blake2b(name.encode(), digest_size=16).digest(), digest_size=8).digest()

@@ -1,0 +1,168 @@
+"""A client's request from its admission to the last byte of its answer, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from layerpush.proxy.body import RequestBody
+from layerpush.proxy.client import Client
+from layerpush.proxy.dispatch import Answer, Attempt, AttemptFailedError
+from layerpush.proxy.errors import ProxyError
+from layerpush.proxy.instance import Instance, Role
+from layerpush.proxy.legs import LegFailedError, Whole
+
+if TYPE_CHECKING:
+    from layerpush.proxy.core import Proxy
+
+logger = logging.getLogger("layerpush.proxy")
+
+
+class Relay(Response):
+    """The answer to one request. Everything happens while it is being sent, so that a client that leaves is noticed."""
+
+    def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._proxy = proxy
+        self._body = body
+        self._to_engines = headers
+        self._avoid: set[Instance] = set()
+        self._spare: set[Instance] = set()
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        client = Client(send, self._body.streams)
+        work = asyncio.create_task(self._serve(client))
+        gone = asyncio.create_task(_disconnected(receive))
+        outcome = "cancelled"
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                outcome = work.result()
+        except asyncio.CancelledError:
+            work.cancel()  # the server's patience with those under way has ended
+            await asyncio.gather(work, return_exceptions=True)
+            with contextlib.suppress(OSError):
+                await client.fail(503, "the proxy is shutting down")
+            raise
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._proxy.metrics.requests.labels(self._body.endpoint, outcome).inc()
+
+    async def _serve(self, client: Client) -> str:
+        """How it ended, as the metric has it."""
+        limit_s = self._proxy.settings.request_timeout_s
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            async with asyncio.timeout(limit_s), self._proxy.gate.entered():
+                return await self._answer(client, began)
+        except TimeoutError:
+            await client.fail(504, f"the request took more than {limit_s:g} s (--request-timeout-secs)")
+            return "timeout"
+        except ProxyError as error:
+            await client.fail(error.status, error.message, error.retry_after_s)
+            return "refused" if error.status == 429 else "error"
+        finally:
+            self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - began)
+
+    async def _answer(self, client: Client, began: float) -> str:
+        failure: AttemptFailedError | None = None
+        for attempts_left in range(self._proxy.settings.retry_max_retries, -1, -1):
+            decode = await self._pick("decode", failure)
+            prefill = None if self._body.alone else await self._pick("prefill", failure)
+            if decode is None or (prefill is None and not self._body.alone):
+                break
+            if failure is not None:
+                self._proxy.metrics.retries.inc()
+            attempt = Attempt(
+                self._body, self._to_engines, prefill, decode, client.comment, self._proxy.settings.sequential
+            )
+            self._proxy.metrics.dispatches.labels(attempt.mode).inc()
+            with decode.working(self._body.prompt_tokens + self._body.answer_tokens):
+                try:
+                    answer = await self._proxy.dispatcher.send(attempt)
+                except AttemptFailedError as error:
+                    failure = error
+                    self._note(error, attempts_left)
+                    continue
+                loop = asyncio.get_running_loop()
+                self._proxy.metrics.first_token.labels(self._body.endpoint).observe(loop.time() - began)
+                return await self._pass_on(client, answer)
+        return await self._give_up(client, failure)
+
+    async def _pick(self, role: Role, failure: AttemptFailedError | None) -> Instance | None:
+        """An instance for the next attempt. Raises ``ProxyError`` if there is none for the first."""
+        fleet = self._proxy.fleet
+        chosen = fleet.pick(role, self._body, self._avoid | self._spare)
+        if chosen is None:
+            await self._proxy.monitor.check(each for each in fleet.doubtful(role) if each not in self._avoid)
+            chosen = fleet.pick(role, self._body, self._avoid)
+        if chosen is None and failure is None:
+            raise fleet.none_left(role)
+        return chosen
+
+    def _note(self, error: AttemptFailedError, attempts_left: int) -> None:
+        """An engine that failed is not asked again, or only if there is no other, where it may do better next time."""
+        cause = error.cause
+        self._proxy.metrics.leg_failed(cause)
+        self._proxy.monitor.heed(cause)
+        forgiven = {cause.instance} if cause.gone or cause.broken else set()
+        self._avoid |= error.avoid - forgiven
+        self._spare |= error.spare | forgiven
+        logger.warning("%s%s", cause, "; another attempt" if attempts_left else "")
+
+    async def _give_up(self, client: Client, failure: AttemptFailedError | None) -> str:
+        """What the client gets is D's own answer, if there is one, else what went wrong."""
+        if failure is None:
+            raise AssertionError("no attempt was made, and none failed")
+        cause = failure.cause
+        if cause.answer is not None and cause.instance.role == "decode" and not client.started:
+            await client.whole(cause.answer)
+        else:
+            await client.fail(cause.status, str(cause), 1 if cause.gone else None)
+        return "error"
+
+    async def _pass_on(self, client: Client, answer: Answer) -> str:
+        content = answer.content
+        if isinstance(content, Whole):
+            await client.whole(content)
+            self._release(answer, finished=not content.refuses)
+            return "client_error" if content.refuses else "ok"
+        finished = False
+        try:
+            await client.start(200, content.headers)
+            async for events in content:
+                await client.send(events)
+            await client.end()
+            finished = True
+        except LegFailedError as failure:
+            self._proxy.metrics.leg_failed(failure)
+            self._proxy.monitor.heed(failure)
+            logger.warning("%s, in the middle of its answer", failure)
+            await client.fail(failure.status, str(failure))
+            return "error"
+        finally:
+            content.close()
+            self._release(answer, finished)
+        return "ok"
+
+    def _release(self, answer: Answer, finished: bool) -> None:
+        """D has all of P's blocks when it has finished: P's own answer is then awaited by nobody, but let come."""
+        if answer.prefill is None:
+            return
+        if not finished:
+            answer.prefill.cancel()
+        self._proxy.outlive(answer.prefill)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,58 @@
+"""Runs the proxy until it is told to stop, and lets the requests that it has finish."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType
+
+import uvicorn
+
+from layerpush.proxy.app import make_app
+from layerpush.proxy.core import Proxy
+from layerpush.proxy.settings import Settings
+
+logger = logging.getLogger("layerpush.proxy")
+
+KEEP_ALIVE_S = 60
+
+
+class DrainingServer(uvicorn.Server):
+    """On SIGTERM or SIGINT: no new connections, what is under way goes on. On a second SIGINT: an end."""
+
+    def __init__(self, proxy: Proxy, host: str, port: int, drain_timeout_s: int, log_level: str) -> None:
+        super().__init__(
+            uvicorn.Config(
+                make_app(proxy),
+                host=host,
+                port=port,
+                log_level=log_level,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=drain_timeout_s,
+            )
+        )
+        self._proxy = proxy
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self._proxy.draining:
+            self._proxy.draining = True
+            logger.info("draining: %d requests under way", self._proxy.gate.under_way)
+        super().handle_exit(sig, frame)
+
+
+def serve(settings: Settings, host: str, port: int, drain_timeout_s: int, log_level: str) -> bool:
+    """Serve until SIGTERM or SIGINT. False if the server could not start."""
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
+    server = DrainingServer(Proxy(settings), host, port, drain_timeout_s, log_level)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _ended)  # uvicorn sends them again when it has drained
+    try:
+        server.run()
+    except SystemExit:
+        return False
+    return server.started
+
+
+def _ended(*_: object) -> None:
+    """To be told to stop is no failure."""

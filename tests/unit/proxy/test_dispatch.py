@@ -1,0 +1,221 @@
+"""Which engine is asked what, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import pytest
+
+from layerpush.proxy.identity import Identity
+from tests.unit.proxy.stub import Stub
+from tests.unit.proxy.world import asynchronous, until, world
+
+
+@asynchronous
+async def test_p_and_d_are_asked_at_the_same_time_with_one_request_id() -> None:
+    async with world() as here:
+        here.p.hold = asyncio.Event()
+        request = asyncio.create_task(here.post())
+        await until(lambda: here.p.seen and here.d.seen, "both engines have it before either answers")
+        here.p.hold.set()
+        assert (await request).status == 200
+        (at_p,), (at_d,) = here.p.seen, here.d.seen
+        assert at_p.request_id == at_d.request_id
+        uuid.UUID(at_p.request_id)
+        assert at_p.params == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert at_d.params == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": "p0",
+            "remote_request_id": f"cmpl-{at_p.request_id}-0",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dcp_size": 1,
+        }
+        assert at_p.body["max_tokens"] == 1
+        assert at_d.body["max_tokens"] == 4
+        assert await here.metric('layerpush_proxy_dispatches_total{mode="concurrent"}') == 1
+
+
+@asynchronous
+async def test_chat_ids_and_limits() -> None:
+    async with world() as here:
+        reply = await here.post("/v1/chat/completions", max_completion_tokens=7)
+        assert reply.status == 200
+        (at_p,), (at_d,) = here.p.seen, here.d.seen
+        assert at_d.params is not None
+        assert at_d.params["remote_request_id"] == f"chatcmpl-{at_p.request_id}"
+        assert at_p.body["max_completion_tokens"] == at_p.body["max_tokens"] == 1
+        assert at_d.body["max_completion_tokens"] == 7
+
+
+@asynchronous
+async def test_what_only_a_router_may_set_is_taken_from_clients() -> None:
+    async with world() as here:
+        reply = await here.post(
+            headers={"X-Request-Id": "mine", "X-data-parallel-rank": "3", "Authorization": "Bearer k", "Cookie": "c"},
+            kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.6.6.6"},
+            request_id="mine",
+        )
+        assert reply.status == 200
+        for seen in (*here.p.seen, *here.d.seen):
+            assert seen.request_id != "mine"
+            assert "request_id" not in seen.body
+            assert "X-data-parallel-rank" not in seen.headers
+            assert "Cookie" not in seen.headers
+            assert seen.headers["Authorization"] == "Bearer k"
+            assert seen.params is not None
+            assert seen.params.get("remote_host") != "10.6.6.6"
+
+
+@asynchronous
+async def test_sequential_where_p_cannot_be_known_in_advance(caplog: pytest.LogCaptureFixture) -> None:
+    def several(prefill: list[Stub], decode: list[Stub]) -> None:
+        prefill[0].engine_id = "p0_dp1"
+
+    async with world(prepare=several) as here:
+        here.p.hold = asyncio.Event()
+        request = asyncio.create_task(here.post())
+        await until(lambda: here.p.seen, "P has it")
+        assert not here.d.seen
+        here.p.hold.set()
+        assert (await request).status == 200
+        (at_p,), (at_d,) = here.p.seen, here.d.seen
+        assert at_d.params is not None
+        assert at_d.request_id == at_p.request_id
+        assert at_d.params["remote_block_ids"] == [[1, 2]]
+        assert at_d.params["remote_num_tokens"] == 4
+        assert at_d.params["remote_request_id"] == f"cmpl-{at_p.request_id}-0-suffix"
+        assert await here.metric('layerpush_proxy_dispatches_total{mode="sequential"}') == 1
+    (line,) = [record.message for record in caplog.records if "Sequential dispatch" in record.message]
+    assert "p0_dp1" in line
+    assert "--prefill-identity" in line
+
+
+@asynchronous
+async def test_sequential_when_asked_for() -> None:
+    async with world(sequential=True) as here:
+        assert (await here.post()).status == 200
+        assert not here.p.probes
+        (at_d,) = here.d.seen
+        assert at_d.params is not None
+        assert "remote_block_ids" in at_d.params
+        assert (await here.post()).status == 200
+        assert await here.metric('layerpush_proxy_dispatches_total{mode="sequential"}') == 2
+
+
+@asynchronous
+async def test_a_p_without_connector_is_an_error_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def plain(prefill: list[Stub], decode: list[Stub]) -> None:
+        prefill[0].has_connector = False
+
+    async with world(prepare=plain) as here:
+        reply = await here.post()
+        assert reply.status == 502
+        assert b"no KV connector" in reply.body
+        assert not here.d.seen
+    assert any('"kv_role": "kv_producer"' in record.message for record in caplog.records)
+
+
+@asynchronous
+async def test_a_pulling_p_is_asked_first() -> None:
+    def pulling(prefill: list[Stub], decode: list[Stub]) -> None:
+        prefill[0].params_override = {"transfer_mode": "pull"}
+
+    async with world(prepare=pulling) as here:
+        assert (await here.post()).status == 200
+        (at_d,) = here.d.seen
+        assert at_d.params is not None
+        assert at_d.params["transfer_mode"] == "pull"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 1},
+        {"truncate_prompt_tokens": -1},
+    ],
+)
+def test_d_alone_where_p_cannot_help(body: dict[str, object]) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            assert (await here.post(**body)).status == 200
+            assert not here.p.seen
+            (at_d,) = here.d.seen
+            assert at_d.params is None
+            assert await here.metric('layerpush_proxy_dispatches_total{mode="alone"}') == 1
+
+    check()
+
+
+@asynchronous
+async def test_p_is_asked_who_it_is_at_the_start() -> None:
+    async with world(api_key="secret") as here:
+        (probe,) = here.p.probes
+        assert probe.headers["Authorization"] == "Bearer secret"
+        assert probe.body["max_tokens"] == 1
+        assert not here.d.probes
+        await here.post()
+        assert len(here.p.probes) == 1
+
+
+@asynchronous
+async def test_an_identity_from_flags_is_not_asked_for() -> None:
+    async with world(identities=lambda prefill: {prefill[0].url: Identity("p0", "p0.example", 5777, 2, 3)}) as here:
+        assert (await here.post()).status == 200
+        assert not here.p.probes
+        (at_d,) = here.d.seen
+        assert at_d.params is not None
+        assert [at_d.params[key] for key in ("remote_host", "remote_port", "tp_size", "pp_size")] == [
+            "p0.example",
+            5777,
+            2,
+            3,
+        ]
+
+
+@asynchronous
+async def test_a_wrong_engine_id_from_flags_is_corrected(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(identities=lambda prefill: {prefill[0].url: Identity("typo", "p0.example", 5777, 1)}) as here:
+        assert (await here.post()).status == 200
+        assert [seen.params["remote_engine_id"] for seen in here.d.seen if seen.params] == ["typo", "p0"]
+        assert here.d.seen[1].params is not None
+        assert here.d.seen[1].params["remote_host"] == "p0.example"
+    assert any("is p0, not typo (--prefill-identity)" in record.message for record in caplog.records)
+
+
+@asynchronous
+async def test_a_restart_that_no_check_has_seen_costs_one_more_attempt() -> None:
+    async with world(health_check_interval_s=600.0) as here:
+        assert (await here.post()).status == 200
+        await here.p.restart("p0-reborn")
+        here.p.side_channel = 5700
+        reply = await here.post()
+        assert reply.status == 200
+        last = here.d.seen[-1].params
+        assert last is not None
+        assert (last["remote_engine_id"], last["remote_port"]) == ("p0-reborn", 5700)
+        before = len(here.d.seen)
+        assert (await here.post()).status == 200
+        assert len(here.d.seen) == before + 1
+
+
+@asynchronous
+async def test_a_restart_that_a_check_has_seen_is_followed_by_a_probe() -> None:
+    async with world() as here:
+        await here.p.stop()
+        await until(lambda: not here.proxy.fleet.ready, "the proxy notices")
+        here.p.engine_id = "p0-reborn"
+        await here.p.start()
+        await here.ready()
+        assert len(here.p.probes) == 2
+        assert (await here.post()).status == 200
+        (at_d,) = here.d.seen
+        assert at_d.params is not None
+        assert at_d.params["remote_engine_id"] == "p0-reborn"

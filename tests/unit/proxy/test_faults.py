@@ -1,0 +1,319 @@
+"""Clients that leave, engines that fail: what is cancelled, what is tried again, and what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+
+from tests.unit.proxy.stub import Fault
+from tests.unit.proxy.world import asynchronous, until, world
+
+BODY = {"model": "stub", "prompt": "x", "max_tokens": 4}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_cancels_both_legs(stream: bool) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            here.p.hold = asyncio.Event()
+            request = asyncio.create_task(here.post(stream=stream))
+            await until(lambda: here.p.active and here.d.active, "both engines work")
+            request.cancel()
+            await until(lambda: here.p.cancelled and here.d.cancelled, "both legs are cancelled")
+            await until(lambda: not here.proxy.gate.under_way, "its place is free")
+            assert all(not instance.outstanding_tokens for instance in here.proxy.fleet)
+            assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="cancelled"}') == 1
+
+    check()
+
+
+@asynchronous
+async def test_a_client_that_leaves_a_stream_cancels_d() -> None:
+    async with world() as here:
+        here.d.step = asyncio.Semaphore(1)
+        async with here.session.post(f"{here.url}/v1/completions", json=BODY | {"stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await until(lambda: here.d.cancelled, "D's leg is cancelled")
+
+
+@asynchronous
+async def test_a_client_that_leaves_a_stream_cancels_p_if_that_still_runs() -> None:
+    async with world() as here:
+        here.p.hold = asyncio.Event()
+        here.d.step = asyncio.Semaphore(1)
+        async with aiohttp.ClientSession() as session:
+            request = asyncio.create_task(session.post(f"{here.url}/v1/completions", json=BODY | {"stream": True}))
+            await until(lambda: here.d.seen, "D has it")
+            here.network.pushed(here.d.seen[0].request_id).set()
+            response = await request
+            await response.content.readuntil(b"\n\n")
+            assert here.p.active
+            response.close()
+        await until(lambda: here.d.cancelled and here.p.cancelled, "both legs are cancelled")
+
+
+@asynchronous
+async def test_a_client_that_waits_in_the_queue_may_leave() -> None:
+    async with world(max_concurrent_requests=1) as here:
+        here.d.hold = asyncio.Event()
+        first = asyncio.create_task(here.post())
+        await until(lambda: here.d.active, "the first is under way")
+        second = asyncio.create_task(here.post())
+        await until(lambda: here.proxy.gate.queued == 1, "the second waits")
+        second.cancel()
+        await until(lambda: here.proxy.gate.queued == 0, "nobody waits")
+        here.d.hold.set()
+        assert (await first).status == 200
+        assert len(here.d.seen) == 1
+        await until(lambda: here.proxy.gate.under_way == 0, "all places are free")
+
+
+@asynchronous
+async def test_ps_answer_may_come_after_ds() -> None:
+    async with world() as here:
+        here.p.hold = asyncio.Event()
+        request = asyncio.create_task(here.post())
+        await until(lambda: here.d.seen, "D has it")
+        here.network.pushed(here.d.seen[0].request_id).set()
+        assert (await request).status == 200
+        assert here.p.active == 1
+        here.p.hold.set()
+        await until(lambda: not here.p.active, "P has answered")
+        assert here.p.cancelled == 0
+
+
+FAULTS: list[Fault] = ["drop", "500", "429"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_p_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world(prefills=2, decodes=1) as here:
+            for prefill in here.prefill:
+                prefill.faults.append(fault)
+            here.prefill[1].faults.clear()
+            while not here.prefill[0].seen:
+                reply = await here.post(stream=stream)
+                assert reply.status == 200
+                assert reply.body == here.d.sent[here.d.seen[-1].request_id]
+            first, second = here.d.seen[-2:]
+            assert first.request_id != second.request_id
+            assert second.params is not None
+            assert second.params["remote_engine_id"] == "p1"
+            assert here.d.cancelled == 1
+            assert await here.metric("layerpush_proxy_retries_total") == 1
+
+    check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [*FAULTS, "error_event", "empty"])
+def test_a_d_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
+    if not stream and fault in ("error_event", "empty"):
+        pytest.skip("an event needs a stream")
+
+    @asynchronous
+    async def check() -> None:
+        async with world(prefills=1, decodes=2) as here:
+            here.decode[0].faults.append(fault)
+            while not here.decode[0].seen:
+                reply = await here.post(stream=stream)
+                assert reply.status == 200
+            assert reply.body == here.decode[1].sent[here.decode[1].seen[-1].request_id]
+            assert await here.metric("layerpush_proxy_retries_total") == 1
+
+    check()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_connection_that_breaks_is_tried_again_with_the_only_engine(role: str) -> None:
+    """Such as one that an engine closed at the moment at which it was used again."""
+
+    @asynchronous
+    async def check() -> None:
+        async with world(health_check_interval_s=600.0) as here:
+            (here.p if role == "prefill" else here.d).faults.append("drop")
+            assert (await here.post()).status == 200
+
+    check()
+
+
+@asynchronous
+async def test_a_d_that_fails_because_of_p_may_be_asked_again() -> None:
+    async with world(prefills=2) as here:
+        here.prefill[0].hold = asyncio.Event()
+        while not here.prefill[0].seen:
+            here.d.faults.clear()
+            here.d.faults.append("500")
+            reply = await here.post()
+        assert reply.status == 200
+        assert here.d.seen[-1].params is not None
+        assert here.d.seen[-1].params["remote_engine_id"] == "p1"
+
+
+@asynchronous
+async def test_ds_own_error_is_passed_on_when_nobody_is_left() -> None:
+    async with world() as here:
+        here.d.faults.append("500")
+        reply = await here.post()
+        assert reply.status == 500
+        assert json.loads(reply.body)["error"]["message"] == "d0 says 500"
+        here.d.faults.append("error_event")
+        reply = await here.post(stream=True)
+        assert reply.body == here.d.sent[here.d.seen[-1].request_id]
+        assert b"d0 failed" in reply.body
+
+
+@asynchronous
+async def test_ps_error_is_named_when_nobody_is_left() -> None:
+    async with world() as here:
+        here.p.faults.append("500")
+        reply = await here.post(stream=True)
+        assert reply.status == 502
+        error = json.loads(reply.body)["error"]
+        assert error["code"] == 502
+        assert error["type"] == "BadGatewayError"
+        assert here.p.url in error["message"]
+        assert "p0 says 500" in error["message"]
+
+
+@asynchronous
+async def test_no_more_attempts_than_allowed() -> None:
+    async with world(prefills=5, retry_max_retries=2) as here:
+        for prefill in here.prefill:
+            prefill.faults.extend(["500"] * 5)
+        assert (await here.post()).status == 502
+        assert sum(len(prefill.seen) for prefill in here.prefill) == 3
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_gone(role: str) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world(prefills=2, decodes=2, health_check_interval_s=600.0) as here:
+            gone = (here.prefill if role == "prefill" else here.decode)[0]
+            await gone.stop()
+            for _ in range(4):
+                assert (await here.post()).status == 200
+            assert await here.metric(f'layerpush_proxy_engine_healthy{{engine="{gone.url}"') == 0
+
+    check()
+
+
+@asynchronous
+async def test_nobody_is_refused_while_the_only_engine_is_in_doubt() -> None:
+    async with world(health_check_interval_s=600.0) as here:
+        (instance,) = [each for each in here.proxy.fleet if each.role == "decode"]
+        instance.lost("in doubt")
+        assert [reply.status for reply in await asyncio.gather(*(here.post() for _ in range(5)))] == [200] * 5
+
+
+@asynchronous
+async def test_all_of_a_role_gone_is_said() -> None:
+    async with world(health_check_interval_s=600.0) as here:
+        await here.p.stop()
+        reply = await here.post()
+        assert reply.status == 502
+        assert b"cannot be connected to" in reply.body
+        reply = await here.post()
+        assert reply.status == 503
+        assert reply.headers["Retry-After"] == "1"
+        message = json.loads(reply.body)["error"]["message"]
+        assert message.startswith(
+            f"no healthy prefill instance: {here.p.url} (prefill {here.p.url} cannot be connected"
+        )
+
+
+@asynchronous
+async def test_no_token_in_time() -> None:
+    async with world(first_token_timeout_s=0.2, retry_max_retries=0) as here:
+        here.d.faults.append("hang")
+        reply = await here.post(stream=True)
+        assert reply.status == 504
+        assert b"--first-token-timeout-secs" in reply.body
+        await until(lambda: here.d.cancelled, "D's request is aborted")
+
+
+@asynchronous
+async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token() -> None:
+    async with world(first_token_timeout_s=0.2) as here:
+        here.d.hold = asyncio.Event()
+        request = asyncio.create_task(here.post())
+        began = time.monotonic()
+        await until(lambda: time.monotonic() > began + 0.5, "the limit for streams is long past")
+        here.d.hold.set()
+        assert (await request).status == 200
+
+
+@pytest.mark.parametrize("events", [0, 1])
+def test_a_request_in_time(events: int) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world(request_timeout_s=0.3) as here:
+            here.d.step = asyncio.Semaphore(events)
+            reply = await here.post(stream=True)
+            assert reply.status == (200 if events else 504)
+            assert b"--request-timeout-secs" in reply.body
+            assert b'"code": 504' in reply.body
+            await until(lambda: here.d.cancelled, "D's request is aborted")
+
+    check()
+
+
+@asynchronous
+async def test_back_pressure() -> None:
+    async with world(max_concurrent_requests=2, queue_size=1, queue_timeout_s=600.0) as here:
+        here.d.hold = asyncio.Event()
+        requests = [asyncio.create_task(here.post()) for _ in range(3)]
+        await until(lambda: len(here.d.seen) == 2 and here.proxy.gate.queued == 1, "two work, one waits")
+        reply = await here.post()
+        assert reply.status == 429
+        assert reply.headers["Retry-After"] == "1"
+        assert b"--max-concurrent-requests" in reply.body
+        assert await here.metric("layerpush_proxy_requests_under_way") == 2
+        assert await here.metric("layerpush_proxy_requests_queued") == 1
+        here.d.hold.set()
+        assert [(await request).status for request in requests] == [200, 200, 200]
+        assert here.d.most_active == 2
+
+
+@asynchronous
+async def test_the_queue_has_a_time_out() -> None:
+    async with world(max_concurrent_requests=1, queue_timeout_s=0.1) as here:
+        here.d.hold = asyncio.Event()
+        first = asyncio.create_task(here.post())
+        await until(lambda: here.d.active, "the first is under way")
+        reply = await here.post()
+        assert reply.status == 429
+        assert b"--queue-timeout-secs" in reply.body
+        here.d.hold.set()
+        assert (await first).status == 200
+
+
+@asynchronous
+async def test_bodies_that_are_none() -> None:
+    async with world(max_payload_size=1000) as here:
+        for data, status in ((b"{", 400), (b"[1]", 400), (b"\xff", 400), (b"x" * 1001, 413)):
+            async with here.session.post(f"{here.url}/v1/completions", data=data) as response:
+                assert response.status == status
+                error = json.loads(await response.read())["error"]
+                assert error["code"] == status
+        assert not here.p.seen
+
+
+@asynchronous
+async def test_what_is_not_served_is_said() -> None:
+    async with world() as here:
+        reply = await here.get("/v1/embeddings")
+        assert reply.status == 404
+        assert "/v1/completions" in json.loads(reply.body)["error"]["message"]
+        reply = await here.get("/v1/completions")
+        assert reply.status == 405

@@ -1,0 +1,116 @@
+"""Which engines get requests, and what the proxy says of itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from layerpush.proxy.instance import Instance, Thresholds
+from layerpush.proxy.introduction import Introductions
+from tests.unit.proxy.stub import Stub
+from tests.unit.proxy.world import asynchronous, until, world
+
+NOBODY: Any = None
+
+
+@asynchronous
+async def test_an_unhealthy_engine_gets_no_requests_until_it_is_healthy_again() -> None:
+    async with world(prefills=2, decodes=2) as here:
+        sick = here.decode[0]
+        sick.healthy = False
+        await until(lambda: not all(each.healthy for each in here.proxy.fleet), "the proxy notices")
+        for _ in range(4):
+            assert (await here.post()).status == 200
+        assert not sick.seen
+        assert len(here.decode[1].seen) == 4
+        sick.healthy = True
+        await here.ready()
+        while not sick.seen:
+            assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_health_says_which_engines_are_missing() -> None:
+    async with world(prefills=2) as here:
+        reply = await here.get("/health")
+        assert reply.status == 200
+        told = json.loads(reply.body)
+        assert told["status"] == "ok"
+        assert [(each["role"], each["url"], each["healthy"]) for each in told["engines"]] == [
+            ("prefill", here.prefill[0].url, True),
+            ("prefill", here.prefill[1].url, True),
+            ("decode", here.d.url, True),
+        ]
+        assert told["engines"][0]["dispatch"] == "concurrent"
+        here.prefill[0].healthy = False
+        await until(lambda: not all(each.healthy for each in here.proxy.fleet), "the proxy notices")
+        reply = await here.get("/health")
+        assert reply.status == 200
+        assert json.loads(reply.body)["engines"][0]["problem"].endswith("answered 503 to /health: nothing")
+        here.d.healthy = False
+        await until(lambda: not here.proxy.fleet.ready, "the proxy notices")
+        assert (await here.get("/health")).status == 503
+
+
+@asynchronous
+async def test_engines_may_come_after_the_proxy() -> None:
+    def late(prefill: list[Stub], decode: list[Stub]) -> None:
+        decode[0].healthy = False
+
+    async with world(wait=False, prepare=late) as here:
+        assert (await here.get("/health")).status == 503
+        assert (await here.post()).status == 503
+        here.d.healthy = True
+        await here.ready()
+        assert (await here.get("/health")).status == 200
+        assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_models_are_ds() -> None:
+    async with world(decodes=2) as here:
+        reply = await here.get("/v1/models")
+        assert reply.status == 200
+        assert json.loads(reply.body)["data"][0]["by"] == "d0"
+        await here.decode[0].stop()
+        reply = await here.get("/v1/models")
+        assert json.loads(reply.body)["data"][0]["by"] == "d1"
+        await here.decode[1].stop()
+        assert (await here.get("/v1/models")).status == 503
+
+
+@asynchronous
+async def test_metrics() -> None:
+    async with world() as here:
+        await here.post()
+        await here.post("/v1/chat/completions", stream=True)
+        assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="ok"}') == 1
+        assert await here.metric('layerpush_proxy_requests_total{endpoint="chat/completions",outcome="ok"}') == 1
+        for name in ("time_to_first_token", "request_duration"):
+            assert await here.metric(f'layerpush_proxy_{name}_seconds_count{{endpoint="completions"}}') == 1
+        assert await here.metric("layerpush_proxy_engine_healthy") == 2
+        assert await here.metric("layerpush_proxy_engine_identity_known") == 1
+        assert await here.metric("layerpush_proxy_engine_outstanding_tokens") == 0
+        reply = await here.get("/metrics")
+        assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+@asynchronous
+async def test_policies_spread_requests() -> None:
+    async with world(prefills=3, decodes=2, prefill_policy="round_robin", decode_policy="prefix_affinity") as here:
+        for _ in range(6):
+            await here.post()
+        assert [len(each.seen) for each in here.prefill] == [2, 2, 2]
+        assert sorted(len(each.seen) for each in here.decode) == [0, 6]
+
+
+def test_a_p_that_others_would_look_for_on_their_own_machine(caplog: pytest.LogCaptureFixture) -> None:
+    local = {"remote_engine_id": "p", "remote_host": "localhost", "remote_port": 5600, "tp_size": 1}
+    introductions = Introductions(NOBODY, {}, 1.0)
+    for url, warned in (("http://127.0.0.1:8000", False), ("http://localhost:8000", False), ("http://p:8000", True)):
+        caplog.clear()
+        introductions.learn(Instance("prefill", url, Thresholds(1, 1)), msgspec.Raw(msgspec.json.encode(local)))
+        assert ("VLLM_NIXL_SIDE_CHANNEL_HOST" in caplog.text) == warned

@@ -1,0 +1,338 @@
+"""The pure parts: policies, bodies, events, identities, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.proxy.body import BodyError, RequestBody
+from layerpush.proxy.errors import error_body, error_message
+from layerpush.proxy.identity import Identity, IdentityError
+from layerpush.proxy.instance import Instance, Thresholds
+from layerpush.proxy.policy import (
+    FAIR_SHARE,
+    SLACK_TOKENS,
+    Policy,
+    choose,
+    least_outstanding_tokens,
+    prefix_affinity,
+    round_robin,
+)
+from layerpush.proxy.settings import Settings, SettingsError, engine_urls, identities
+from layerpush.proxy.sse import EventBuffer, error_code, error_event, has_data
+
+PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
+
+
+@dataclass(frozen=True)
+class Engine:
+    name: str
+    outstanding_tokens: int = 0
+
+
+def engines(*tokens: int) -> list[Engine]:
+    return [Engine(f"http://{index}", each) for index, each in enumerate(tokens)]
+
+
+class TestPolicies:
+    def test_round_robin_visits_all_in_turn(self) -> None:
+        assert [round_robin(engines(9, 0, 5), turn) for turn in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+    def test_least_outstanding_tokens(self) -> None:
+        assert least_outstanding_tokens(engines(30, 10, 20), 0) == 1
+
+    def test_equals_take_turns(self) -> None:
+        assert [least_outstanding_tokens(engines(5, 9, 5), turn) for turn in range(3)] == [0, 2, 2]
+
+    @given(st.binary(), st.integers(0, 100), st.integers(0, 100))
+    def test_equal_prefixes_go_to_the_same_engine(self, prefix: bytes, turn: int, other: int) -> None:
+        assert prefix_affinity(engines(0, 0, 0), turn, prefix) == prefix_affinity(engines(7, 3, 9), other, prefix)
+
+    def test_prefixes_spread(self) -> None:
+        counts = [0, 0, 0, 0]
+        for index in range(1000):
+            counts[prefix_affinity(engines(0, 0, 0, 0), 0, f"prompt {index}".encode())] += 1
+        assert min(counts) > 150
+
+    @given(st.binary(), st.integers(0, 2))
+    def test_an_engine_that_goes_takes_only_its_own_prefixes_with_it(self, prefix: bytes, gone: int) -> None:
+        every = engines(0, 0, 0)
+        left = [each for index, each in enumerate(every) if index != gone]
+        chosen = every[prefix_affinity(every, 0, prefix)]
+        if chosen in left:
+            assert left[prefix_affinity(left, 0, prefix)] == chosen
+
+    def test_affinity_gives_way_to_load(self) -> None:
+        first = prefix_affinity(engines(0, 0), 0, b"x")
+        tokens = [0, 0]
+        tokens[first] = int(SLACK_TOKENS / (1 - FAIR_SHARE / 2))
+        assert prefix_affinity(engines(*tokens), 0, b"x") == first
+        tokens[first] += 10
+        assert prefix_affinity(engines(*tokens), 0, b"x") == 1 - first
+
+    @given(st.sampled_from(Policy), st.lists(st.integers(0, 10**6), min_size=1), st.integers(0, 10**6), st.binary())
+    def test_every_policy_chooses_a_candidate(
+        self, policy: Policy, tokens: list[int], turn: int, prefix: bytes
+    ) -> None:
+        assert 0 <= choose(policy, engines(*tokens), turn, prefix) < len(tokens)
+
+
+class TestBodies:
+    def body(self, endpoint: Any = "completions", **fields: Any) -> RequestBody:
+        return RequestBody(endpoint, json.dumps(fields).encode())
+
+    def test_d_gets_every_byte_of_what_the_client_sent(self) -> None:
+        raw = b'{"prompt": "\\u00e9\xc3\xa9",  "seed": 123456789012345678901234567890, "top_p":1.00, "x": {"y": [ 1 ]}}'
+        sent = RequestBody("completions", raw).to_decode({"do_remote_prefill": True})
+        for part in (b'"\\u00e9\xc3\xa9"', b"123456789012345678901234567890", b":1.00", b'{"y": [ 1 ]}'):
+            assert part in sent
+        assert json.loads(sent) == json.loads(raw) | {"kv_transfer_params": {"do_remote_prefill": True}}
+
+    def test_p_gets_the_same_prompt_and_sampling_for_one_token(self) -> None:
+        body = self.body(
+            prompt="x",
+            temperature=0.5,
+            n=2,
+            stop=["a"],
+            max_tokens=9,
+            min_tokens=5,
+            stream=True,
+            stream_options={},
+            logprobs=3,
+            echo=True,
+        )
+        assert json.loads(body.to_prefill({"do_remote_decode": True})) == {
+            "prompt": "x",
+            "temperature": 0.5,
+            "n": 2,
+            "stop": ["a"],
+            "max_tokens": 1,
+            "kv_transfer_params": {"do_remote_decode": True},
+        }
+
+    def test_without_params_nothing_is_added(self) -> None:
+        assert json.loads(self.body(prompt="x", kv_transfer_params={"a": 1}).to_decode(None)) == {"prompt": "x"}
+
+    @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 100_000])
+    def test_what_is_no_object_is_refused(self, raw: bytes) -> None:
+        with pytest.raises(BodyError, match="the body must be a JSON object"):
+            RequestBody("completions", raw)
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({}, None),
+            ({"use_beam_search": False, "prompt_logprobs": None, "echo": True, "logprobs": None}, None),
+            ({"truncate_prompt_tokens": 100, "logprobs": 5, "n": 3}, None),
+            ({"use_beam_search": True}, "use_beam_search"),
+            ({"prompt_logprobs": 1}, "prompt_logprobs"),
+            ({"prompt_logprobs": 0}, "prompt_logprobs"),
+            ({"echo": True, "logprobs": 0}, "echo with logprobs"),
+            ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ],
+    )
+    def test_what_d_must_compute_itself(self, fields: dict[str, Any], reason: str | None) -> None:
+        assert self.body(prompt="x", **fields).alone == reason
+
+    def test_sizes(self) -> None:
+        assert self.body(prompt=[1, 2, 3]).prompt_tokens == 3
+        assert self.body(prompt=[[1, 2], [3, 4]]).prompt_tokens == 4
+        assert self.body(prompt="x" * 398).prompt_tokens == 100
+        assert self.body("chat/completions", messages=[{"role": "user", "content": "x" * 400}]).prompt_tokens > 100
+        assert self.body().prompt_tokens == 1
+        assert self.body(max_tokens=7).answer_tokens == 7
+        assert self.body(max_tokens=7, max_completion_tokens=8).answer_tokens == 8
+        assert self.body(max_tokens=-1).answer_tokens == self.body(max_tokens=None).answer_tokens > 0
+
+    def test_the_prefix_is_the_prompts(self) -> None:
+        assert self.body(seed=1, prompt="abc").prefix == self.body(seed=2, prompt="abc").prefix == b'"abc"'
+
+
+class TestEvents:
+    @given(st.lists(st.sampled_from([b"data: x\n\n", b"data", b"\n", b"\r\n", b": c\n\n", b"\xc3", b""])))
+    def test_what_comes_out_is_what_went_in_and_whole(self, pieces: list[bytes]) -> None:
+        buffer = EventBuffer()
+        out = [buffer.add(piece) for piece in pieces]
+        assert b"".join(out) + buffer.rest() == b"".join(pieces)
+        assert all(each.endswith(b"\n\n") for each in out if each)
+        assert buffer.rest() == b""
+
+    def test_nothing_whole_is_held_back(self) -> None:
+        buffer = EventBuffer()
+        assert buffer.add(b"data: 1\n") == b""
+        assert buffer.add(b"\nda") == b"data: 1\n\n"
+        assert buffer.add(b"ta: 2\n\n") == b"data: 2\n\n"
+
+    @pytest.mark.parametrize(
+        ("events", "code"),
+        [
+            (b'data: {"error": {"code": 400}}\n\n', 400),
+            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', 500),
+            (b'data: {"error": 5}\n\n', 500),
+            (b'data: {"error": {', 500),
+            (b'data: {"choices": []}\n\ndata: {"error": {"code": 400}}\n\n', None),
+            (b"data: [DONE]\n\n", None),
+            (b": comment\n\n", None),
+        ],
+    )
+    def test_the_code_of_an_error(self, events: bytes, code: int | None) -> None:
+        assert error_code(events) == code
+
+    def test_comments_are_no_data(self) -> None:
+        assert not has_data(b": data:\n\n: x\n\n")
+        assert has_data(b": x\n\ndata: 1\n\n")
+        assert has_data(b"data: 1\n\n")
+
+    def test_an_error_is_read_as_it_is_written(self) -> None:
+        event = error_event(504, 'late "x"')
+        assert error_code(event) == 504
+        assert event.endswith(b"\n\ndata: [DONE]\n\n")
+        assert error_message(event) == error_message(error_body(504, 'late "x"')) == 'late "x"'
+
+    @pytest.mark.parametrize("answer", [b"", b"\xff", b"{", b'{"error": 1}', b"a\nb" * 1000])
+    def test_other_messages_are_shown_as_they_are(self, answer: bytes) -> None:
+        assert 0 < len(error_message(answer)) <= 500
+        assert "\n" not in error_message(answer)
+
+
+class TestIdentities:
+    def test_from_ps_answer(self) -> None:
+        identity = Identity.from_params(PARAMS | {"remote_block_ids": [1], "remote_request_id": "r"})
+        assert identity == Identity("p", "h", 5600, 2, 3, 1)
+        assert identity.to_decode("cmpl-1-0") == {
+            **PARAMS,
+            "dcp_size": 1,
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": "cmpl-1-0",
+        }
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            (None, '"kv_role": "kv_producer"'),
+            ({}, "remote_engine_id"),
+            (PARAMS | {"remote_port": "5600"}, "remote_port"),
+            (PARAMS | {"tp_size": 0}, "tp_size"),
+            (PARAMS | {"transfer_mode": "pull"}, "transfer_mode"),
+            (PARAMS | {"remote_host": "a b"}, "remote_host"),
+        ],
+    )
+    def test_what_is_none(self, params: object, message: str) -> None:
+        with pytest.raises(IdentityError, match=message):
+            Identity.from_params(params)
+
+    def test_data_parallel_ranks(self) -> None:
+        assert Identity("p_dp0", "h", 1, 1).is_one_of_several
+        assert not Identity("p_dp0x", "h", 1, 1).is_one_of_several
+
+    def test_loopback(self) -> None:
+        assert Identity("p", "localhost", 1, 1).is_loopback
+        assert not Identity("p", "10.0.0.1", 1, 1).is_loopback
+
+
+class TestSettings:
+    def test_urls(self) -> None:
+        assert engine_urls("--prefill", ["http://a:1/", "https://[::1]:2", "http://h"]) == (
+            "http://a:1",
+            "https://[::1]:2",
+            "http://h",
+        )
+
+    @pytest.mark.parametrize(
+        "url",
+        ["a:1", "", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a/v1", "http://u@a", "http://a?b"],
+    )
+    def test_urls_that_are_none(self, url: str) -> None:
+        with pytest.raises(SettingsError, match=r"--prefill .*write"):
+            engine_urls("--prefill", [url])
+
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "message"),
+        [
+            ((), ("http://d",), "--prefill is missing"),
+            (("http://p",), (), "--decode is missing"),
+            (("http://p", "http://p"), ("http://d",), "--prefill names the same engine twice"),
+            (("http://p",), ("http://p",), "an engine has one role"),
+        ],
+    )
+    def test_engines(self, prefill: tuple[str, ...], decode: tuple[str, ...], message: str) -> None:
+        with pytest.raises(SettingsError, match=message):
+            Settings(prefill=prefill, decode=decode)
+
+    def test_identities(self) -> None:
+        found = identities("--prefill-identity", [f"http://p/={json.dumps(PARAMS)}"], ("http://p",))
+        assert found == {"http://p": Identity("p", "h", 5600, 2, 3)}
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("x", "write URL=JSON"),
+            ("http://q={}", "no --prefill has this URL; they are http://p"),
+            ("http://p={", "no JSON object"),
+            ("http://p={}", "remote_engine_id"),
+        ],
+    )
+    def test_identities_that_are_none(self, value: str, message: str) -> None:
+        with pytest.raises(SettingsError, match=message):
+            identities("--prefill-identity", [value], ("http://p",))
+
+
+class TestHealth:
+    def instance(self, **changes: Any) -> Instance:
+        return Instance("prefill", "http://p", Thresholds(failures=2, successes=2), **changes)
+
+    def test_one_check_is_enough_at_the_start(self) -> None:
+        instance = self.instance()
+        assert not instance.healthy
+        instance.passed()
+        assert instance.healthy
+
+    def test_thresholds(self) -> None:
+        instance = self.instance()
+        instance.passed()
+        instance.failed("x")
+        instance.passed()
+        instance.failed("y")
+        assert instance.healthy
+        instance.failed("z")
+        assert (instance.healthy, instance.problem) == (False, "z")
+        instance.passed()
+        instance.failed("again")
+        instance.passed()
+        assert not instance.healthy
+        instance.passed()
+        assert instance.healthy
+
+    def test_a_lost_connection_counts_at_once_and_one_check_repairs_it(self) -> None:
+        instance = self.instance()
+        instance.passed()
+        instance.lost("gone")
+        assert not instance.healthy
+        instance.passed()
+        assert instance.healthy
+
+    def test_an_identity_ends_with_its_process_unless_it_was_given(self) -> None:
+        instance = self.instance()
+        instance.identity = Identity("p", "h", 1, 1)
+        instance.failed("slow")
+        assert instance.identity is not None
+        for given_identity in (None, Identity("p", "h", 1, 1)):
+            instance = self.instance(identity=given_identity)
+            instance.passed()
+            instance.identity = Identity("p", "h", 1, 1)
+            instance.lost("gone")
+            assert instance.identity == given_identity
+
+    def test_work_is_counted_while_it_lasts(self) -> None:
+        instance = self.instance()
+        with contextlib.suppress(KeyError), instance.working(5), instance.working(6):
+            assert instance.outstanding_tokens == 11
+            raise KeyError
+        assert instance.outstanding_tokens == 0

@@ -1,0 +1,178 @@
+"""The command: its options, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from layerpush.cli import app
+from tests.unit.proxy.stub import Network, Stub, running
+from tests.unit.proxy.world import asynchronous, free_port, until
+
+runner = CliRunner()
+GOOD = ["proxy", "--prefill", "http://p:1", "--decode", "http://d:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["proxy"], "--prefill"),
+        (["proxy", "--prefill", "http://p:1"], "--decode"),
+        ([*GOOD, "--prefill", "p:1"], "write http://HOST:PORT"),
+        ([*GOOD, "--decode", "http://p:1"], "an engine has one role"),
+        ([*GOOD, "--prefill-identity", "http://x={}"], "no --prefill has this URL"),
+        ([*GOOD, "--policy", "random"], "round_robin"),
+        ([*GOOD, "--port", "70000"], "--port"),
+        ([*GOOD, "--retry-max-retries", "-1"], "--retry-max-retries"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments, env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_help_teaches() -> None:
+    result = runner.invoke(app, ["proxy", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for wanted in (
+        "--prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
+        "SIGTERM",
+        "least_outstanding_tokens",
+    ):
+        assert wanted in result.output
+
+
+def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
+    code = (
+        "import sys, layerpush.proxy.server; "
+        "print([name for name in ('torch', 'vllm', 'nixl', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+class Process:
+    """`layerpush proxy` as a process of its own."""
+
+    def __init__(self, url: str, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.url = url
+        self.log = log
+        self.process = process
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(30):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def proxy_process(tmp_path: Path, *stubs: Stub, options: tuple[str, ...] = ()) -> AsyncIterator[Process]:
+    port = free_port()
+    log = tmp_path / "log"
+    arguments = ["--port", str(port), *options]
+    for stub in stubs:
+        arguments += [f"--{stub.role}", stub.url]
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "layerpush", "proxy", *arguments, stdout=output, stderr=output
+        )
+    try:
+        yield Process(f"http://127.0.0.1:{port}", log, process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def healthy(proxy: Process) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{proxy.url}/health") as response:
+                    if response.status == 200:
+                        return
+            assert proxy.process.returncode is None, proxy.log.read_text()
+            await asyncio.sleep(0.02)
+
+
+async def refused(proxy: Process) -> None:
+    """Wait until the port takes no connections."""
+    async with asyncio.timeout(30):
+        with contextlib.suppress(aiohttp.ClientConnectorError):
+            while True:
+                async with aiohttp.ClientSession() as session, session.get(f"{proxy.url}/health"):
+                    pass
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum: signal.Signals) -> None:
+    @asynchronous
+    async def check() -> None:
+        network = Network()
+        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+        d.step = asyncio.Semaphore(1)
+        async with running(p, d), proxy_process(tmp_path, p, d) as proxy, aiohttp.ClientSession() as session:
+            await healthy(proxy)
+            body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
+            async with session.post(f"{proxy.url}/v1/completions", json=body) as response:
+                first = await response.content.readuntil(b"\n\n")
+                proxy.process.send_signal(signum)
+                await until(lambda: b"draining: 1 requests" in proxy.log.read_bytes(), "it says that it drains")
+                await refused(proxy)
+                assert proxy.process.returncode is None
+                for _ in range(3):
+                    d.step.release()
+                rest = await response.content.read()
+                assert first + rest == d.sent[d.seen[0].request_id]
+                assert rest.endswith(b"data: [DONE]\n\n")
+            assert await proxy.ended() == 0
+
+    check()
+
+
+@asynchronous
+async def _drain_limit(tmp_path: Path) -> None:
+    network = Network()
+    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+    d.step = asyncio.Semaphore(1)
+    options = ("--drain-timeout-secs", "0")
+    async with (
+        running(p, d),
+        proxy_process(tmp_path, p, d, options=options) as proxy,
+        aiohttp.ClientSession() as session,
+    ):
+        await healthy(proxy)
+        body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
+        async with session.post(f"{proxy.url}/v1/completions", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            proxy.process.send_signal(signal.SIGTERM)
+            rest = await response.content.read()
+            assert b"the proxy is shutting down" in rest
+            assert rest.endswith(b"data: [DONE]\n\n")
+        await proxy.ended()
+        await until(lambda: not d.active, "D's request is aborted")
+
+
+def test_requests_that_take_too_long_to_finish_are_told(tmp_path: Path) -> None:
+    _drain_limit(tmp_path)
+
+
+def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    @asynchronous
+    async def check() -> None:
+        network = Network()
+        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+        async with running(p, d), proxy_process(tmp_path, p, d, options=("--port", str(p.port))) as proxy:
+            assert await proxy.ended() == 1
+            assert "address already in use" in proxy.log.read_text()
+
+    check()

@@ -1,0 +1,135 @@
+"""A proxy on a real port between a real HTTP client and stub engines, all in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+from layerpush.proxy.core import Proxy
+from layerpush.proxy.server import DrainingServer
+from layerpush.proxy.settings import Settings
+from tests.unit.proxy.stub import MODEL, Network, Stub, running
+
+DEADLINE_S = 30.0
+SOON: dict[str, Any] = {"health_check_interval_s": 0.05, "health_check_timeout_s": 2.0}
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test in an event loop of its own, and end it after a minute."""
+
+    @functools.wraps(test)
+    def call(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return call
+
+
+async def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll until the condition holds."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"not within {deadline_s} s: {what}") from None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+
+class World:
+    def __init__(self, network: Network, prefill: list[Stub], decode: list[Stub], url: str, proxy: Proxy) -> None:
+        self.network = network
+        self.prefill = prefill
+        self.decode = decode
+        self.url = url
+        self.proxy = proxy
+        self.session: aiohttp.ClientSession
+
+    @property
+    def p(self) -> Stub:
+        return self.prefill[0]
+
+    @property
+    def d(self) -> Stub:
+        return self.decode[0]
+
+    async def post(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> Reply:
+        body = {"model": MODEL, "prompt": "hello there", "max_tokens": 4, **body}
+        if "chat" in path:
+            body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def get(self, path: str) -> Reply:
+        async with self.session.get(self.url + path) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def ready(self) -> None:
+        await until(lambda: all(instance.healthy for instance in self.proxy.fleet), "all engines healthy")
+
+    async def metric(self, line_start: str) -> float:
+        """The sum of all samples that begin with this."""
+        text = (await self.get("/metrics")).body.decode()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(line_start))
+
+
+@contextlib.asynccontextmanager
+async def world(
+    prefills: int = 1,
+    decodes: int = 1,
+    *,
+    prepare: Callable[[list[Stub], list[Stub]], None] = lambda prefill, decode: None,
+    wait: bool = True,
+    **settings: Any,
+) -> AsyncIterator[World]:
+    """Engines p0, p1, ... and d0, d1, ..., as ``prepare`` wants them, and a proxy before them, ready if ``wait``."""
+    network = Network()
+    prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
+    decode = [Stub(network, "decode", f"d{index}") for index in range(decodes)]
+    prepare(prefill, decode)
+    async with running(*prefill, *decode):
+        identities = settings.pop("identities", lambda _: {})(prefill)
+        proxy = Proxy(
+            Settings(
+                prefill=tuple(stub.url for stub in prefill),
+                decode=tuple(stub.url for stub in decode),
+                identities=identities,
+                **SOON | settings,
+            )
+        )
+        port = free_port()
+        server = DrainingServer(proxy, "127.0.0.1", port, drain_timeout_s=2, log_level="warning")
+        serving = asyncio.create_task(server.serve())
+        here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
+        try:
+            await until(lambda: server.started or serving.done(), "the proxy serves")
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                here.session = session
+                if wait:
+                    await here.ready()
+                yield here
+        finally:
+            server.should_exit = True
+            await serving
