@@ -28,16 +28,13 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by how they ended", "endpoint", "outcome")
         self.dispatches = self._counter("dispatches", "How P and D were asked", "mode")
         self.retries = self._counter("retries", "Requests sent again before their first token")
-        self.probes = self._counter("probes", "Questions who a prefill engine is", "outcome")
-        self._leg_failures = self._counter(
-            "leg_failures", "Requests to engines that failed", "role", "engine", "reason"
-        )
+        self.leg_failures = self._counter("leg_failures", "Requests to engines that failed", "role", "engine", "reason")
         self.first_token = self._histogram("time_to_first_token_seconds", "From the request to D's first token")
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
 
     def leg_failed(self, failure: LegFailedError) -> None:
         """Count what an engine did not do."""
-        self._leg_failures.labels(failure.instance.role, failure.instance.url, failure.reason).inc()
+        self.leg_failures.labels(failure.instance.role, failure.instance.url, failure.reason).inc()
 
     def text(self) -> bytes:
         """The exposition that Prometheus scrapes."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from layerpush.config import documentation_table
 from layerpush.metrics.catalog import Side
-from scripts.docgen import figures, limits, messages, metrics, protocol, refusals, soakrun
+from scripts.docgen import figures, limits, messages, metrics, options, protocol, refusals, soakrun
 from scripts.docgen.markers import fill
 
 
@@ -20,7 +20,7 @@ class Section(NamedTuple):
 
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
-METRICS = "docs/metrics.md"
+METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
@@ -50,6 +50,7 @@ SECTIONS: Mapping[str, Section] = {
     "metrics-labels": Section((METRICS,), lambda _: metrics.label_values()),
     "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
     "limits-tables": Section((FAILURES,), limits.tables),
+    "proxy-options": Section((PROXY,), lambda _: options.proxy()),
 }
 
 

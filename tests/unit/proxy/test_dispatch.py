@@ -41,6 +41,24 @@ async def test_p_and_d_are_asked_at_the_same_time_with_one_request_id() -> None:
 
 
 @asynchronous
+async def test_work_is_counted_while_an_engine_has_it() -> None:
+    async with world() as here:
+        here.p.hold, here.d.hold = asyncio.Event(), asyncio.Event()
+        request = asyncio.create_task(here.post(prompt=[1] * 100, max_tokens=50))
+        await until(lambda: here.p.seen and here.d.seen, "both engines have it")
+        tokens = "layerpush_proxy_engine_outstanding_tokens"
+        assert await here.metric(f'{tokens}{{engine="{here.p.url}"') == 100
+        assert await here.metric(f'{tokens}{{engine="{here.d.url}"') == 150
+        here.p.hold.set()
+        prefill, _ = here.proxy.fleet
+        await until(lambda: prefill.outstanding_tokens == 0, "P has nothing to do")
+        assert await here.metric(tokens) == 150
+        here.d.hold.set()
+        assert (await request).status == 200
+        await until(lambda: not any(each.outstanding_tokens for each in here.proxy.fleet), "nobody has")
+
+
+@asynchronous
 async def test_chat_ids_and_limits() -> None:
     async with world() as here:
         reply = await here.post("/v1/chat/completions", max_completion_tokens=7)

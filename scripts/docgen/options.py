@@ -1,0 +1,36 @@
+"""The options of a `layerpush` command, as its `--help` has them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from layerpush.proxy.command import proxy as proxy_command
+from scripts.docgen.tables import Row, table
+
+
+def proxy() -> str:
+    """The options of `layerpush proxy`."""
+    hints = get_type_hints(proxy_command, include_extras=True)
+    rows = [_row(each, hints[each.name]) for each in inspect.signature(proxy_command).parameters.values()]
+    return table(("option", "default", "meaning"), rows)
+
+
+def _row(parameter: inspect.Parameter, hint: Any) -> Row:
+    kind, option = get_args(hint)
+    name = next(iter(option.param_decls or ()), f"--{parameter.name.replace('_', '-')}")
+    choices = ", ".join(f"`{choice}`" for choice in _choices(kind))
+    match parameter.default:
+        case inspect.Parameter.empty:
+            default = "required"
+        case None | False:
+            default = ""
+        case value:
+            default = f"`{value}`"
+    return f"`{name}`", default, option.help + (f" One of {choices}." if choices else "")
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((found for part in get_args(kind) if (found := _choices(part))), ())
