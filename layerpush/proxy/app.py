@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from layerpush.proxy.body import BodyError, Endpoint, RequestBody
 from layerpush.proxy.core import Proxy
@@ -19,6 +20,7 @@ from layerpush.proxy.relay import Relay
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
 """A client's headers that engines get. X-Request-Id and X-data-parallel-rank are the proxy's to set."""
+CLIENT_LEFT = 499
 ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
 
 
@@ -72,6 +74,8 @@ async def _generate(proxy: Proxy, endpoint: Endpoint, request: Request) -> Respo
         body = RequestBody(endpoint, await _read(request, proxy.settings.max_payload_size))
     except BodyError as error:
         raise ProxyError(400, str(error)) from None
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
     return Relay(proxy, body, _passed_on(request))
 
 

@@ -6,7 +6,7 @@ from starlette.types import Send
 
 from layerpush.proxy.errors import error_body
 from layerpush.proxy.legs import Headers, Whole
-from layerpush.proxy.sse import error_event
+from layerpush.proxy.sse import EVENTS_END, error_event
 
 
 class Client:
@@ -43,9 +43,12 @@ class Client:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, answer: Whole) -> None:
-        """An answer in one piece; in a stream that has begun, its body."""
-        await self.start(answer.status, answer.headers, len(answer.body))
-        await self.send(answer.body)
+        """An answer in one piece; in a stream that has begun, an event."""
+        body = answer.body
+        if self.started and answer.status != 200:
+            body = b"".join((b"data: ", body.replace(b"\n", b" "), EVENTS_END))
+        await self.start(answer.status, answer.headers, len(body))
+        await self.send(body)
         await self.end()
 
     async def fail(self, status: int, message: str, retry_after_s: int | None = None) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import json
 from http import HTTPStatus
 
+from layerpush.wire import one_line
+
 MESSAGE_CHARS = 500
 
 
@@ -28,7 +30,7 @@ def error_message(answer: bytes) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MESSAGE_CHARS]
+    return one_line(" ".join(text.split()), MESSAGE_CHARS)
 
 
 def error_body(status: int, message: str) -> bytes:

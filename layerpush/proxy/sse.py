@@ -7,6 +7,7 @@ import json
 from layerpush.proxy.errors import error_body
 
 BOUNDARY = b"\n\n"
+EVENTS_END = b"\n\ndata: [DONE]\n\n"
 
 
 class EventBuffer:
@@ -55,4 +56,4 @@ def error_code(events: bytes) -> int | None:
 
 def error_event(status: int, message: str) -> bytes:
     """An error in a stream that has begun, and its end, as vLLM sends them."""
-    return b"data: " + error_body(status, message) + b"\n\ndata: [DONE]\n\n"
+    return b"data: " + error_body(status, message) + EVENTS_END

@@ -310,6 +310,18 @@ async def test_bodies_that_are_none() -> None:
 
 
 @asynchronous
+async def test_a_client_that_leaves_while_it_sends_its_body(capfd: pytest.CaptureFixture[str]) -> None:
+    async with world() as here:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(here.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await here.post()).status == 200
+    assert "Exception in ASGI" not in capfd.readouterr().err
+
+
+@asynchronous
 async def test_what_is_not_served_is_said() -> None:
     async with world() as here:
         reply = await here.get("/v1/embeddings")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
 
+import aiohttp
 import pytest
 
 from tests.unit.proxy.world import asynchronous, until, world
@@ -87,6 +89,29 @@ async def test_another_attempt_can_follow_comments() -> None:
         assert other.seen
 
 
+async def _opened(request: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+    return await request
+
+
+@asynchronous
+async def test_a_refusal_after_comments_is_an_event() -> None:
+    async with world() as here:
+        here.d.pieces = [b": keep-alive\n\n", b"data: 1\n\n"]
+        here.d.step = asyncio.Semaphore(1)
+        here.p.faults.append("400")
+        here.p.hold = asyncio.Event()
+        body = {"model": "stub", "prompt": "x", "stream": True}
+        request = asyncio.create_task(_opened(here.session.post(f"{here.url}/v1/completions", json=body)))
+        await until(lambda: here.d.seen, "D has it")
+        here.network.pushed(here.d.seen[0].request_id).set()
+        response = await request
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        here.p.hold.set()
+        event, done, _ = (await response.content.read()).split(b"\n\n")
+        assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == "p0 says 400"
+        assert done == b"data: [DONE]"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_by_d_is_passed_on(stream: bool) -> None:
     @asynchronous
@@ -119,12 +144,13 @@ async def test_a_refusal_by_p_is_passed_on_while_d_waits() -> None:
 
 @asynchronous
 async def test_a_refusal_in_the_stream_is_passed_on() -> None:
-    async with world() as here:
-        here.d.faults.append("error_event_400")
+    async with world(decodes=2) as here:
+        for decode in here.decode:
+            decode.faults.append("error_event_400")
         reply = await here.post(stream=True)
         assert reply.status == 200
-        assert reply.body == here.d.sent[here.d.seen[0].request_id]
-        assert len(here.d.seen) == 1
+        (sent,) = [*here.decode[0].sent.values(), *here.decode[1].sent.values()]
+        assert reply.body == sent
 
 
 @asynchronous
