@@ -82,7 +82,9 @@ async def test_ps_answer_may_come_after_ds() -> None:
         await until(lambda: here.d.seen, "D has it")
         here.network.pushed(here.d.seen[0].request_id).set()
         assert (await request).status == 200
-        assert here.p.active == 1
+        for _ in range(20):
+            await here.get("/health")
+        assert (here.p.active, here.p.cancelled) == (1, 0)
         here.p.hold.set()
         await until(lambda: not here.p.active, "P has answered")
         assert here.p.cancelled == 0

@@ -1,0 +1,77 @@
+"""The limit and the queue before it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from layerpush.proxy.errors import ProxyError
+from layerpush.proxy.gate import Gate
+from tests.unit.proxy.world import asynchronous
+
+
+class Visitor:
+    """Enters, and stays until it is told to go."""
+
+    def __init__(self, gate: Gate, name: str, entered: list[str]) -> None:
+        self.go = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(gate, name, entered))
+
+    async def _visit(self, gate: Gate, name: str, entered: list[str]) -> None:
+        async with gate.entered():
+            entered.append(name)
+            await self.go.wait()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@asynchronous
+async def test_first_come_first_served() -> None:
+    gate, entered = Gate(2, 3, 600.0), list[str]()
+    visitors = [Visitor(gate, name, entered) for name in "abcde"]
+    await settle()
+    assert (entered, gate.under_way, gate.queued) == (["a", "b"], 2, 3)
+    with pytest.raises(ProxyError, match=r"2 requests are under way .* and 3 wait"):
+        async with gate.entered():
+            pass
+    for index, name in enumerate("cde"):
+        visitors[index].go.set()
+        await settle()
+        assert (entered[-1], gate.under_way) == (name, 2)
+    for visitor in visitors:
+        visitor.go.set()
+        await visitor.task
+    assert (gate.under_way, gate.queued) == (0, 0)
+
+
+@asynchronous
+async def test_a_place_that_was_given_to_one_who_just_left_is_given_on() -> None:
+    gate, entered = Gate(1, 3, 600.0), list[str]()
+    a, b, c = (Visitor(gate, name, entered) for name in "abc")
+    await settle()
+    a.go.set()
+    while gate.queued == 2:
+        await asyncio.sleep(0)
+    b.task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await b.task
+    await settle()
+    assert entered == ["a", "c"]
+    c.go.set()
+    await c.task
+    assert gate.under_way == 0
+
+
+@asynchronous
+async def test_a_place_is_free_again_after_a_failure() -> None:
+    gate = Gate(1, 0, 600.0)
+    with contextlib.suppress(KeyError):
+        async with gate.entered():
+            raise KeyError
+    async with gate.entered():
+        assert gate.under_way == 1
