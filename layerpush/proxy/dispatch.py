@@ -14,7 +14,7 @@ from layerpush.proxy.body import RequestBody
 from layerpush.proxy.identity import TO_PREFILL
 from layerpush.proxy.instance import Instance
 from layerpush.proxy.introduction import Introductions, transfer_params
-from layerpush.proxy.legs import Comments, Engines, Headers, LegFailedError, Stream, Whole
+from layerpush.proxy.legs import Comments, Engines, LegFailedError, Stream, Whole
 
 Mode: TypeAlias = Literal["concurrent", "sequential", "alone"]
 
@@ -40,10 +40,6 @@ class Answer:
 
     content: Whole | Stream
     prefill: asyncio.Task[Whole] | None = None
-
-    @property
-    def headers(self) -> Headers:
-        return self.content.headers
 
 
 @dataclass(frozen=True)

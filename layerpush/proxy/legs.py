@@ -144,15 +144,21 @@ class Engines:
     async def get(self, instance: Instance, path: str, headers: Mapping[str, str], timeout_s: float) -> Whole:
         """GET, and the answer, whole. Raises ``LegFailedError``."""
         with failures(instance, f"did not answer {path} within {timeout_s:g} s"):
-            async with asyncio.timeout(timeout_s), self._session.get(instance.url + path, headers=headers) as response:
+            async with asyncio.timeout(timeout_s), self._get(instance, path, headers) as response:
                 return await _whole(instance, response)
 
     def _post(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.client._RequestContextManager:
         return self._session.post(
-            instance.url + path, data=body, headers={**headers, "Content-Type": "application/json"}
+            instance.url + path,
+            data=body,
+            headers={**headers, "Content-Type": "application/json"},
+            allow_redirects=False,
         )
+
+    def _get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> aiohttp.client._RequestContextManager:
+        return self._session.get(instance.url + path, headers=headers, allow_redirects=False)
 
     async def _begin(self, instance: Instance, response: aiohttp.ClientResponse, comments: Comments) -> Stream:
         buffer = EventBuffer()

@@ -16,7 +16,7 @@ from layerpush.proxy.client import Client
 from layerpush.proxy.dispatch import Answer, Attempt, AttemptFailedError
 from layerpush.proxy.errors import ProxyError
 from layerpush.proxy.instance import Instance, Role
-from layerpush.proxy.legs import LegFailedError, Whole
+from layerpush.proxy.legs import LegFailedError, Stream, Whole
 
 if TYPE_CHECKING:
     from layerpush.proxy.core import Proxy
@@ -43,6 +43,7 @@ class Relay(Response):
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
+                outcome = "error"
                 outcome = work.result()
         except asyncio.CancelledError:
             work.cancel()  # the server's patience with those under way has ended
@@ -131,17 +132,13 @@ class Relay(Response):
         return "error"
 
     async def _pass_on(self, client: Client, answer: Answer) -> str:
-        content = answer.content
-        if isinstance(content, Whole):
-            await client.whole(content)
-            self._release(answer, finished=not content.refuses)
-            return "client_error" if content.refuses else "ok"
         finished = False
         try:
-            await client.start(200, content.headers)
-            async for events in content:
-                await client.send(events)
-            await client.end()
+            if isinstance(answer.content, Whole):
+                await client.whole(answer.content)
+                finished = not answer.content.refuses
+                return "client_error" if answer.content.refuses else "ok"
+            await self._stream(client, answer.content)
             finished = True
         except LegFailedError as failure:
             self._proxy.metrics.leg_failed(failure)
@@ -150,9 +147,18 @@ class Relay(Response):
             await client.fail(failure.status, str(failure))
             return "error"
         finally:
-            content.close()
             self._release(answer, finished)
         return "ok"
+
+    @staticmethod
+    async def _stream(client: Client, stream: Stream) -> None:
+        try:
+            await client.start(200, stream.headers)
+            async for events in stream:
+                await client.send(events)
+            await client.end()
+        finally:
+            stream.close()
 
     def _release(self, answer: Answer, finished: bool) -> None:
         """D has all of P's blocks when it has finished: P's own answer is then awaited by nobody, but let come."""

@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 MODEL = "stub"
-Fault = Literal["drop", "hang", "500", "429", "400", "error_event", "error_event_400", "cut", "empty"]
+Fault = Literal["drop", "hang", "500", "429", "400", "error_event", "error_event_400", "cut", "empty", "redirect"]
 
 
 @dataclass
@@ -137,6 +137,8 @@ class Stub:
                 return web.json_response(
                     {"error": {"message": f"{self.engine_id} says {fault}", "code": int(fault)}}, status=int(fault)
                 )
+            case "redirect":
+                return web.Response(status=307, headers={"Location": "/v1/models"})
             case _:
                 pass
         if self.role == "prefill":

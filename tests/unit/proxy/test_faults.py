@@ -8,7 +8,10 @@ import time
 
 import aiohttp
 import pytest
+from starlette.types import Message
 
+from layerpush.proxy.body import RequestBody
+from layerpush.proxy.relay import Relay
 from tests.unit.proxy.stub import Fault
 from tests.unit.proxy.world import asynchronous, until, world
 
@@ -56,6 +59,32 @@ async def test_a_client_that_leaves_a_stream_cancels_p_if_that_still_runs() -> N
             assert here.p.active
             response.close()
         await until(lambda: here.d.cancelled and here.p.cancelled, "both legs are cancelled")
+
+
+@asynchronous
+async def test_a_client_that_leaves_an_answer_in_one_piece_cancels_p_if_that_still_runs() -> None:
+    async with world() as here:
+        here.p.hold = asyncio.Event()
+        sending, gone = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                sending.set()
+                await asyncio.Event().wait()
+
+        relay = Relay(here.proxy, RequestBody("completions", json.dumps(BODY).encode()), {})
+        served = asyncio.create_task(relay({}, receive, send))
+        await until(lambda: here.d.seen, "D has it")
+        here.network.pushed(here.d.seen[0].request_id).set()
+        await sending.wait()
+        assert (here.p.active, here.d.active) == (1, 0)
+        gone.set()
+        await served
+        await until(lambda: here.p.cancelled, "P's leg is cancelled")
 
 
 @asynchronous
@@ -116,12 +145,11 @@ def test_a_p_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
     check()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fault", [*FAULTS, "error_event", "empty"])
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [*((fault, stream) for fault in FAULTS for stream in (False, True)), ("error_event", True), ("empty", True)],
+)
 def test_a_d_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
-    if not stream and fault in ("error_event", "empty"):
-        pytest.skip("an event needs a stream")
-
     @asynchronous
     async def check() -> None:
         async with world(prefills=1, decodes=2) as here:
@@ -298,6 +326,14 @@ async def test_the_queue_has_a_time_out() -> None:
         assert b"--queue-timeout-secs" in reply.body
         here.d.hold.set()
         assert (await first).status == 200
+
+
+@asynchronous
+async def test_engines_send_nobody_elsewhere() -> None:
+    async with world() as here:
+        here.d.faults.append("redirect")
+        async with here.session.post(f"{here.url}/v1/completions", json=BODY, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (307, "/v1/models")
 
 
 @asynchronous
