@@ -41,7 +41,7 @@ from layerpush.prefill.policy import Policy
 from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
-from layerpush.trace import TraceFile
+from layerpush.trace import LoadRecord, TraceFile
 from layerpush.transport.base import TransportError
 from layerpush.wire import (
     Accepted,
@@ -100,6 +100,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             config.peer_timeout_s,
             self._forget_prefill_engine,
             LoadMeter(self.metrics.recorder),
+            self._keep_load,
         )
         watch_worker(self.metrics, vllm_config.parallel_config.world_size, self._decode_desk, self._complaints)
         self._prefill_desk: PrefillDesk | None = None
@@ -330,7 +331,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
             self._decode_desk.await_push(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
-            self._decode_desk.refuse(request_id, f"it cannot be registered: {error}")
+            self._decode_desk.refuse(request_id, f"it cannot be registered: {error}", now)
 
     def _cancel_loads(self, cancelled: dict[str, str]) -> None:
         self._drain_inboxes()  # a registration and its end may come in one step
@@ -346,6 +347,12 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def cleared(self, request_id: str) -> None:
         self._reports.append(("cleared", request_id))
+
+    def _keep_load(self, record: LoadRecord) -> None:
+        record.rank = self.tp_rank
+        if record.prefill_engine_id is not None:
+            record.clock_offset = self.clock_offset(record.prefill_engine_id)
+        self._trace.add(record)
 
     def _forget_prefill_engine(self, engine_id: str) -> bool:
         self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")  # it may be both

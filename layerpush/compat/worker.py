@@ -205,6 +205,12 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
         return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), None)
 
+    def clock_offset(self, engine_id: str) -> float | None:
+        """What a connected engine's clock is ahead of ours, in seconds, as the handshake measured it."""
+        with self._handshake_lock:
+            offset: float | None = self._engine_clock_offset.get(engine_id)
+        return offset
+
     def disconnect(self, engine_id: str) -> None:
         if not self.agents_of(engine_id):
             return

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from layerpush.complaints import Complaints
 from layerpush.decode import protocol, watch
 from layerpush.decode.loads import Awaited, Loads
@@ -16,6 +18,7 @@ from layerpush.decode.session import DecodeSession
 from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address, Peers, Probe
 from layerpush.stats import LoadCounters
+from layerpush.trace import LoadRecord
 from layerpush.wire import (
     Accepted,
     Cancel,
@@ -44,6 +47,7 @@ class DecodeDesk:
     """``world_size`` is the number of this engine's tensor-parallel ranks: it decides how many completions make one.
 
     ``forget`` drops the connection to an engine; False if that has to wait for WRITEs that are on their way to it.
+    ``keep`` takes the record of each load that was reported, and once more when blocks that it had set aside are free.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class DecodeDesk:
         patience_s: float,
         forget: Callable[[str], bool],
         counters: LoadCounters | None = None,
+        keep: Callable[[LoadRecord], None] = lambda _: None,
     ) -> None:
         self.counters = counters or LoadCounters()
         self._own_engine_id = engine_id
@@ -69,9 +74,10 @@ class DecodeDesk:
         self._world_size = world_size
         self._patience_s = patience_s
         self._forget = forget
+        self._keep_record = keep
         self._awaited: dict[str, Awaited] = {}
         self._early: deque[tuple[float, str, Word]] = deque()
-        self._outcomes: deque[tuple[str, Callable[[], None]]] = deque()
+        self._outcomes: deque[tuple[LoadRecord, Callable[[], None]]] = deque()
         self._pings = 0
         self._speakers: OrderedDict[str, None] = OrderedDict()
 
@@ -94,17 +100,22 @@ class DecodeDesk:
         """Register with a prefill engine; ``extra`` keys go along for stock engines. Raises ``WireError``."""
         if registration.request_id in self._awaited:
             reason = "an earlier request of the same id still has blocks that somebody may write to"
-            self.refuse(registration.request_id, reason)
+            self.refuse(registration.request_id, reason, now)
             return
         payload = encode_registration(registration, **extra)
         session = DecodeSession(registration.request_id, patience_s=self._patience_s)
-        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload, now)
+        record = self._record(registration.request_id, now)
+        record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
+        record.blocks = registration.blocks
+        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload, record)
         self._register(awaited, now, again=True)
 
-    def refuse(self, request_id: str, reason: str) -> None:
+    def refuse(self, request_id: str, reason: str, now: float) -> None:
         """A request that cannot even be registered."""
         self.counters.ended("refused")
-        self._report(request_id, partial(self._loads.failed, request_id))
+        record = self._record(request_id, now)
+        record.settled("failed", reason, now)
+        self._report(record, partial(self._loads.failed, request_id))
         logger.error("KV load of %s failed: %s", request_id, reason)
 
     def dropped(self, request_id: str, reason: str, now: float) -> None:
@@ -152,7 +163,8 @@ class DecodeDesk:
                 event = protocol.Failed(sender, message.reason, message.drained)
             case Cancelled():
                 event = protocol.Withdrawn(sender)
-            case _:
+            case Accepted():
+                awaited.record.t_accepted = awaited.record.t_accepted or now
                 return
         self._dispatch(message.request_id, event, now)
 
@@ -183,11 +195,13 @@ class DecodeDesk:
                 text = f"agent {sender} completes {message.request_id}, which does not wait"
                 self._complaints.add("late completion", text, now)
         for _ in range(len(self._outcomes)):
-            request_id, deliver = self._outcomes.popleft()
-            if self._loads.knows(request_id):
+            record, deliver = self._outcomes.popleft()
+            if self._loads.knows(record.request_id):
                 deliver()
+                record.t_reported = now
+                self._keep_record(replace(record))
             else:  # its step is not over; every request that was registered will be known
-                self._outcomes.append((request_id, deliver))
+                self._outcomes.append((record, deliver))
 
     def _register(self, awaited: Awaited, now: float, *, again: bool) -> None:
         """Connect and send the registration; ``again``: once more if the engine turns out to have been replaced."""
@@ -213,6 +227,7 @@ class DecodeDesk:
                 reason = f"the connection to prefill engine {address.engine_id!r} is lost"
                 self._dispatch(session.request_id, protocol.Unregistered(reason), now)
                 return
+            awaited.record.t_registered = now
             awaited.address = self._peers.address(address.engine_id) or address
             awaited.ranks = {agent: rank for agent in agents if (rank := self._peers.rank_of(address.engine_id, agent))}
             self._dispatch(session.request_id, protocol.Registered(frozenset(agents)), now)
@@ -251,7 +266,8 @@ class DecodeDesk:
             self._watch.remove(awaited.address.engine_id, awaited.session.agents)
 
     def _perform(self, awaited: Awaited, action: Action, now: float) -> None:
-        request_id = awaited.session.request_id
+        request_id, record = awaited.session.request_id, awaited.record
+        lost = "cancelled" if awaited.dropped else "failed"
         match action:
             case protocol.Cancel(agents):
                 mine = awaited.registration
@@ -262,28 +278,38 @@ class DecodeDesk:
                     payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
                     self._send(awaited.address.engine_id, agent, payload, now)
             case Succeed():
-                self.counters.ended("loaded", now - awaited.since)
-                self._report(request_id, partial(self._loads.loaded, awaited.completions))
+                self.counters.ended("loaded", now - record.t_awaited)
+                record.settled("completed", None, now)
+                self._report(record, partial(self._loads.loaded, awaited.completions))
             case GiveUp(reason):
-                self.counters.ended("aborted" if awaited.dropped else "failed", now - awaited.since)
+                self.counters.ended("aborted" if awaited.dropped else "failed", now - record.t_awaited)
+                record.settled(lost, reason, now)
                 self._log_failure(awaited, reason, "")
-                self._report(request_id, partial(self._loads.failed, request_id))
+                self._report(record, partial(self._loads.failed, request_id))
             case Park(reason):
-                self.counters.ended("parked", now - awaited.since)
+                self.counters.ended("parked", now - record.t_awaited)
                 self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
+                record.settled(lost, reason, now)
+                record.t_parked = now
                 self._loads.parked(request_id)
-                self._report(request_id, partial(self._loads.failed, request_id))
+                self._report(record, partial(self._loads.failed, request_id))
             case Unpark():
                 logger.info("the blocks that were set aside for %s are free again", request_id)
                 self._loads.cleared(request_id)
+                record.t_cleared = now
+                if record.t_reported is not None:
+                    self._keep_record(replace(record))
 
     def _log_failure(self, awaited: Awaited, reason: str, what_then: str) -> None:
         level = logging.INFO if awaited.dropped else logging.WARNING
         engine = awaited.address.engine_id
         logger.log(level, "KV load of %s from %s failed: %s%s", awaited.session.request_id, engine, reason, what_then)
 
-    def _report(self, request_id: str, deliver: Callable[[], None]) -> None:
-        self._outcomes.append((request_id, deliver))
+    def _record(self, request_id: str, now: float) -> LoadRecord:
+        return LoadRecord(request_id=request_id, engine_id=self._own_engine_id, t_awaited=now)
+
+    def _report(self, record: LoadRecord, deliver: Callable[[], None]) -> None:
+        self._outcomes.append((record, deliver))
 
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails speaks against the agent, unless we have no connection that it could fail on."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from layerpush.decode.session import DecodeSession
 from layerpush.peers import Address, Rank
+from layerpush.trace import LoadRecord
 from layerpush.wire import Registration
 
 
@@ -37,7 +38,7 @@ class Awaited:
     address: Address
     registration: Registration
     payload: bytes
-    since: float
+    record: LoadRecord
     completions: list[bytes] = field(default_factory=list)
     ranks: dict[str, Rank] = field(default_factory=dict)
     dropped: bool = False

@@ -114,7 +114,7 @@ class PushWriter(PushTable):
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
-        self._dispatch(self._pushes[request_id], Registered(registration))
+        self._registered(self._pushes[request_id], registration)
 
     def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
         """The decode engine wants the blocks of its registration ``key`` back.
@@ -239,7 +239,11 @@ class PushWriter(PushTable):
             if push.session.state is State.WAITING:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
-                    self._dispatch(push, Registered(registration))
+                    self._registered(push, registration)
+
+    def _registered(self, push: Push, registration: Registration) -> None:
+        push.record.t_registered = time.perf_counter()
+        self._dispatch(push, Registered(registration))
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
@@ -391,7 +395,7 @@ class PushWriter(PushTable):
             if push.is_unclaimed:
                 self._dispatch(push, Withdrawn())
         elif push.is_unclaimed:
-            self._dispatch(push, Registered(registration))
+            self._registered(push, registration)
         else:
             reason = push.session.failure or "the prefill request has ended"
             self._host.retract(Retract(registration, push.session.epoch, reason, True), withdrawn=False)

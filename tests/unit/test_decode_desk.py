@@ -286,7 +286,7 @@ def test_what_cannot_be_registered_is_never_awaited() -> None:
         world.desk.await_push(registration(blocks=(4, 4)), P, EXTRA, world.now)
     assert len(world.desk) == 0
     world.engine.known = {"r"}
-    world.desk.refuse("r", "it cannot be registered")
+    world.desk.refuse("r", "it cannot be registered", world.now)
     world.tick()
     world.desk.overdue("r", "too late", world.now)
     world.tick()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from layerpush import trace
-from layerpush.trace import ChunkRecord, PushRecord, TraceFile, WriteRecord
+from layerpush.trace import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, TraceFile, WriteRecord
+
+ROOT = Path(__file__).parents[2]
 
 
 def record(name: str = "p-1") -> PushRecord:
@@ -19,8 +27,18 @@ def record(name: str = "p-1") -> PushRecord:
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
+    """What stands in the one file, behind its first line."""
     (path,) = folder.iterdir()
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    first, *rest = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert first["kind"] == "process"
+    return rest
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_one_line_for_a_push(tmp_path: Path) -> None:
@@ -74,11 +92,27 @@ def test_without_a_directory_nothing_is_kept_and_no_thread_runs() -> None:
 def test_a_record_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     file.add(record())
-    deadline = time.monotonic() + 10
-    while not any(path.stat().st_size for path in tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: any(b'"push"' in path.read_bytes() for path in tmp_path.iterdir()))
     file.close()
+
+
+def test_the_first_line_says_whose_times_these_are(tmp_path: Path) -> None:
+    before = time.perf_counter(), time.time()
+    file = TraceFile(str(tmp_path), "eng", 2)
+    file.close()
+    after = time.perf_counter(), time.time()
+    (path,) = tmp_path.iterdir()
+    first = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
+    assert (first.engine_id, first.rank, first.pid, first.host) == ("eng", 2, os.getpid(), socket.gethostname())
+    assert before[0] <= first.t <= after[0]
+    assert before[1] <= first.unix <= after[1]
+
+
+def test_processes_of_one_machine_name_the_same_clock() -> None:
+    code = "from layerpush.trace import this_process; print(this_process('other', 0).clock)"
+    other = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip()
+    assert other == trace.this_process("eng", 0).clock
+    assert len(other) > 36, "a boot id and a time namespace"
 
 
 def test_many_records_keep_their_order(tmp_path: Path) -> None:
@@ -89,19 +123,132 @@ def test_many_records_keep_their_order(tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines(tmp_path)] == [f"p-{number}" for number in range(500)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_takes_nothing_costs_records_and_never_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Disk:
+    """In the place of the file: ``takes`` says how many bytes of the next line it takes, or raises."""
+
+    def __init__(self) -> None:
+        self.takes: Callable[[bytes], int] = len
+        self.content = b""
+
+    def write(self, line: bytes) -> int:
+        taken = self.takes(line)
+        self.content += line[:taken]
+        return taken
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.content.splitlines() if line]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk, opened = Disk(), Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: disk if path.suffix == ".jsonl" else opened(path, *a, **k))
+    return disk
+
+
+def full(_: bytes) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_hangs_costs_records_and_never_blocks(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace, "QUEUE_LIMIT", 2)
-    (tmp_path / f"eng-rank0-{os.getpid()}.jsonl").mkdir()  # open() fails, as a full disk would later
+    monkeypatch.setattr(trace, "CLOSE_S", 0.1)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(line: bytes) -> int:
+        hangs.set()
+        goes_on.wait(20)
+        return len(line)
+
+    disk.takes = hang
     file = TraceFile(str(tmp_path), "eng", 0)
+    assert hangs.wait(10)
+    started = time.monotonic()
     for number in range(5):
         file.add(record(f"p-{number}"))
-    assert file.dropped >= 3
-    started = time.monotonic()
+    assert file.dropped == 3
     file.close()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 5
+    assert [line.message for line in caplog.records if "behind" in line.message] != []
+    goes_on.set()
+
+
+def test_a_full_disk_costs_the_records_of_that_time_only(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record("before"))
+    until(lambda: b"before" in disk.content)
+    disk.takes = full
+    file.add(record("lost"))
+    file.add(record("lost, too"))
+    until(lambda: file.dropped == 2)
+    disk.takes = len
+    file.add(record("after"))
+    file.close()
+    assert [line.get("request_id") for line in disk.records] == [None, "before", None, "after"]
+    assert (disk.records[2]["kind"], disk.records[2]["records"]) == ("dropped", 2)
+    assert [line.message for line in caplog.records if "No space left" in line.message] != []
+    assert file.death is None
+
+
+def test_a_line_of_which_a_part_was_written_spoils_no_other(tmp_path: Path, disk: Disk) -> None:
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record("before"))
+    until(lambda: b"before" in disk.content)
+    disk.takes = lambda line: 20
+    file.add(record("torn"))
+    until(lambda: file.dropped == 1)
+    disk.takes = len
+    file.add(record("after"))
+    file.close()
+    whole = [line for line in disk.content.splitlines() if line.endswith(b"}")]
+    assert [json.loads(line).get("request_id") for line in whole] == [None, "before", None, "after"]
+    assert len(disk.content.splitlines()) == len(whole) + 1
+
+
+def test_a_record_that_is_no_json_costs_itself_only(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record("\ud800"))
+    file.add(record("after"))
+    file.close()
+    assert [line.get("request_id") for line in lines(tmp_path)] == [None, "after"]
+    assert file.dropped == 1
+
+
+def test_a_thread_that_dies_is_noticed_and_what_follows_is_counted(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    def die(_: bytes) -> int:
+        raise MemoryError("no more")
+
+    file = TraceFile(str(tmp_path), "eng", 0)
+    until(lambda: bool(disk.content))
+    disk.takes = die
+    for number in range(4):
+        file.add(record(f"p-{number}"))
+    until(lambda: file.dropped == 4)
+    assert file.death == "MemoryError: no more"
+    assert [line.message for line in caplog.records if "has died" in line.message] != []
+    file.close()
+    assert "lacks 4 records" in caplog.records[-1].message
+
+
+def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path), "eng", 0)
+    load = LoadRecord(request_id="d-1", engine_id="eng", prefill_engine_id="P", t_awaited=1.0)
+    load.settled("failed", "P is gone", 2.0)
+    file.add(load)
+    file.close()
+    (line,) = lines(tmp_path)
+    assert (line["kind"], line["request_id"], line["outcome"], line["reason"]) == ("load", "d-1", "failed", "P is gone")
+    assert (line["t_awaited"], line["t_settled"], line["t_reported"]) == (1.0, 2.0, None)
 
 
 def test_a_restart_keeps_the_writes_and_forgets_what_was_ready() -> None:

@@ -1,0 +1,120 @@
+"""What a decode rank leaves behind of each load: one record when it is reported, and when what it set aside is free."""
+
+from __future__ import annotations
+
+from layerpush.decode.session import RETRY_S
+from layerpush.trace import LoadRecord
+from layerpush.wire import Accepted, Cancelled, Completion, Fail
+from tests.unit.test_decode_desk import PATIENCE_S, World, registration
+
+
+class RecordedWorld(World):
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(ranks)
+        self.records: list[LoadRecord] = []
+        self.desk._keep_record = self.records.append
+
+    @property
+    def record(self) -> LoadRecord:
+        (record,) = self.records
+        return record
+
+
+def test_a_load_that_completes() -> None:
+    world = RecordedWorld()
+    world.awaits()
+    world.tick(1.0)
+    world.hears(Accepted("r"))
+    world.tick(2.0)
+    assert world.records == []
+    world.hears(Completion("r", 1))
+    record = world.record
+    assert (record.kind, record.request_id, record.outcome, record.reason) == ("load", "r", "completed", None)
+    assert (record.engine_id, record.prefill_engine_id, record.blocks) == ("D", "P", 2)
+    assert (record.t_awaited, record.t_registered, record.t_accepted) == (100.0, 100.0, 101.0)
+    assert (record.t_settled, record.t_reported) == (103.0, 103.0)
+    assert (record.t_parked, record.t_cleared) == (None, None)
+
+
+def test_the_registration_is_dated_when_it_is_sent() -> None:
+    world = RecordedWorld()
+    world.network.listening = {}
+    world.awaits()
+    world.now += 3
+    world.network.answer("P", *world.agents)
+    world.settle()
+    world.hears(Completion("r", 1))
+    assert (world.record.t_awaited, world.record.t_registered) == (100.0, 103.0)
+
+
+def test_accepted_is_dated_by_the_first_rank() -> None:
+    world = RecordedWorld(ranks=2)
+    world.awaits()
+    world.hears(Accepted("r"), "p-1")
+    world.tick(1.0)
+    world.hears(Accepted("r"), "p-0")
+    for agent in world.agents:
+        world.hears(Completion("r", 2), agent)
+    assert world.record.t_accepted == 100.0
+
+
+def test_a_load_is_reported_later_than_settled_when_the_engine_does_not_know_it_yet() -> None:
+    world = RecordedWorld()
+    world.awaits(known=False)
+    world.hears(Completion("r", 1))
+    world.tick(0.5)
+    assert world.records == []
+    world.engine.known.add("r")
+    world.tick(0.5)
+    assert (world.record.t_settled, world.record.t_reported) == (100.0, 101.0)
+
+
+def test_a_load_that_fails_says_why() -> None:
+    world = RecordedWorld()
+    world.awaiting("p-0")
+    world.hears(Fail("r", 0, "a WRITE failed", True))
+    assert (world.record.outcome, world.record.reason) == ("failed", "a WRITE failed")
+
+
+def test_a_load_that_the_engine_dropped_is_cancelled() -> None:
+    world = RecordedWorld()
+    world.awaiting("p-0")
+    world.desk.dropped("r", "aborted", world.now)
+    world.hears(Cancelled("r"))
+    assert (world.record.outcome, world.record.reason) == ("cancelled", "aborted")
+
+
+def test_a_load_that_cannot_be_registered() -> None:
+    world = RecordedWorld()
+    world.engine.known.add("r")
+    world.desk.refuse("r", "it is odd", world.now)
+    world.tick(1.0)
+    assert (world.record.outcome, world.record.reason) == ("failed", "it is odd")
+    assert (world.record.t_settled, world.record.t_reported, world.record.t_registered) == (100.0, 101.0, None)
+
+
+def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_free() -> None:
+    world = RecordedWorld()
+    world.awaiting("p-0")
+    world.desk.overdue("r", "too late", world.now)
+    world.tick(RETRY_S)
+    world.tick(PATIENCE_S)
+    first = world.record
+    assert (first.outcome, first.reason, first.t_parked) == ("failed", "too late", 121.0)
+    assert (first.t_reported, first.t_cleared) == (121.0, None)
+    world.now += 5
+    world.hears(Cancelled("r"))
+    assert first.t_cleared is None, "what was handed over does not change any more"
+    assert len(world.records) == 2
+    assert world.records[1].t_cleared == 126.0
+    assert world.records[1].t_parked == 121.0
+
+
+def test_a_second_request_of_the_same_id_has_a_record_of_its_own() -> None:
+    world = RecordedWorld()
+    world.awaits()
+    world.desk.await_push(registration(), world.peers.address("P"), {}, world.now)  # type: ignore[arg-type]
+    world.tick(1.0)
+    assert world.record.outcome == "failed"
+    world.hears(Completion("r", 1))
+    assert [record.outcome for record in world.records] == ["failed", "completed"]

@@ -1,0 +1,72 @@
+"""When a push and the registration that it serves came together, whichever was there first."""
+
+from __future__ import annotations
+
+import time
+
+from layerpush.trace import PushRecord
+from tests.unit.test_writer import prompt_of
+from tests.unit.writer_rig import Prompt, Rig
+
+
+def ended(rig: Rig, prompt: Prompt) -> PushRecord:
+    rig.settle()
+    rig.finish(prompt)
+    rig.settle()
+    (record,) = rig.trace.records
+    return record
+
+
+def test_the_registration_was_there_first() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=8)
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 8))
+    record = ended(rig, prompt)
+    assert record.t_first_planned is not None
+    assert record.t_registered is not None
+    assert record.t_first_planned <= record.t_registered <= record.writes[0].t_post
+
+
+def test_the_registration_came_while_prefill_ran() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=16)
+    wanted = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 8))
+    before = time.perf_counter()
+    rig.writer.register(prompt.name, wanted)
+    after = time.perf_counter()
+    rig.step((prompt, 8))
+    assert before <= (ended(rig, prompt).t_registered or 0.0) <= after
+
+
+def test_the_registration_came_after_prefill() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=8)
+    wanted = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 8))
+    rig.finish(prompt)
+    before = time.perf_counter()
+    rig.writer.register(prompt.name, wanted)
+    rig.settle()
+    (record,) = rig.trace.records
+    assert (record.mode, record.outcome) == ("request", "completed")
+    assert before <= (record.t_registered or 0.0)
+
+
+def test_the_registration_is_found_when_prefill_has_ended() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=8)
+    wanted = rig.asks(prompt, rig.decoder())
+    rig.step((prompt, 8))
+    rig.host.pending[prompt.name] = wanted
+    rig.finish(prompt)
+    rig.settle()
+    (record,) = rig.trace.records
+    assert record.t_registered is not None
+
+
+def test_nobody_registered() -> None:
+    rig, prompt = Rig(), prompt_of(tokens=8)
+    rig.decoder()
+    rig.step((prompt, 8))
+    rig.abort(prompt)
+    rig.settle()
+    (record,) = rig.trace.records
+    assert record.t_registered is None
