@@ -14,6 +14,7 @@ import typer
 
 import layerpush
 from layerpush.proxy.command import proxy
+from layerpush.tracing.command import app as trace_app
 
 if TYPE_CHECKING:
     from layerpush.doctor import Finding
@@ -31,10 +32,12 @@ app = typer.Typer(
         "[bold]Use it:[/bold]  vllm serve MODEL --kv-transfer-config "
         '\'{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}\'  '
         'and  "kv_consumer" for the decode engine; then\n\n'
-        "layerpush proxy --prefill URL --decode URL"
+        "layerpush proxy --prefill URL --decode URL\n\n"
+        "[bold]Why was it slow?[/bold]  layerpush trace summary DIR"
     ),
 )
 app.command()(proxy)
+app.add_typer(trace_app, name="trace")
 
 
 def _print_version(wanted: bool) -> None:

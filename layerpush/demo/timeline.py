@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerpush.demo.trace_figures import compute_intervals, figures_of, times_of, write_intervals
+from layerpush.demo.trace_figures import figures_of, times_of, write_intervals
 from layerpush.trace import PushRecord
+from layerpush.tracing.intervals import compute_intervals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

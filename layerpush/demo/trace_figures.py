@@ -11,6 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from layerpush.trace import PushRecord
+from layerpush.tracing.intervals import union_length
+from layerpush.tracing.requests import without_suffix
 
 
 class TraceError(ValueError):
@@ -23,15 +25,6 @@ class Times(NamedTuple):
     first_planned: float
     last_ready: float
     last_landed: float
-
-
-class Computed(NamedTuple):
-    """One layer of one chunk was computed from ``start`` to ``end`` (seconds)."""
-
-    chunk: int
-    layer: int
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ def read_pushes(directory: Path) -> list[PushRecord]:
 
 def by_request(pushes: Iterable[PushRecord]) -> dict[str, PushRecord]:
     """The latest push of each request, by P's request id without the suffix that vLLM gave it."""
-    return {_without_suffix(push.request_id): push for push in pushes}
+    return {without_suffix(push.request_id): push for push in pushes}
 
 
 def times_of(push: PushRecord) -> Times:
@@ -110,15 +103,6 @@ def figures_of(push: PushRecord) -> Figures:
     )
 
 
-def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much time at least one of the intervals covers."""
-    total, covered_to = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, covered_to))
-        covered_to = max(covered_to, end)
-    return total
-
-
 def median_figures(figures: Sequence[Figures]) -> Figures:
     """Field by field; counts stay counts, and ``swept_layers`` is the worst. Raises ``TraceError`` for none."""
     if not figures:
@@ -135,25 +119,5 @@ def median_figures(figures: Sequence[Figures]) -> Figures:
     )
 
 
-def compute_intervals(push: PushRecord) -> list[Computed]:
-    """When each (chunk, layer) was computed, in that order.
-
-    A layer begins when the one before it in the same chunk was ready, the first one when its chunk was planned.
-    """
-    intervals: list[Computed] = []
-    for chunk, layer, ready, _hooked in sorted(push.ready, key=lambda row: (row[0], row[2])):
-        is_first = not intervals or intervals[-1].chunk != chunk
-        start = push.chunks[chunk].t_planned if is_first else intervals[-1].end
-        intervals.append(Computed(chunk, layer, min(start, ready), ready))
-    return intervals
-
-
 class _Kind(msgspec.Struct):
     kind: str
-
-
-def _without_suffix(request_id: str) -> str:
-    """vLLM appends ``-`` and eight hex digits to the id of each request."""
-    base, dash, suffix = request_id.rpartition("-")
-    has_suffix = dash and len(suffix) == 8 and all(digit in "0123456789abcdef" for digit in suffix)
-    return base if has_suffix else request_id

@@ -12,14 +12,13 @@ from layerpush.demo.trace_figures import (
     Figures,
     TraceError,
     by_request,
-    compute_intervals,
     figures_of,
     median_figures,
     parse_pushes,
     read_pushes,
     times_of,
-    union_length,
 )
+from layerpush.tracing.intervals import compute_intervals, union_length
 
 LAYERS = 3
 

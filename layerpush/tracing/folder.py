@@ -1,0 +1,103 @@
+"""From trace files to records, process by process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord
+
+
+class FolderError(ValueError):
+    """There is nothing to read. The text says where, and what to do."""
+
+
+@dataclass(slots=True)
+class Source:
+    """What one process wrote. ``dropped`` records are lost, ``unreadable`` lines are not counted among them."""
+
+    path: Path
+    process: ProcessRecord | None = None
+    pushes: list[PushRecord] = field(default_factory=list)
+    loads: list[LoadRecord] = field(default_factory=list)
+    dropped: int = 0
+    unreadable: int = 0
+
+    @property
+    def clock(self) -> str:
+        """Which clock its times are of; empty if the file does not say."""
+        return "" if self.process is None else self.process.clock
+
+    @property
+    def engine(self) -> tuple[str, int]:
+        """Engine and rank."""
+        for known in (self.process, *self.pushes[:1], *self.loads[:1]):
+            if known is not None:
+                return known.engine_id, known.rank
+        return self.path.stem, 0
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = {
+    kind.__struct_defaults__[0]: kind for kind in (ProcessRecord, PushRecord, LoadRecord, DropRecord)
+}
+
+
+def read_folders(folders: Iterable[Path]) -> list[Source]:
+    """All that the processes wrote into these folders. Raises ``FolderError`` if that is nothing."""
+    folders = list(folders)
+    paths = sorted({path.resolve() for folder in folders for path in folder.glob("*.jsonl")})
+    sources = [source for path in paths for source in read_lines(path, path.read_bytes())]
+    if not any(source.pushes or source.loads for source in sources):
+        where = ", ".join(map(str, folders))
+        raise FolderError(
+            f"no push and no load is recorded in {where}: set trace_dir in kv_connector_extra_config of P and D, "
+            "send a request with both in it, and name that directory"
+        )
+    return sources
+
+
+def read_lines(path: Path, content: bytes) -> list[Source]:
+    """The processes that wrote this file, one after the other. A last line without an end is still being written."""
+    sources = [Source(path)]
+    for line in content.rpartition(b"\n")[0].splitlines():
+        if line.strip():
+            _take(sources, line)
+    if sources[0].process is None and len(sources) > 1 and not (sources[0].pushes or sources[0].loads):
+        sources[1].unreadable += sources[0].unreadable
+        del sources[0]
+    return sources
+
+
+def _take(sources: list[Source], line: bytes) -> None:
+    try:
+        kind = _TYPES.get(msgspec.json.decode(line, type=_Kind).kind)
+        record = None if kind is None else msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        sources[-1].unreadable += 1
+        return
+    match record:
+        case ProcessRecord():
+            sources.append(Source(sources[-1].path, record))
+        case PushRecord():
+            sources[-1].pushes.append(record)
+        case LoadRecord():
+            _take_load(sources[-1].loads, record)
+        case DropRecord():
+            sources[-1].dropped = record.records
+
+
+def _take_load(loads: list[LoadRecord], load: LoadRecord) -> None:
+    """The second record of a load, which says when its blocks were free, replaces the first."""
+    if load.t_cleared is not None:
+        for index, earlier in enumerate(loads):
+            if (earlier.request_id, earlier.t_awaited) == (load.request_id, load.t_awaited):
+                loads[index] = load
+                return
+    loads.append(load)

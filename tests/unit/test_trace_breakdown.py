@@ -1,0 +1,152 @@
+"""Where the time of a request went: parts that follow each other and add up, whatever is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerpush.trace import DropRecord
+from layerpush.tracing.breakdown import PARTS, break_down, medians, shares, slowest
+from layerpush.tracing.report import summary_data, summary_text
+from layerpush.tracing.requests import RequestTrace, read_traces
+from tests.unit.test_trace_tools import load, process, push
+from tests.unit.trace_rig import TwoHosts, write
+
+PUSH = {"t_first_planned": 2.0, "t_last_ready": 5.0, "t_last_landed": 5.5, "t_notified": 5.6}
+LOAD = {"t_awaited": 1.0, "t_registered": 1.5, "t_settled": 6.5, "t_reported": 8.5}
+
+
+def request_of(pushes: list[dict[str, Any]], loads: list[dict[str, Any]], name: str = "r") -> RequestTrace:
+    return RequestTrace(name, [push(name, **one) for one in pushes], [load(name, **one) for one in loads])
+
+
+def parts(request: RequestTrace) -> list[float | None]:
+    return list(break_down(request).parts.values())
+
+
+def test_the_parts_of_a_request() -> None:
+    one = break_down(request_of([PUSH], [LOAD]))
+    assert one.parts == {"queue": 1.0, "prefill": 3.0, "exposed": 0.5, "notification": 1.0, "D wait": 2.0}
+    assert (one.total, one.other) == (7.5, 0.0)
+
+
+def test_prefill_before_d_asks_takes_no_time_from_d() -> None:
+    assert parts(request_of([PUSH], [LOAD | {"t_awaited": 4.0}])) == [0.0, 1.0, 0.5, 1.0, 2.0]
+    late = break_down(request_of([PUSH], [LOAD | {"t_awaited": 6.0}]))
+    assert list(late.parts.values()) == [0.0, 0.0, 0.0, 0.5, 2.0]
+    assert late.total == 2.5
+
+
+def test_of_several_ranks_the_slowest_counts() -> None:
+    slow_p = {"t_first_planned": 2.5, "t_last_ready": 5.25, "t_last_landed": 6.0}
+    slow_d = {"t_awaited": 1.5, "t_settled": 7.0, "t_reported": 9.0}
+    assert parts(request_of([PUSH, slow_p], [LOAD, slow_d])) == [1.0, 3.25, 0.75, 1.0, 2.0]
+
+
+def test_without_ds_records_it_begins_with_prefill() -> None:
+    one = break_down(request_of([PUSH], []))
+    assert list(one.parts.values()) == [None, 3.0, 0.5, None, None]
+    assert (one.total, one.other) == (3.5, 0.0)
+
+
+def test_without_ps_records_the_time_is_other() -> None:
+    one = break_down(request_of([], [LOAD]))
+    assert list(one.parts.values()) == [None, None, None, None, 2.0]
+    assert (one.total, one.other) == (7.5, 5.5)
+
+
+def test_a_push_whose_layers_cannot_be_told_apart_has_no_prefill() -> None:
+    one = break_down(request_of([{"t_last_landed": 5.5}], [LOAD]))
+    assert list(one.parts.values()) == [None, None, None, 1.0, 2.0]
+    assert one.other == 4.5
+
+
+def test_a_load_that_failed_early() -> None:
+    one = break_down(request_of([], [{"t_awaited": 1.0, "t_settled": 1.25, "t_reported": 1.5, "outcome": "failed"}]))
+    assert (one.total, one.other, one.parts["D wait"]) == (0.5, 0.25, 0.25)
+
+
+def test_nothing_is_known() -> None:
+    one = break_down(RequestTrace("r", [push()], []))
+    assert (one.total, set(one.parts.values())) == (0.0, {None})
+
+
+def test_a_clock_that_is_a_little_off_makes_no_part_negative() -> None:
+    one = break_down(request_of([PUSH], [LOAD | {"t_settled": 5.25}]))
+    assert one.parts["notification"] == 0.0
+    assert one.total == sum(part for part in one.parts.values() if part is not None)
+
+
+@pytest.mark.parametrize("fails", [None, "lost"])
+def test_what_real_workers_record_adds_up(tmp_path: Path, fails: str | None) -> None:
+    hosts = TwoHosts()
+    hosts.play(measured=hosts.offset, fails=fails)
+    (request,) = read_traces([hosts.write(tmp_path)]).requests
+    one = break_down(request)
+    assert None not in one.parts.values()
+    assert sum(one.parts.values()) == pytest.approx(one.total)  # type: ignore[arg-type]
+    assert one.parts["prefill"] > 0  # type: ignore[operator]
+    assert one.total == pytest.approx(request.loads[0].t_reported - request.loads[0].t_awaited)  # type: ignore[operator]
+
+
+def three() -> list[RequestTrace]:
+    """7.5, 9.5 and 8.5 s long; the second waits 4 s in D, the third failed before D heard."""
+    failed = LOAD | {"outcome": "failed", "reason": "P is gone", "t_reported": 9.5}
+    return [
+        request_of([PUSH], [LOAD], "a"),
+        request_of([PUSH], [LOAD | {"t_reported": 10.5}], "b"),
+        request_of([], [failed], "c"),
+    ]
+
+
+def test_the_slowest_come_first() -> None:
+    assert [one.request.name for one in slowest(three(), 2)] == ["b", "c"]
+    assert len(slowest(three(), 10)) == 3
+
+
+def test_shares_are_of_all_their_time_and_add_up_to_one() -> None:
+    taken = shares(slowest(three(), 2))
+    assert taken["D wait"] == pytest.approx((4.0 + 3.0) / 18)
+    assert taken["other"] == pytest.approx(5.5 / 18)
+    assert sum(taken.values()) == pytest.approx(1.0)
+    assert shares([]) == dict.fromkeys([*PARTS, "other"], 0.0)
+
+
+def test_a_median_is_of_those_that_have_the_part() -> None:
+    middle = medians(slowest(three(), 3))
+    assert (middle["total"], middle["prefill"], middle["D wait"]) == (8.5, 3.0, 3.0)
+    assert medians([break_down(request_of([PUSH], []))])["D wait"] is None
+
+
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "p.jsonl", process("P", "x"), DropRecord(records=4, t=1.0), push("a", tokens=99, **PUSH))
+    bad = load("b", outcome="failed", reason="P is gone", t_awaited=1.0, t_settled=1.002, t_reported=1.0034)
+    write(tmp_path / "d.jsonl", process("D", "x"), load("a", **LOAD), bad)
+    return tmp_path
+
+
+def test_the_summary_is_a_table(tmp_path: Path) -> None:
+    lines = summary_text(read_traces([folder(tmp_path)]), 10).splitlines()
+    assert lines[0] == "2 requests: 1 completed, 1 failed"
+    assert lines[1] == "P rank 0: 4 records were dropped (p.jsonl)"
+    at = lines.index("the slowest 2, in milliseconds:")
+    heads = "request tokens pushed outcome total queue prefill exposed notification D wait other"
+    assert lines[at + 1].split() == heads.split()
+    values = ["7500.0", "1000.0", "3000.0", "500.0", "1000.0", "2000.0", "-"]
+    assert lines[at + 2].split() == ["cmpl-a-0", "99", "layer", "completed", *values]
+    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "failed", "3.4", "-", "-", "-", "-", "1.4", "2.0"]
+    assert lines[at + 4].split()[:4] == ["median", "of", "all", "3751.7"]
+    assert {len(line) for line in lines[at + 1 : at + 4]} == {len(lines[at + 1])}, "columns are aligned"
+    assert "their time: prefill 40%, D wait 27%, queue 13%, notification 13%, exposed 7%" in lines
+    assert lines[-1] == "cmpl-b-0 failed: P is gone"
+
+
+def test_the_summary_for_programs(tmp_path: Path) -> None:
+    data = summary_data(read_traces([folder(tmp_path)]), 1)
+    assert (data["requests"], data["outcomes"]) == (2, {"completed": 1, "failed": 1})
+    (one,) = data["slowest"]
+    assert (one["request"], one["total"], one["prefill"], one["other"]) == ("cmpl-a-0", 7.5, 3.0, 0.0)
+    assert data["notes"] == ["P rank 0: 4 records were dropped (p.jsonl)"]
+    assert data["shares"]["prefill"] == 0.4

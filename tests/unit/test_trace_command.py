@@ -1,0 +1,169 @@
+"""`layerpush trace`: exit statuses, what goes to stdout and stderr, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from layerpush.cli import app
+from layerpush.trace import DropRecord, WriteRecord
+from layerpush.tracing.picture import PictureError, draw_request
+from layerpush.tracing.requests import RequestTrace
+from tests.unit.test_trace_tools import load, process, push
+from tests.unit.trace_rig import TwoHosts, write
+
+runner = CliRunner()
+WIDE = {"COLUMNS": "200"}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Two requests over two hosts, the second one failed."""
+    hosts = TwoHosts()
+    hosts.play("p-1", measured=hosts.offset)
+    hosts.play("p-2", measured=hosts.offset, fails="a WRITE was lost")
+    return hosts.write(tmp_path / "trace")
+
+
+def run(*arguments: object) -> Any:
+    return runner.invoke(app, ["trace", *map(str, arguments)], env=WIDE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taught"),
+    [
+        (["--help"], ["trace_dir", "kv_connector_extra_config", "perfetto"]),
+        (["merge", "--help"], ["one process per engine rank", "exit status"]),
+        (["plot", "--help"], ["X-Request-Id", ".svg"]),
+        (["summary", "--help"], ["queue", "exposed", "notification", "D wait"]),
+    ],
+    ids=["trace", "merge", "plot", "summary"],
+)
+def test_help_teaches(arguments: list[str], taught: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0
+    missing = [word for word in taught if word.lower() not in " ".join(result.stdout.split()).lower()]
+    assert missing == []
+
+
+def test_merge_writes_one_file(recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "one.json"
+    result = run("merge", recorded, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}: 2 requests; open it in https://ui.perfetto.dev\n"
+    assert "clock of P less that of D" in result.stderr
+    trace = json.loads(out.read_text())
+    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
+        "P: P rank 0",
+        "D: D rank 0",
+    }
+    assert trace["otherData"]["notes"][0].startswith("clock of P less that of D")
+
+
+def test_merge_takes_a_folder_of_each_host(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (recorded / "D-rank0-7.jsonl").rename(tmp_path / "other/D-rank0-7.jsonl")
+    result = run("merge", recorded, tmp_path / "other", "--out", tmp_path / "one.json")
+    assert result.exit_code == 0
+    assert "2 requests" in result.stdout
+
+
+def test_summary_is_for_people_or_programs(recorded: Path) -> None:
+    text = run("summary", recorded, "--top", 1)
+    assert text.exit_code == 0
+    assert text.stdout.startswith("2 requests: ")
+    assert "the slowest 1, in milliseconds:" in text.stdout
+    data = json.loads(run("summary", recorded, "--json").stdout)
+    assert {one["request"] for one in data["slowest"]} == {"d-p-1", "d-p-2"}
+
+
+def test_summary_tells_what_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "p.jsonl", process("P", "x"), push(), DropRecord(records=3, t=1.0))
+    assert "3 records were dropped" in run("summary", tmp_path).stdout
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_plot_draws_the_request_that_was_asked_for(recorded: Path, tmp_path: Path, ending: str, begins: bytes) -> None:
+    out = tmp_path / f"deep/down/one.{ending}"
+    result = run("plot", recorded, "--request", "d-p-1", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}: d-p-1\n"
+    assert out.read_bytes().startswith(begins)
+
+
+def test_plot_draws_the_slowest_if_none_is_asked_for(tmp_path: Path) -> None:
+    slow = push("slow", t_first_planned=1.0, t_last_ready=9.0)
+    write(tmp_path / "p.jsonl", process("P", "x"), push("fast", t_first_planned=1.0, t_last_ready=2.0), slow)
+    assert run("plot", tmp_path, "--out", tmp_path / "one.svg").stdout.endswith("one.svg: cmpl-slow-0\n")
+
+
+def test_plot_draws_what_failed_and_what_was_pushed_whole(tmp_path: Path) -> None:
+    lost = push(outcome="failed", mode="request", fallback="asked for", t_first_planned=1.0, t_last_ready=2.0)
+    lost.writes = [WriteRecord(0, (0, 39), (0, 0), 8, 1024, 2.0, 2.5)]
+    parked = load(outcome="failed", t_registered=1.5, t_settled=3.0, t_parked=3.0, t_reported=3.1, t_cleared=9.0)
+    out = tmp_path / "one.svg"
+    draw_request(RequestTrace("r", [lost], [parked]), out)
+    text = out.read_text()
+    assert text.startswith("<?xml")
+    assert "whole because asked for" in _titles(text)
+    assert "D: blocks set aside" in _titles(text)
+
+
+def _titles(svg: str) -> str:
+    """matplotlib writes each text as a comment before its outlines."""
+    return "\n".join(line.strip() for line in svg.splitlines() if line.strip().startswith("<!--"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plot", "{}", "--request", "nobody"], "'nobody' is not the id of one request: no request has it"),
+        (["plot", "{}", "--request", "p-"], "2 requests have it"),
+        (["plot", "{}", "--request", "p-1", "--out", "{}/one.txt"], "one.txt cannot be written"),
+        (["summary", "{}/empty"], "set trace_dir in kv_connector_extra_config"),
+        (["merge", "{}/empty"], "set trace_dir in kv_connector_extra_config"),
+        (["merge", "{}", "--out", "{}/none/one.json"], "No such file or directory"),
+    ],
+    ids=["no such request", "several requests", "unknown format", "empty summary", "empty merge", "no folder"],
+)
+def test_what_cannot_be_done_is_said_in_one_line(recorded: Path, arguments: list[str], says: str) -> None:
+    (recorded / "empty").mkdir()
+    result = run(*(argument.format(recorded) for argument in arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_drawing_without_matplotlib_says_what_to_install(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("plot", recorded, "--out", tmp_path / "one.png")
+    assert result.exit_code == 2
+    assert "pip install matplotlib" in result.stderr
+    assert run("summary", recorded).exit_code == 0
+
+
+def test_a_request_without_times_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match="no time of r is recorded"):
+        draw_request(RequestTrace("r", [push()], []), tmp_path / "one.png")
+
+
+def test_traces_are_read_without_an_engines_libraries(recorded: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from layerpush.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    for arguments in (["summary", str(recorded)], ["merge", str(recorded), "--out", str(tmp_path / "one.json")]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "trace", *arguments], capture_output=True, text=True, check=True
+        )
+        assert not set(done.stderr.split()) & {"torch", "vllm", "nixl", "matplotlib"}

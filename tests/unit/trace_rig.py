@@ -1,0 +1,91 @@
+"""Trace files of two hosts: a real writer and a real decode desk play requests, each by a clock of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord
+from layerpush.wire import Completion, Fail
+from tests.unit.test_decode_desk import EXTRA, World
+from tests.unit.test_decode_desk import P as P_ADDRESS
+from tests.unit.writer_rig import Prompt, Rig
+
+TOKENS = 16
+WALL = 1_700_000_000.0
+
+
+@dataclass
+class Host:
+    """Its clock is ``ahead`` of this machine's; its wall clock ``wrong`` by so many seconds."""
+
+    name: str
+    ahead: float = 0.0
+    wrong: float = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() + self.ahead
+
+    def process(self, engine_id: str, rank: int = 0) -> ProcessRecord:
+        t = time.perf_counter()
+        return ProcessRecord(
+            engine_id=engine_id,
+            rank=rank,
+            pid=7,
+            host=self.name,
+            clock=f"boot-of-{self.name}",
+            t=t + self.ahead,
+            unix=WALL + t + self.wrong,
+        )
+
+
+@dataclass
+class TwoHosts:
+    """P's and D's hosts, and what their workers recorded. P's times are this machine's own."""
+
+    p: Host = field(default_factory=lambda: Host("p-host"))
+    d: Host = field(default_factory=lambda: Host("d-host", ahead=-5000.0))
+    pushes: list[PushRecord] = field(default_factory=list)
+    loads: list[LoadRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert self.p.ahead == 0.0, "the writer reads the clock itself"
+
+    @property
+    def offset(self) -> float:
+        """What P's clock is ahead of D's."""
+        return self.p.ahead - self.d.ahead
+
+    def play(self, name: str = "p-1", measured: float | None = None, fails: str | None = None) -> None:
+        """D asks, P prefills two chunks and pushes them layer by layer, D hears of the end."""
+        rig, world = Rig(), World()
+        world.desk._keep_record = self.loads.append
+        prompt = Prompt(name, TOKENS, list(range(1, 9)))
+        wanted = rig.host.pending[name] = rig.asks(prompt, rig.decoder())
+        world.engine.known.add(wanted.request_id)
+        world.now = self.d.now()
+        world.desk.await_push(wanted, P_ADDRESS, EXTRA, world.now)
+        world.settle()
+        for _ in range(2):
+            rig.step((prompt, TOKENS // 2))
+        rig.settle()
+        rig.finish(prompt)
+        self.pushes += rig.trace.records
+        world.now = self.d.now()
+        word = Completion(wanted.request_id, 1) if fails is None else Fail(wanted.request_id, 0, fails, True)
+        world.hears(word)
+        self.loads[-1].clock_offset = measured
+
+    def write(self, folder: Path) -> Path:
+        """One file for each engine."""
+        write(folder / "P-rank0-7.jsonl", self.p.process("P"), *self.pushes)
+        write(folder / "D-rank0-7.jsonl", self.d.process("D"), *self.loads)
+        return folder
+
+
+def write(path: Path, *records: ProcessRecord | PushRecord | LoadRecord | DropRecord) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
