@@ -61,7 +61,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Directory for one JSONL trace per P worker, one line per finished push; `null`: no trace.",
+            description="Directory for one JSONL trace per worker, a line for each push on P and each load on D; "
+            "`null`: no trace.",
         ),
     ] = None
     peer_timeout_s: Annotated[

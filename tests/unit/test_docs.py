@@ -16,7 +16,8 @@ from layerpush import wire
 from layerpush.calm import VARIABLE
 from layerpush.config import UPSTREAM_KEYS, LayerPushConfig
 from layerpush.plugin import CONNECTOR_NAME
-from layerpush.trace import ChunkRecord, PushRecord, WriteRecord
+from layerpush.trace import ChunkRecord, DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from layerpush.tracing.breakdown import PARTS
 from scripts.docgen import figures, limits, messages, protocol, soakrun
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated
@@ -250,7 +251,14 @@ def test_bench_table() -> None:
 def test_the_trace_page_names_every_field() -> None:
     page = (ROOT / "docs/trace.md").read_text()
     named = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `")))
-    assert named == {field for kind in (PushRecord, ChunkRecord, WriteRecord) for field in kind.__struct_fields__}
+    kinds = (ProcessRecord, PushRecord, ChunkRecord, WriteRecord, LoadRecord, DropRecord)
+    assert named == {field for kind in kinds for field in kind.__struct_fields__}
+
+
+def test_the_trace_page_tells_the_parts_as_the_code_does() -> None:
+    page = (ROOT / "docs/trace.md").read_text()
+    table = page.split("| part | from, until |\n")[1].split("\n\n")[0]
+    assert re.findall(r"^\| ([\w ]+) \| (.+) \|$", table, re.MULTILINE) == [*PARTS.items()]
 
 
 def test_the_configuration_page_names_vllms_keys_and_our_variable() -> None:

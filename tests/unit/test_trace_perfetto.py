@@ -184,5 +184,5 @@ def test_the_check_itself_finds(what: str, tmp_path: Path) -> None:
         first["dur"] += 1e9
     else:
         next(event for event in events if event["ph"] == "s")["ts"] += 1e9
-    with pytest.raises(AssertionError, match="sticks out|belongs to no slice"):
+    with pytest.raises(AssertionError, match=r"sticks out|belongs to no slice"):
         check(events)

@@ -204,7 +204,7 @@ def test_clocks_that_drift_are_said_to(tmp_path: Path) -> None:
     traces = read_traces([tmp_path])
     assert traces.clocks.offsets["p"].seconds == 0.5
     assert traces.clocks.offsets["p"].contradiction == 0.75
-    assert list(notes(traces))[0].endswith("messages contradict any one value by 750.000 ms: the clocks drift")
+    assert next(iter(notes(traces))).endswith("messages contradict any one value by 750.000 ms: the clocks drift")
 
 
 def test_a_host_is_compared_over_another_one() -> None:
