@@ -41,7 +41,8 @@ from layerpush.prefill.policy import Policy
 from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
-from layerpush.trace import LoadRecord, TraceFile
+from layerpush.spans import SpannedTrace, Spans
+from layerpush.trace import LoadRecord
 from layerpush.transport.base import TransportError
 from layerpush.wire import (
     Accepted,
@@ -78,7 +79,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
-        self._trace = TraceFile(config.trace_dir, engine_id, self.tp_rank)
+        self._spans = Spans(compat.emit_span, compat.REQUEST_ID)
+        self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
@@ -172,6 +174,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
             while len(self._digests) > DIGESTS_KEPT:
                 self._digests.pop(next(iter(self._digests)), None)
+        self._spans.expect(metadata.trace_headers)
         for request in metadata.push_registrations.items():
             self._reg_send_inbox.put(request)
         for request_id, blocks in metadata.push_finished_blocks.items():

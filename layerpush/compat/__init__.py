@@ -31,12 +31,14 @@ from layerpush.compat.requests import (
     take_staged_registration,
     withdraw_receive,
 )
+from layerpush.compat.spans import REQUEST_ID, emit_span, traces_requests
 from layerpush.compat.stats import LayerPushStats
 from layerpush.compat.worker import DEPARTED_KEPT, WatchedPushWorker
 
 __all__ = [
     "DEPARTED_KEPT",
     "GET_META_MSG",
+    "REQUEST_ID",
     "LayerPushPromMetrics",
     "LayerPushStats",
     "LayerwiseMetadata",
@@ -51,6 +53,7 @@ __all__ = [
     "block_sizes",
     "cache_layout",
     "device_of",
+    "emit_span",
     "engine_fallback",
     "get_base_request_id",
     "handshake_query",
@@ -60,6 +63,7 @@ __all__ = [
     "registration_timeout",
     "runs_in_microbatches",
     "take_staged_registration",
+    "traces_requests",
     "withdraw_receive",
     "worker_fallback",
 ]

@@ -18,6 +18,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """Of requests that this prefill engine has begun with, by their ids."""
     cancelled: Mapping[str, str] = MappingProxyType({})
     """Pushes that this decode engine gives up: its request ids, and why."""
+    trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    """Requests that came since the last step with the W3C headers of an OpenTelemetry trace, by their ids."""
 
     @classmethod
     def extending(
@@ -26,10 +28,12 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         plan: StepPlan,
         prompt_digests: Mapping[str, str],
         cancelled: Mapping[str, str],
+        trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         extended = cls.__new__(cls)
         extended.__dict__.update(metadata.__dict__)
         extended.step_plan = plan
         extended.prompt_digests = prompt_digests
         extended.cancelled = cancelled
+        extended.trace_headers = trace_headers
         return extended

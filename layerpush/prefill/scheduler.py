@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -46,6 +47,8 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._block_sizes = compat.block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
         self._prompt_digests: dict[str, str] = {}
+        self._traces_requests = compat.traces_requests(vllm_config)
+        self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._awaited: AwaitedPushes | None = None
         assert vllm_config.kv_transfer_config is not None
         self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
@@ -68,6 +71,8 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         self._doorkeeper.admit(request, time.perf_counter())
         super().on_new_request(request)
+        if self._traces_requests and request.trace_headers and request.kv_transfer_params:
+            self._trace_headers[request.request_id] = dict(request.trace_headers)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -102,7 +107,9 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         assert isinstance(metadata, compat.NixlConnectorMetadata)
         cancelled = self.awaited.cancelled(time.perf_counter())
         digests, self._prompt_digests = self._prompt_digests, {}
-        return compat.LayerwiseMetadata.extending(metadata, self._plan(scheduler_output), digests, cancelled)
+        headers, self._trace_headers = self._trace_headers, {}
+        plan = self._plan(scheduler_output)
+        return compat.LayerwiseMetadata.extending(metadata, plan, digests, cancelled, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

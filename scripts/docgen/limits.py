@@ -55,6 +55,8 @@ TABLES = (
     ("P", "why a request ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
     ("P", "registrations of a D that may have been replaced", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
     ("P", "digests of prompts", "worker.DIGESTS_KEPT", "", _FORGOTTEN),
+    ("both", "trace headers of requests", "spans.HEADERS_KEPT", "", _FORGOTTEN),
+    ("both", "records that wait for the trace file", "trace.QUEUE_LIMIT", "", "the newest is dropped, counted"),
     ("D", "agents that speak layerpush", "decode.desk.SPEAKERS_KEPT", "", _FORGOTTEN),
     ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
     ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),

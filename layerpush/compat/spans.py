@@ -1,0 +1,27 @@
+"""vLLM's OpenTelemetry hook, ``vllm.tracing``: where spans go when an engine has ``--otlp-traces-endpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.tracing import SpanAttributes, extract_trace_context, instrument_manual
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
+
+
+def traces_requests(vllm_config: VllmConfig) -> bool:
+    """Whether this engine exports spans; its workers' tracers are set up by then."""
+    return vllm_config.observability_config.otlp_traces_endpoint is not None
+
+
+def emit_span(name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    """A span of the trace that the request's W3C ``headers`` name, from and to nanoseconds of Unix time. It is queued
+    for export, not sent.
+    """
+    context = extract_trace_context(headers)
+    if context is not None:
+        instrument_manual(name, start_ns, end_ns, dict(attributes), context)

@@ -1,0 +1,104 @@
+"""What vLLM's scheduler hands on of a request's OpenTelemetry trace, and what its hook makes of our spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerpush.spans import Spans
+from tests.connector.conftest import PORTS
+from tests.connector.engine import cache_config, config_of
+from tests.connector.test_decode_scheduler import Decode
+from tests.unit.test_trace_tools import push
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+COLLECTOR = "http://127.0.0.1:1"
+"""Nobody listens there, and nobody asks: it is the API server that would set the tracer up."""
+
+
+@pytest.fixture
+def engine(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], Decode]]:
+    engines: list[Decode] = []
+
+    def build(endpoint: str | None) -> Decode:
+        port = PORTS.take()
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        config = config_of(model, "kv_both", f"spans-{port}", otlp_traces_endpoint=endpoint)
+        engines.append(Decode(config, cache_config()))
+        return engines[-1]
+
+    yield build
+    for one in engines:
+        one.scheduler.shutdown()
+
+
+def arrive(engine: Decode, request_id: str, params: dict[str, Any] | None, headers: dict[str, str] | None) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params})
+    sampling.update_from_generation_config({}, None)
+    engine.requests[request_id] = Request(request_id, list(range(3, 20)), sampling, None, trace_headers=headers)
+    engine.scheduler.add_request(engine.requests[request_id])
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def test_the_workers_hear_once_which_requests_belong_to_a_trace(engine: Callable[[str | None], Decode]) -> None:
+    one = engine(COLLECTOR)
+    arrive(one, "traced", PREFILL, HEADERS)
+    arrive(one, "not traced", PREFILL, None)
+    arrive(one, "not pushed", None, HEADERS)
+    one.step()
+    assert one.metadata.trace_headers == {"traced": HEADERS}
+    one.step()
+    assert one.metadata.trace_headers == {}
+
+
+def test_without_a_collector_the_workers_hear_nothing(engine: Callable[[str | None], Decode]) -> None:
+    one = engine(None)
+    arrive(one, "traced", PREFILL, HEADERS)
+    one.step()
+    assert one.metadata.trace_headers == {}
+
+
+@pytest.fixture
+def exported() -> Iterator[Any]:
+    """What OpenTelemetry would send, if vLLM had set its tracer up for a collector."""
+    telemetry = pytest.importorskip("opentelemetry.trace")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    before = telemetry._TRACER_PROVIDER
+    telemetry._TRACER_PROVIDER = provider
+    yield exporter
+    telemetry._TRACER_PROVIDER = before
+
+
+def test_vllms_hook_puts_it_below_the_clients_span(exported: Any) -> None:
+    from layerpush.compat import REQUEST_ID, emit_span
+
+    spans = Spans(emit_span, REQUEST_ID)
+    spans.expect({push().request_id: HEADERS})
+    spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
+    (span,) = exported.get_finished_spans()
+    assert span.name == "layerpush.push"
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert span.end_time - span.start_time == 1_000_000_000
+    assert span.attributes["gen_ai.request.id"] == push().request_id
+
+
+def test_vllms_hook_without_a_collector_does_nothing() -> None:
+    from layerpush.compat import emit_span
+
+    emit_span("layerpush.push", 1, 2, {}, HEADERS)
