@@ -107,7 +107,7 @@ class DecodeDesk:
         record = self._record(registration.request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload, record)
+        awaited = self._awaited[registration.request_id] = Awaited(session, address, registration, payload, now, record)
         self._register(awaited, now, again=True)
 
     def refuse(self, request_id: str, reason: str, now: float) -> None:
@@ -278,16 +278,16 @@ class DecodeDesk:
                     payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
                     self._send(awaited.address.engine_id, agent, payload, now)
             case Succeed():
-                self.counters.ended("loaded", now - record.t_awaited)
+                self.counters.ended("loaded", now - awaited.since)
                 record.settled("completed", None, now)
                 self._report(record, partial(self._loads.loaded, awaited.completions))
             case GiveUp(reason):
-                self.counters.ended("aborted" if awaited.dropped else "failed", now - record.t_awaited)
+                self.counters.ended("aborted" if awaited.dropped else "failed", now - awaited.since)
                 record.settled(lost, reason, now)
                 self._log_failure(awaited, reason, "")
                 self._report(record, partial(self._loads.failed, request_id))
             case Park(reason):
-                self.counters.ended("parked", now - record.t_awaited)
+                self.counters.ended("parked", now - awaited.since)
                 self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
                 record.settled(lost, reason, now)
                 record.t_parked = now

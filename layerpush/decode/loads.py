@@ -38,6 +38,7 @@ class Awaited:
     address: Address
     registration: Registration
     payload: bytes
+    since: float
     record: LoadRecord
     completions: list[bytes] = field(default_factory=list)
     ranks: dict[str, Rank] = field(default_factory=dict)

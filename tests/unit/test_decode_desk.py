@@ -993,7 +993,7 @@ def test_loads_that_come_to_nothing_are_told_apart() -> None:
     world.awaiting("p-0", request_id="aborted")
     world.desk.dropped("aborted", "aborted", world.now)
     world.hears(Cancelled("aborted"))
-    world.desk.refuse("refused", "bad address")
+    world.desk.refuse("refused", "bad address", world.now)
     world.awaiting("p-0", request_id="parked")
     world.desk.overdue("parked", "no push", world.now)
     world.tick(PATIENCE_S)
