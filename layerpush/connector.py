@@ -61,9 +61,9 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         return compat.LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> compat.LayerPushStats:
-        """Of what ``to_dict`` gave in another process. Any process."""
-        return compat.LayerPushStats() if data is None else compat.LayerPushStats(data=data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> compat.HeardStats:
+        """Of what ``to_dict`` gave in another process. Front end's process."""
+        return compat.HeardStats(data)
 
     @classmethod
     def build_prom_metrics(

@@ -26,6 +26,7 @@ class FrontEnd:
         register()
         unregister_vllm_metrics()
         transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
+        self.transfer = transfer
         labels: dict[int, list[object]] = {index: ["m", str(index)] for index in range(engines)}
         config: Any = SimpleNamespace(kv_transfer_config=transfer)
         self.prom = KVConnectorProm(config, LABELS, labels)

@@ -32,13 +32,14 @@ from layerpush.compat.requests import (
     withdraw_receive,
 )
 from layerpush.compat.spans import REQUEST_ID, emit_span, traces_requests
-from layerpush.compat.stats import LayerPushStats
+from layerpush.compat.stats import HeardStats, LayerPushStats
 from layerpush.compat.worker import DEPARTED_KEPT, WatchedPushWorker
 
 __all__ = [
     "DEPARTED_KEPT",
     "GET_META_MSG",
     "REQUEST_ID",
+    "HeardStats",
     "LayerPushPromMetrics",
     "LayerPushStats",
     "LayerwiseMetadata",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -38,8 +39,8 @@ class LayerPushStats(NixlKVConnectorStats):
         return Tally.from_data(self.data.get(KEY, {}))
 
     def is_empty(self) -> bool:
-        """Whether there is nothing that a log line should tell; levels may have changed all the same."""
-        return self._is_silent_upstream() and not is_eventful(self.tally)
+        """Whether there is nothing to tell the front end, which would be thrown away."""
+        return self._is_silent_upstream() and self.tally.is_empty
 
     def aggregate(self, other: KVConnectorStats) -> LayerPushStats:
         """Add another rank's, another process's or a later report. ``other`` stays as it is."""
@@ -62,3 +63,14 @@ class LayerPushStats(NixlKVConnectorStats):
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)
+
+
+class HeardStats(LayerPushStats):
+    """What a front end has heard since its last log line. ``data`` stays the caller's: its metrics need it too."""
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(dict(data or {}))
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing that a log line should tell; levels may have changed all the same."""
+        return self._is_silent_upstream() and not is_eventful(self.tally)

@@ -81,3 +81,18 @@ def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: F
     d.add("r-1", TOKENS, {"do_remote_prefill": True})
     d.step()
     assert scraped(front_end, d).value("dropped_messages_total", kind="bad_kv_transfer_params") == 1
+
+
+def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
+    """vLLM throws away what a scheduler's connector calls empty; a level is not."""
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    worker = d.worker.connector_worker
+    worker.parked("r-1")
+    worker.failed("r-1")
+    until(lambda: d.step() and scraped(front_end, d).value("parked_requests") == 1)
+    assert scraped(front_end).value("parked_blocks") == 7
+    worker.cleared("r-1")
+    until(lambda: d.step() and scraped(front_end, d).value("parked_blocks") == 0)
+    assert scraped(front_end).value("parked_requests") == 0

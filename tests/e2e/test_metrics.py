@@ -57,7 +57,7 @@ def test_a_push_is_counted_by_its_outcome(fleet: Fleet, reference: Reference, or
 def test_ranks_are_added_up(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
     p, d = fleet.get(p_spec, d_spec)
     pushes, loads = value(p, "pushes_total"), value(d, "loads_total")
-    check_tokens(send(p, d, prompt(700, seed=401), "early").outcome(), reference)
+    check_tokens(send(p, d, prompt(700, seed=401), "together").outcome(), reference)
     wait_for(p, "pushes_total", pushes + 2)
     wait_for(d, "loads_total", loads + 2)
     assert value(p, "ranks") == value(d, "ranks") == 2

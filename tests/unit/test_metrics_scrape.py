@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from layerpush import compat
@@ -247,6 +248,28 @@ def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> N
     assert one.log_line() is None
     assert Scrape().value("pending_registrations") == 4
     assert Scrape().value("writer_lag_seconds_count") == 1
+
+
+def test_levels_alone_are_not_empty_where_they_are_made() -> None:
+    """vLLM throws away what a scheduler's connector calls empty."""
+    tally = Tally()
+    tally.level(PARKED_BLOCKS, "scheduler", 0)
+    assert not stats_of(tally).is_empty()
+
+
+def test_two_loggers_hear_the_same(front_end: Opened) -> None:
+    """vLLM gives one dict to all of them, step by step."""
+    one = front_end()
+    other = KVConnectorLogging(one.transfer)
+    payloads = [stats_of(pushed(), upstream_stats()).to_dict() for _ in range(3)]
+    for payload in payloads:
+        other.observe(payload)
+        one.logging.observe(payload)
+    lines: list[str] = []
+    other.log(lambda form, text: lines.append(form % text))
+    assert lines == [one.log_line()]
+    assert "Layer-wise pushes=3" in lines[0]
+    assert "Num successful transfers=3" in lines[0]
 
 
 # Many observations at once.
