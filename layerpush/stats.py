@@ -24,8 +24,8 @@ class PushCounters:
     bytes: int = 0
     lost_writes: int = 0
 
-    def landed(self, write: WriteRecord, *, whole: bool = False) -> None:  # noqa: ARG002  subclasses tell them apart
-        """A WRITE has landed; ``whole``: upstream's of a whole request."""
+    def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:  # noqa: ARG002
+        """A WRITE has landed; ``whole``: upstream's of a whole request. Subclasses tell them apart."""
         self.writes += 1
         self.descriptors += write.descriptors
         self.bytes += write.bytes

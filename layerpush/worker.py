@@ -29,7 +29,7 @@ from layerpush.layout import CacheLayout, LayoutError
 from layerpush.metrics.loads import LoadMeter
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.reporter import Reporter
-from layerpush.metrics.sources import watch_worker, watch_writer
+from layerpush.metrics.sources import watch_rings, watch_worker, watch_writer
 from layerpush.peers import Address, Peers, Rank
 from layerpush.prefill.capture import Capture
 from layerpush.prefill.coverage import MismatchError
@@ -134,6 +134,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
         watch_writer(self.metrics, self._writer, self._prefill_desk, self._capture, self._trace)
+        watch_rings(self.metrics, ())
         self._peers.on_lost = self._peer_lost
         self._host.writer, self._host.desk = self._writer, self._prefill_desk
         self._prepared.set()

@@ -1,7 +1,7 @@
 """Every metric of layerpush: its name, its labels, its buckets and what it means. Pure.
 
 ``docs/metrics.md`` is made from this table, and the Prometheus objects are. To add a metric, add it here and record it
-under its ``key``. Packing and staging memory have none yet: they get theirs with the code that they measure.
+under its ``key``.
 """
 
 from __future__ import annotations
@@ -127,6 +127,18 @@ WRITE_LAYERS = Metric(
     "Layers of a layer-wise WRITE that has landed: how many it took together.",
     buckets=LAYERS,
 )
+WRITES = Metric(
+    "writes",
+    Kind.COUNTER,
+    Side.PREFILL,
+    "WRITEs that have landed, by how they were planned; only `direct` ones are made so far.",
+    "plan",
+    {
+        "direct": "from P's KV cache into D's",
+        "gathered": "put together in P's staging ring, into D's KV cache",
+        "packed": "put together in P's staging ring, into D's staging ring",
+    },
+)
 FAILED_WRITES = Metric(
     "failed_writes", Kind.COUNTER, Side.PREFILL, "WRITEs that ended in an error, or could not be posted."
 )
@@ -220,6 +232,18 @@ DROPPED_RECORDS = Metric(
         "hooks": "layers that were found by the sweep instead",
     },
 )
+RING_BYTES = Metric(
+    "staging_ring_bytes",
+    Kind.GAUGE,
+    Side.BOTH,
+    "Staging memory of the rank that has the most; 0: there is no ring, and so far there never is.",
+)
+RING_USED_BYTES = Metric(
+    "staging_ring_used_bytes",
+    Kind.GAUGE,
+    Side.BOTH,
+    "Staging memory that WRITEs use, of the rank that uses the most.",
+)
 WRITER_LAG = Metric(
     "writer_lag_seconds",
     Kind.HISTOGRAM,
@@ -235,9 +259,10 @@ RANKS = Metric(
 )
 
 CATALOG: tuple[Metric, ...] = (
-    PUSHES, FALLBACKS, EXPOSED, TRANSFER, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, FAILED_WRITES, LAYERS_READY,
+    PUSHES, FALLBACKS, EXPOSED, TRANSFER,
+    WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, FAILED_WRITES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
-    DROPPED_MESSAGES, DROPPED_RECORDS, WRITER_LAG, RANKS,
+    DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip
 BY_KEY: Mapping[str, Metric] = MappingProxyType({metric.key: metric for metric in CATALOG})

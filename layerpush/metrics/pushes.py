@@ -12,6 +12,7 @@ from layerpush.metrics.catalog import (
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
     WRITE_LAYERS,
+    WRITES,
 )
 from layerpush.metrics.recorder import Recorder
 from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
@@ -31,11 +32,12 @@ class PushMeter(PushCounters):
         self._by_layer = by_layer
         self._engine_fallback = engine_fallback
 
-    def landed(self, write: WriteRecord, *, whole: bool = False) -> None:
-        super().landed(write, whole=whole)
+    def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
+        super().landed(write, plan, whole=whole)
         sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
         if not whole:  # of these the regions are known instead
             sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
+        self._recorder.count(WRITES, plan)
         self._recorder.observe(*sizes)
 
     def lost(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from layerpush.metrics.catalog import (
     ACTIVE_PUSHES,
@@ -14,6 +14,8 @@ from layerpush.metrics.catalog import (
     PARKED_REQUESTS,
     PENDING_REGISTRATIONS,
     RANKS,
+    RING_BYTES,
+    RING_USED_BYTES,
     UNCLAIMED_PUSHES,
 )
 
@@ -26,6 +28,22 @@ if TYPE_CHECKING:
     from layerpush.prefill.desk import PrefillDesk
     from layerpush.prefill.writer import PushWriter
     from layerpush.trace import TraceFile
+
+
+class StagingRing(Protocol):
+    """Memory that WRITEs are put together in, or land in. Any thread may look."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+
+def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
+    """All of a worker's; it has none, since nothing is packed."""
+    reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
+    reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))
 
 
 def watch_worker(reporter: Reporter, ranks: int, decode_desk: DecodeDesk, complaints: Complaints) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from layerpush.layout import CacheLayout
 from layerpush.prefill.protocol import Write
@@ -16,12 +17,17 @@ from layerpush.transport.base import PeerLostError, Transport, TransportError, W
 logger = logging.getLogger("vllm.layerpush.outbox")
 
 
+WritePlan = Literal["direct", "gathered", "packed"]
+"""Whether a WRITE goes from cache to cache, from staging memory to cache, or from staging memory to staging memory."""
+
+
 @dataclass(slots=True)
 class RankWrite:
     """One posted WRITE to one decode rank."""
 
     handle: WriteHandle
     record: WriteRecord
+    plan: WritePlan = "direct"
 
 
 @dataclass(slots=True)

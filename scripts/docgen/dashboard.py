@@ -91,7 +91,8 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         Panel(
             "WRITEs",
             "wps",
-            {"landed": rate(catalog.WRITE_BYTES, part="_count"), "failed": rate(catalog.FAILED_WRITES)},
+            {"{{plan}}": rate(catalog.WRITES, by="plan"), "failed": rate(catalog.FAILED_WRITES)},
+            "By plan; only direct ones are made so far.",
         ),
         Panel("Bytes per WRITE", "bytes", {"mean": mean(catalog.WRITE_BYTES)} | quantiles(catalog.WRITE_BYTES)),
         Panel("Layers per WRITE", "short", {"mean": mean(catalog.WRITE_LAYERS)} | quantiles(catalog.WRITE_LAYERS)),
@@ -116,6 +117,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Both": (
         Panel("Dropped messages", "ops", {"{{kind}}": rate(catalog.DROPPED_MESSAGES, by="kind")}),
         Panel("Writer lag", "s", quantiles(catalog.WRITER_LAG), catalog.WRITER_LAG.meaning),
+        Panel(
+            "Staging rings",
+            "bytes",
+            levels(catalog.RING_BYTES, catalog.RING_USED_BYTES),
+            "0: there is no ring, and so far there never is.",
+        ),
         Panel("Dropped records", "ops", {"{{queue}}": rate(catalog.DROPPED_RECORDS, by="queue")}),
     ),
 }

@@ -47,6 +47,8 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("write_bytes_sum", engine="0") == counters.bytes > 0
     assert scrape.value("write_bytes_count", engine="0") == counters.writes
     assert scrape.value("write_descriptors_sum", engine="0") == counters.descriptors
+    assert scrape.value("writes_total", engine="0", plan="direct") == scrape.value("writes_total") == counters.writes
+    assert scrape.value("staging_ring_bytes") == scrape.value("staging_ring_used_bytes") == 0
     assert scrape.value("exposed_seconds_count", engine="0") == 1
     assert scrape.value("transfer_seconds_count", engine="0") == 1
     assert scrape.value("transfer_seconds_sum", engine="0") > 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 
@@ -16,12 +18,13 @@ from layerpush.metrics.catalog import (
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
     WRITE_LAYERS,
+    WRITES,
 )
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.recorder import Recorder
 from layerpush.metrics.tally import Tally
 from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.outbox import PostedWrite
+from layerpush.prefill.outbox import Outbox, PostedWrite, WritePlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import Push
 from layerpush.prefill.session import Session
@@ -67,6 +70,7 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     assert tally.observed(WRITE_BYTES).total == sum(write.bytes for write in writes) == layers * 6 * 16
     assert tally.observed(WRITE_DESCRIPTORS).total == sum(write.descriptors for write in writes)
     assert tally.observed(WRITE_LAYERS).count == len(writes)
+    assert tally.counters[WRITES.key] == {"direct": len(writes)}
     assert tally.observed(WRITE_LAYERS).total == 3 * layers
     assert (tally.observed(EXPOSED).count, tally.observed(TRANSFER).count) == (1, 1)
     assert 0 < tally.observed(TRANSFER).total < 10
@@ -84,6 +88,7 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     assert pushes(tally) == {"late_registration": 1}
     assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
     assert tally.observed(WRITE_BYTES).count == 1
+    assert tally.counters[WRITES.key] == {"direct": 1}
     assert tally.observed(WRITE_LAYERS).count == 0, "of a whole-request WRITE the layers are not known"
     assert tally.observed(EXPOSED).count == 1
 
@@ -92,6 +97,23 @@ def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
     push = push_of()
     push.record.t_last_ready, push.registered_at, push.record.t_last_landed = 10.0, 50.0, 50.5
     assert push.exposed_s == pytest.approx(0.5)
+
+
+def test_writes_are_told_apart_by_their_plan() -> None:
+    metered = Metered(policy=Policy(min_write_bytes=1))
+    post, plans = Outbox.post, itertools.cycle(get_args(WritePlan))
+
+    def planned(outbox: Outbox, *args: Any) -> PostedWrite:
+        posted = post(outbox, *args)
+        for part, plan in zip(posted.parts, plans, strict=False):
+            part.plan = plan
+        return posted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outbox, "post", planned)
+        counted = metered.run().counters[WRITES.key]
+    assert counted == dict.fromkeys(WRITES.values, 3)
+    assert tuple(WRITES.values) == get_args(WritePlan)
 
 
 def test_a_failed_write_and_the_push_that_it_fails_are_counted() -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 
-from layerpush.metrics.catalog import AWAITED_LOADS, DROPPED_MESSAGES, EXPOSED, LOADS, PUSHES, WRITER_LAG
+from layerpush.metrics.catalog import (
+    AWAITED_LOADS,
+    DROPPED_MESSAGES,
+    EXPOSED,
+    LOADS,
+    PUSHES,
+    RING_BYTES,
+    RING_USED_BYTES,
+    WRITER_LAG,
+)
 from layerpush.metrics.lag import Lag
 from layerpush.metrics.reporter import REPORT_S, Reporter
+from layerpush.metrics.sources import watch_rings
 
 
 def test_what_was_recorded_is_told_once() -> None:
@@ -48,6 +59,24 @@ def test_a_level_is_told_when_it_changes_and_once_in_a_while() -> None:
     assert told(10.2 + REPORT_S) == 5.0
     level[0] = 0.0
     assert told(11.3) == 0.0
+
+
+@dataclass
+class Ring:
+    capacity_bytes: int
+    used_bytes: int
+
+
+def test_staging_rings_of_a_worker_are_one_level() -> None:
+    """Without any, both are there, at 0."""
+    reporter, rings = Reporter("0"), list[Ring]()
+    watch_rings(reporter, rings)
+    for now, known in enumerate([[], [Ring(64, 0)], [Ring(64, 16), Ring(32, 8)]]):
+        rings[:] = known
+        tally = reporter.take(float(now * 10))
+        assert tally is not None
+        assert tally.gauges[RING_BYTES.key] == {"0": sum(ring.capacity_bytes for ring in known)}
+        assert tally.gauges[RING_USED_BYTES.key] == {"0": sum(ring.used_bytes for ring in known)}
 
 
 def test_every_report_has_every_level_and_the_lag() -> None:
