@@ -54,9 +54,7 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         """What has happened since the last call. The scheduler's thread, or the engine's main thread after a step."""
         now = time.perf_counter()
         if self.connector_worker is not None:
-            return compat.LayerPushStats.joined(
-                super().get_kv_connector_stats(), self.connector_worker.metrics.take(now)
-            )
+            return compat.LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
         assert self.connector_scheduler is not None
         return compat.LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
 

@@ -38,6 +38,7 @@ from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
+from layerpush.prefill.settling import Settling
 from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from layerpush.metrics.tally import Tally
 
 logger = init_logger("vllm.layerpush.worker")
 
@@ -88,6 +91,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)
         self.metrics = Reporter(str(vllm_config.parallel_config.rank))
+        self._settling, self._settles = Settling(), False
         self._prober = Prober()
         self._peers = Peers(self, self.transport, config.allowed_hosts)
         self._host = WorkerHost(self, self._peers, self._guarded, self._peer_lost)
@@ -184,6 +188,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         if metadata.cancelled:
             self.errand(partial(self._cancel_loads, dict(metadata.cancelled)))
         self._capture.arm(metadata.step_plan, metadata.reqs_not_processed)
+        if metadata.reqs_not_processed:
+            self._settling.dropped(time.perf_counter())
         self._wake()
 
     def revoke(self, metadata: compat.LayerwiseMetadata) -> None:
@@ -191,11 +197,18 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         if self._capture is not None:
             self._capture.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
 
+    def measured(self, now: float) -> Tally | None:
+        """What is new for the metrics. Before ``report``: what it keeps the engine stepping for is told by then."""
+        self._settles = self._settling.is_pending(now)
+        return self.metrics.take(now)
+
     def report(self) -> DecodeReport | None:
-        """Loads that were given up while somebody may still write, and such as are over now, since the last report."""
-        if not self._reports:
+        """Loads that were given up while somebody may still write, and such as are over now, since the last report;
+        whether dropped requests' pushes are not over.
+        """
+        if not self._reports and not self._settles:
             return None
-        report, rank = DecodeReport(), int(self.vllm_config.parallel_config.rank)
+        report, rank = DecodeReport(settling=self._settles), int(self.vllm_config.parallel_config.rank)
         while self._reports:
             kind, request_id = self._reports.popleft()
             (report.parked if kind == "parked" else report.cleared)[request_id] = {rank}
@@ -203,6 +216,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def _wake(self) -> None:
         if not self._push_writer_wake.is_set():
+            self.metrics.lag.woken(time.perf_counter())
             self._push_writer_wake.set()
 
     def layer_saved(self, layer_name: str) -> None:
@@ -216,6 +230,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def lease_expired(self, request_id: str) -> None:
         if self._capture is not None:
             self._capture.expire(request_id)
+            self._settling.dropped(time.perf_counter())
+            self._wake()
 
     def has_writes_in_flight(self, request_id: str) -> bool:
         return self.writer.writes_in_flight(request_id)
@@ -238,6 +254,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._push_writer_wake.wait(patience)
 
     def _turn(self) -> None:
+        dropped = self._settling.count
         for errand in self.take_errands():
             self._guarded("an errand", None, errand)
         self._drain_inboxes()
@@ -247,6 +264,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._peers.tick(now)
         self.prefill_desk.tick(now)
         self._decode_desk.tick(now)
+        if not self.writer.is_draining:
+            self._settling.settled(dropped)
 
     def _patience(self) -> float:
         own = self.writer.patience

@@ -40,7 +40,9 @@ class LayerPushPromMetrics(NixlPromMetrics):
         for engine_idx in per_engine_labelvalues:
             for metric in CATALOG:
                 for value in metric.known_values:
-                    self._child(engine_idx, metric, value)
+                    child = self._child(engine_idx, metric, value)
+                    if metric.kind is Kind.GAUGE:
+                        child.set(0)  # with several API servers a gauge that was never set is not shown
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)

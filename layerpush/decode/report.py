@@ -1,4 +1,4 @@
-"""What a decode engine's ranks and its scheduler tell each other of pushes that do not come to their end."""
+"""What an engine's ranks and its scheduler tell each other of pushes that do not come to their end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ Ranks = dict[str, set[int]]
 
 @dataclass(slots=True)
 class DecodeReport(KVConnectorWorkerMetadata):
-    """Since a rank's last report: loads given up while a prefill engine may still write, and those of them now over."""
+    """Since a rank's last report: loads given up while a prefill engine may still write, and those of them now over.
+
+    ``settling``: on a prefill engine, requests were dropped whose pushes are not over.
+    """
 
     parked: Ranks = field(default_factory=dict)
     cleared: Ranks = field(default_factory=dict)
+    settling: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
         assert isinstance(other, DecodeReport)
-        return DecodeReport(_union(self.parked, other.parked), _union(self.cleared, other.cleared))
+        parked, cleared = _union(self.parked, other.parked), _union(self.cleared, other.cleared)
+        return DecodeReport(parked, cleared, self.settling or other.settling)
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

@@ -8,27 +8,34 @@ import threading
 class Lag:
     """The loop's own thread calls ``began`` and ``ended`` around each turn; any thread may ``take``. Times in seconds.
 
-    A turn's lag is its own length, and by how much the wait before it overslept: a loop that is woken in time and does
-    little has none. A turn that does not end counts with what it has taken so far.
+    A turn's lag is its own length, and how much later it began than it was woken, or than it was to wake up: a loop
+    that comes in time and does little has none. What does not end counts with what it has taken so far, be it a turn
+    or the wait for one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worst = 0.0
         self._due: float | None = None
-        self._overslept = 0.0
+        self._woken: float | None = None
         self._began: float | None = None
+        self._late = 0.0
+
+    def woken(self, now: float) -> None:
+        """There is work; the first to say so since the last turn began counts. Any thread, without a lock."""
+        if self._woken is None:
+            self._woken = now
 
     def began(self, now: float) -> None:
         with self._lock:
-            self._overslept = 0.0 if self._due is None else max(0.0, now - self._due)
-            self._began = now
+            self._late = self._lateness(now)
+            self._began, self._woken = now, None
 
     def ended(self, now: float, patience: float) -> None:
         """The loop will wait for ``patience`` seconds, unless it is woken."""
         with self._lock:
             if self._began is not None:
-                self._worst = max(self._worst, self._overslept + now - self._began)
+                self._worst = max(self._worst, self._late + now - self._began)
             self._began, self._due = None, now + patience
 
     def take(self, now: float) -> float | None:
@@ -37,5 +44,9 @@ class Lag:
             if self._due is None and self._began is None:
                 return None
             worst, self._worst = self._worst, 0.0
-            running = 0.0 if self._began is None else self._overslept + now - self._began
-            return max(worst, running)
+            so_far = self._lateness(now) if self._began is None else self._late + now - self._began
+            return max(worst, so_far)
+
+    def _lateness(self, now: float) -> float:
+        moments = [moment for moment in (self._due, self._woken) if moment is not None]
+        return max(0.0, now - min(moments, default=now))

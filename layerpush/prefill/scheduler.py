@@ -50,6 +50,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._traces_requests = compat.traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._awaited: AwaitedPushes | None = None
+        self._workers_settle = False
         assert vllm_config.kv_transfer_config is not None
         self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
@@ -116,6 +117,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
         self.awaited.reported(connector_output.finished_recving or (), report)
+        self._workers_settle = report is not None and report.settling
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request.request_id, None)
@@ -127,7 +129,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         return outcome
 
     def has_pending_push_work(self) -> bool:
-        return bool(super().has_pending_push_work()) or self.awaited.needs_steps
+        return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         if not self._prompts:

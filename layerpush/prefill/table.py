@@ -44,6 +44,11 @@ class PushTable:
             if push.in_flight and push.record.decode_engine_id is not None
         }
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether something is on the wire for a push that is over otherwise."""
+        return any(push.session.state in (State.DRAINING, State.CLOSED) for push in self._pushes.values())
+
     def is_delegated(self, request_id: str) -> bool:
         """Whether a request is upstream's to push whole, and still wanted."""
         push = self._pushes.get(request_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from layerpush.prefill.writer import PushWriter
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, ends_well, registered, run
 from tests.contract.waiting import until
@@ -27,6 +28,17 @@ def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
             front_end.hear(payload, index)
         engine.stats.clear()
     return Scrape()
+
+
+def run_dry(engine: Engine) -> None:
+    """As vLLM's core does: no step more than the scheduler asks for."""
+
+    def has_none_left() -> bool:
+        if engine.scheduler.has_requests():
+            engine.step()
+        return not engine.scheduler.has_requests()
+
+    until(has_none_left)
 
 
 def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
@@ -98,3 +110,46 @@ def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
     worker.cleared("r-1")
     until(lambda: d.step() and scraped(front_end, d).value("parked_blocks") == 0)
     assert scraped(front_end).value("parked_requests") == 0
+
+
+@pytest.mark.parametrize("registers", [False, True], ids=["unclaimed", "claimed"])
+@pytest.mark.parametrize("attempt", range(3))
+def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
+    engine: Build, front_end: FrontEnd, registers: bool, attempt: int
+) -> None:
+    p = engine("kv_producer", {"min_write_bytes": 0})
+    if registers:
+        d = engine("kv_consumer")
+        d.decode_from(p, "r-1", TOKENS)
+        d.step()
+        registered(p)
+    p.prefill("r-1", TOKENS)
+    p.step()
+    p.abort("r-1")
+    run_dry(p)
+    scrape = scraped(front_end, p)
+    assert scrape.value("pushes_total", engine="0", outcome="cancelled") == 1
+    assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
+
+
+def test_a_push_that_nobody_wanted_is_told_by_an_engine_that_falls_idle(engine: Build, front_end: FrontEnd) -> None:
+    p = engine("kv_producer", {"kv_lease_duration": 0.2})
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    run_dry(p)
+    scrape = scraped(front_end, p)
+    assert scrape.value("pushes_total", engine="0", outcome="failed") == 1
+    assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
+
+
+def test_an_engine_does_not_step_for_ever_for_a_push_that_does_not_end(
+    engine: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = engine("kv_producer")
+    monkeypatch.setattr(PushWriter, "is_draining", True)
+    p.prefill("r-1", TOKENS)
+    p.step()
+    p.abort("r-1")
+    p.step()
+    assert p.scheduler.has_requests()
+    run_dry(p)

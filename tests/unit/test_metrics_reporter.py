@@ -137,6 +137,40 @@ def test_oversleeping_counts() -> None:
     assert lag.take(1.5) == pytest.approx(0.4)
 
 
+def test_coming_late_when_it_is_woken_counts_from_the_first_call() -> None:
+    lag = Lag()
+    lag.began(1.0)
+    lag.ended(1.0, patience=5.0)
+    lag.woken(2.0)
+    lag.woken(2.3)
+    assert lag.take(2.1) == pytest.approx(0.1), "it has not come yet"
+    lag.began(2.5)
+    lag.ended(2.6, patience=5.0)
+    assert lag.take(2.6) == pytest.approx(0.6)
+    lag.began(3.0)
+    lag.ended(3.0, patience=5.0)
+    assert lag.take(3.0) == 0.0, "nobody woke it for this turn"
+
+
+def test_work_that_comes_during_a_turn_waits_for_its_end() -> None:
+    lag = Lag()
+    lag.began(1.0)
+    lag.woken(1.1)
+    lag.ended(1.5, patience=5.0)
+    lag.began(1.5)
+    lag.ended(1.7, patience=5.0)
+    assert lag.take(1.7) == pytest.approx(0.6)
+
+
+def test_a_loop_that_never_wakes_up_again_shows() -> None:
+    lag = Lag()
+    lag.began(1.0)
+    lag.ended(1.0, patience=0.5)
+    assert lag.take(1.4) == 0.0
+    assert lag.take(3.5) == pytest.approx(2.0)
+    assert lag.take(4.5) == pytest.approx(3.0)
+
+
 def test_a_turn_that_does_not_end_shows() -> None:
     lag = Lag()
     lag.began(1.0)

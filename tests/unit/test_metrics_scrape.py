@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -295,26 +295,33 @@ def test_other_histograms_get_every_observation() -> None:
     assert other.into.total == pytest.approx(buckets.total)
 
 
-def test_with_several_front_ends(tmp_path: Path) -> None:
-    """prometheus_client then keeps its values in files, which are read together."""
-    script = """
-from prometheus_client import CollectorRegistry, Histogram, generate_latest, multiprocess
-from layerpush.metrics.bulk import observe_buckets
-from layerpush.metrics.tally import Buckets
-buckets = Buckets.empty((1.0, 2.0))
-for value in (0.5, 1.5, 1.5, 9.0):
-    buckets.observe(value)
-observe_buckets(Histogram("h", "h", ["a"], buckets=(1.0, 2.0)).labels("x"), buckets)
+SEVERAL = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from tests.unit.test_metrics_scrape import pushed, stats_of
+from tests.metrics_scrape import FrontEnd
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
-print(generate_latest(registry).decode())
+front_end = FrontEnd()
+for reports in (0, 2):
+    for _ in range(reports):
+        front_end.hear(stats_of(pushed()).to_dict())
+    print(generate_latest(registry).decode(), end="# next\\n")
 """
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_with_several_front_ends(tmp_path: Path) -> None:
+    """prometheus_client then keeps its values in files, which are read together."""
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", SEVERAL], env=environment, capture_output=True, text=True, check=True, timeout=100
     )
-    values = dict(re.findall(r"^(h_\S+) (\S+)$", done.stdout, re.MULTILINE))
-    assert values['h_bucket{a="x",le="1.0"}'] == "1.0"
-    assert values['h_bucket{a="x",le="2.0"}'] == "3.0"
-    assert values['h_bucket{a="x",le="+Inf"}'] == values['h_count{a="x"}'] == "4.0"
-    assert values['h_sum{a="x"}'] == "12.5"
+    for reports, text in zip((0, 2), done.stdout.split("# next\n"), strict=False):
+        scrape = Scrape(text)
+        for metric in CATALOG:
+            suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+            assert {metric.exposed_name + suffix for suffix in suffixes} <= scrape.names
+        assert scrape.value("pushes_total", outcome="layerwise") == reports
+        assert scrape.value("exposed_seconds_bucket", le="0.01") == 0
+        assert scrape.value("exposed_seconds_bucket", le="0.025") == scrape.value("exposed_seconds_count") == reports
+        assert scrape.value("exposed_seconds_sum") == pytest.approx(0.02 * reports)
+        assert scrape.value("pending_registrations") == reports

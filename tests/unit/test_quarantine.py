@@ -231,5 +231,8 @@ def test_a_report_is_heeded_in_the_order_in_which_things_happen(pool: Pool, awai
 def test_reports_of_ranks_add_up() -> None:
     both = DecodeReport({"a": {0}}, {"b": {0}}).aggregate(DecodeReport({"a": {1}, "c": {1}}, {}))
     assert both == DecodeReport({"a": {0, 1}, "c": {1}}, {"b": {0}})
+    assert DecodeReport(settling=True).aggregate(DecodeReport()).settling
+    assert DecodeReport().aggregate(DecodeReport(settling=True)).settling
+    assert not both.settling
     assert pickle.loads(pickle.dumps(both)) == both
     assert both, "vLLM drops a report that is false"

@@ -1,0 +1,26 @@
+"""How long an engine is kept stepping for endings that it has not been told of."""
+
+from __future__ import annotations
+
+from layerpush.prefill.settling import SETTLE_S, Settling
+
+
+def test_pending_until_a_turn_that_began_after_it_has_ended() -> None:
+    settling = Settling()
+    assert not settling.is_pending(10.0)
+    before = settling.count
+    settling.dropped(10.0)
+    assert settling.is_pending(10.0)
+    settling.settled(before)
+    assert settling.is_pending(10.1), "that turn may have missed it"
+    settling.settled(settling.count)
+    assert not settling.is_pending(10.1)
+
+
+def test_what_does_not_end_is_not_waited_for_for_ever() -> None:
+    settling = Settling()
+    settling.dropped(10.0)
+    assert settling.is_pending(10.0 + SETTLE_S - 0.1)
+    assert not settling.is_pending(10.0 + SETTLE_S)
+    settling.dropped(12.0)
+    assert settling.is_pending(12.5)
