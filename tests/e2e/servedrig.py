@@ -1,0 +1,101 @@
+"""A P and a D as operators start them, `vllm serve`, and what their ``/metrics`` say over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from layerpush.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.demo.interrupts import Interrupts
+from layerpush.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
+from layerpush.demo.model import ModelShape, write_model
+from layerpush.demo.ports import PortAllocator
+from tests.metrics_scrape import Scrape
+
+SHAPE = ModelShape(layers=6)
+DEADLINE_S = 60.0
+PORTS = range(19300, 19400)
+
+
+class ServeSpec(EngineSpec):
+    """Started as `vllm serve` does: only that knows ``--api-server-count``."""
+
+    def command(self, port: int) -> list[str]:
+        own = {"vllm.entrypoints.openai.api_server": "tests.e2e.apiservers"}
+        return [own.get(word, word) for word in super().command(port)]
+
+
+@dataclass(frozen=True)
+class Served:
+    prefill: Engine
+    decode: Engine
+
+    def push(self, tokens: int, seed: int, max_tokens: int = 4) -> None:
+        """One prompt to both at once; returns when D's answer is there."""
+        prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
+
+        async def ask() -> None:
+            async with aiohttp.ClientSession() as session:
+                await complete_disaggregated(session, self.prefill, self.decode, prompt, max_tokens)
+
+        asyncio.run(ask())
+
+    def leave_prefill(self, tokens: int, seed: int, after_s: float) -> None:
+        """P alone gets a prompt to push, and its client leaves before the answer."""
+        prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+
+        async def ask() -> None:
+            async with aiohttp.ClientSession() as session:
+                with contextlib.suppress(TimeoutError, RequestFailedError):
+                    asking = complete(session, self.prefill, prompt, 1, kv_transfer_params=params)
+                    await asyncio.wait_for(asking, after_s)
+
+        asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def served(scratch: Path) -> Iterator[Served]:
+    """Both ready, P with two API servers; leaving takes them down."""
+    model = write_model(scratch / "model", SHAPE)
+    with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
+        prefill = group.start(_spec("prefill", "prefill", model, "--api-server-count", "2"))
+        decode = group.start(_spec("decode", "decode", model))
+        group.wait_ready([prefill, decode])
+        yield Served(prefill, decode)
+
+
+def scrape(engine: Engine) -> Scrape:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{engine.url}/metrics", timeout=30) as page:
+        return Scrape(page.read().decode())
+
+
+def until(what: str, look: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not look():
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
+        time.sleep(0.1)
+
+
+def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
+    until(f"{name} {labels} is {wanted} on {engine.name}", lambda: scrape(engine).value(name, **labels) == wanted)
+
+
+def _spec(name: str, role: Role, model: Path, *options: str) -> ServeSpec:
+    return ServeSpec(
+        name=name,
+        role=role,
+        model=model,
+        connector="LayerwisePushConnector",
+        tokens_per_step=256,
+        max_model_len=4096,
+        kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
+        options=options,
+    )
