@@ -118,9 +118,10 @@ def _added(offset: Offset, seconds: float) -> Offset:
 def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
     """By the clocks of P and D, in this order."""
     evidence: dict[Pair, Evidence] = {}
+    answers_with = {engine: _clock_of(engine, sources) for engine in {source.engine[0] for source in sources}}
     for source in sources:
         for load in source.loads:
-            clock = _clock_of(load.prefill_engine_id, sources)
+            clock = answers_with.get(load.prefill_engine_id or "")
             if load.clock_offset is not None and clock is not None and clock != source.clock:
                 evidence.setdefault((clock, source.clock), Evidence()).measured.append(load.clock_offset)
     for pair, pushes, loads in _joined(sources):
@@ -136,7 +137,7 @@ def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
     return evidence
 
 
-def _clock_of(engine_id: str | None, sources: list[Source]) -> str | None:
+def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
     """The clock that an engine's side channel answers with: that of its first rank, if it stayed on one host."""
     clocks = {source.engine[1]: set[str]() for source in sources if source.engine[0] == engine_id}
     for source in sources:

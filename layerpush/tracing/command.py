@@ -54,11 +54,12 @@ def merge(
     Exit status: 0, or 2 if there is nothing to read.
     """
     from layerpush.tracing.perfetto import chrome_trace
+    from layerpush.tracing.progress import bar
 
     with _failing_well():
         traces = _read(folders)
-        trace = chrome_trace(traces)
-        out.write_text(json.dumps(trace, separators=(",", ":")))
+        with out.open("wb") as file, bar("writing", len(traces.requests)) as on_request:
+            file.writelines(chrome_trace(traces, on_request))
     _say_notes(traces)
     typer.echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
 
@@ -112,14 +113,17 @@ def summary(
     from layerpush.tracing.report import summary_data, summary_text
 
     with _failing_well():
-        traces = _read(folders)
+        traces = _read(folders, outlines=True)
     typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
 
 
-def _read(folders: list[Path]) -> TraceSet:
+def _read(folders: list[Path], *, outlines: bool = False) -> TraceSet:
+    from layerpush.tracing.folder import trace_files
+    from layerpush.tracing.progress import bar
     from layerpush.tracing.requests import read_traces
 
-    return read_traces(folders)
+    with bar("reading", sum(path.stat().st_size for path in trace_files(folders)), "bytes") as on_bytes:
+        return read_traces(folders, outlines=outlines, on_bytes=on_bytes)
 
 
 def _say_notes(traces: TraceSet) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord
+from layerpush.tracing.progress import Advance, silent
 
 
 class FolderError(ValueError):
@@ -49,11 +50,20 @@ _TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = 
 }
 
 
-def read_folders(folders: Iterable[Path]) -> list[Source]:
-    """All that the processes wrote into these folders. Raises ``FolderError`` if that is nothing."""
+def trace_files(folders: Iterable[Path]) -> list[Path]:
+    """Each file once."""
+    return sorted({path.resolve() for folder in folders for path in folder.glob("*.jsonl")})
+
+
+def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> list[Source]:
+    """All that the processes wrote into these folders. Raises ``FolderError`` if that is nothing.
+
+    With ``outlines`` a push has its own times only, not those of each layer and WRITE: that takes less memory.
+    """
     folders = list(folders)
-    paths = sorted({path.resolve() for folder in folders for path in folder.glob("*.jsonl")})
-    sources = [source for path in paths for source in read_lines(path, path.read_bytes())]
+    sources = [
+        source for path in trace_files(folders) for source in read_lines(path, _lines_of(path, on_bytes), outlines)
+    ]
     if not any(source.pushes or source.loads for source in sources):
         where = ", ".join(map(str, folders))
         raise FolderError(
@@ -63,19 +73,26 @@ def read_folders(folders: Iterable[Path]) -> list[Source]:
     return sources
 
 
-def read_lines(path: Path, content: bytes) -> list[Source]:
+def _lines_of(path: Path, on_bytes: Advance) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line
+            on_bytes(len(line))
+
+
+def read_lines(path: Path, lines: Iterable[bytes], outlines: bool = False) -> list[Source]:
     """The processes that wrote this file, one after the other. A last line without an end is still being written."""
     sources = [Source(path)]
-    for line in content.rpartition(b"\n")[0].splitlines():
-        if line.strip():
-            _take(sources, line)
+    for line in lines:
+        if line.endswith(b"\n") and line.strip():
+            _take(sources, line, outlines)
     if sources[0].process is None and len(sources) > 1 and not (sources[0].pushes or sources[0].loads):
         sources[1].unreadable += sources[0].unreadable
         del sources[0]
     return sources
 
 
-def _take(sources: list[Source], line: bytes) -> None:
+def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
     try:
         kind = _TYPES.get(msgspec.json.decode(line, type=_Kind).kind)
         record = None if kind is None else msgspec.json.decode(line, type=kind)
@@ -86,18 +103,25 @@ def _take(sources: list[Source], line: bytes) -> None:
         case ProcessRecord():
             sources.append(Source(sources[-1].path, record))
         case PushRecord():
-            sources[-1].pushes.append(record)
+            sources[-1].pushes.append(_outline(record) if outlines else record)
         case LoadRecord():
             _take_load(sources[-1].loads, record)
         case DropRecord():
             sources[-1].dropped = record.records
 
 
+def _outline(push: PushRecord) -> PushRecord:
+    push.ready = []
+    if push.mode != "request":  # of these the WRITEs tell when the completion was sent
+        push.writes = []
+    return push
+
+
 def _take_load(loads: list[LoadRecord], load: LoadRecord) -> None:
     """The second record of a load, which says when its blocks were free, replaces the first."""
     if load.t_cleared is not None:
-        for index, earlier in enumerate(loads):
-            if (earlier.request_id, earlier.t_awaited) == (load.request_id, load.t_awaited):
+        for index in reversed(range(len(loads))):  # it is seldom far back
+            if (loads[index].request_id, loads[index].t_awaited) == (load.request_id, load.t_awaited):
                 loads[index] = load
                 return
     loads.append(load)

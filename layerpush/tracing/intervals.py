@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from layerpush.trace import PushRecord
@@ -43,13 +44,14 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
     """For each interval the lowest lane in which it overlaps none that began before it."""
-    ordered = list(enumerate(intervals))
-    chosen = [0] * len(ordered)
-    busy_until: list[float] = []
-    for index, (start, end) in sorted(ordered, key=lambda entry: entry[1]):
-        lane = next((lane for lane, until in enumerate(busy_until) if until <= start), len(busy_until))
-        if lane == len(busy_until):
-            busy_until.append(end)
-        busy_until[lane] = max(end, busy_until[lane])
-        chosen[index] = lane
+    given = list(intervals)
+    chosen = [0] * len(given)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    for index in sorted(range(len(given)), key=given.__getitem__):
+        start, end = given[index]
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        chosen[index] = lane = heappop(free) if free else len(busy)
+        heappush(busy, (end, lane))
     return chosen

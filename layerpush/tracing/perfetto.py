@@ -7,16 +7,24 @@ of a lane must nest. Arrows lead from D's registration to P's push, and from P's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from layerpush.trace import LoadRecord, PushRecord
 from layerpush.tracing.intervals import Computed, compute_intervals, lanes
+from layerpush.tracing.progress import Advance, silent
 from layerpush.tracing.report import notes
 from layerpush.tracing.requests import RequestTrace, TraceSet, times
 
+Event = dict[str, Any]
+Track = tuple[str, int, str]
+"""Engine, rank, and what is in it: one of ``LANES``."""
+R = TypeVar("R", PushRecord, LoadRecord)
 LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
 """The first lane's thread id, by what is in it."""
 
@@ -34,35 +42,97 @@ class Slice:
     """``("s" or "f", name, id, when)``: an arrow leaves or arrives here."""
 
 
-def chrome_trace(traces: TraceSet) -> dict[str, Any]:
-    """A JSON object in Chrome's trace event format; its times are microseconds since the first slice begins."""
-    tracks: dict[tuple[str, int, str], list[Slice]] = {}
-    arrows = count(1)
-    for request in traces.requests:
-        pushes = [push for push in request.pushes if any(times(push))]
-        pushed = [_pushed(request, push) for push in pushes]
-        loaded = [_loaded(request, load) for load in request.loads]
-        for push, push_slice in zip(pushes, pushed, strict=True):
-            tracks.setdefault((push.engine_id, push.rank, "push"), []).append(push_slice)
-            tracks.setdefault((push.engine_id, push.rank, "WRITEs"), []).extend(_writes(request, push))
-        for load, load_slice in zip(request.loads, loaded, strict=True):
-            tracks.setdefault((load.engine_id, load.rank, "load"), []).append(load_slice)
-            tracks.setdefault((load.engine_id, load.rank, "blocks set aside"), []).extend(_set_aside(request, load))
-            for push, push_slice in zip(pushes, pushed, strict=True):
-                _link(push, push_slice, load, load_slice, arrows)
-    zero = min((one.start for slices in tracks.values() for one in slices), default=0.0)
-    ids = {process: number for number, process in enumerate(dict.fromkeys(key[:2] for key in tracks), 1)}
-    events: list[dict[str, Any]] = []
-    for (engine, rank), pid in ids.items():
-        roles = [role for role, what in (("P", "push"), ("D", "load")) if (engine, rank, what) in tracks]
-        named = f"{' and '.join(roles)}: {engine} rank {rank}"
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}})
-        events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
-    for (engine, rank, what), slices in tracks.items():
-        events += _track(ids[engine, rank], what, slices, zero)
+def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[bytes]:
+    """A JSON object in Chrome's trace event format, in pieces: of many requests it is too much to be held at once.
+
+    Its times are microseconds since the first slice begins.
+    """
+    encode = msgspec.json.Encoder().encode
+    layout = _Layout(traces)
     wall = _wall(traces)
-    other = {"notes": list(notes(traces))} | ({} if wall is None else {"unix_time_of_zero": zero + wall})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    other = {"notes": list(notes(traces))} | ({} if wall is None else {"unix_time_of_zero": layout.zero + wall})
+    yield b'{"displayTimeUnit":"ms","otherData":' + encode(other) + b',"traceEvents":['
+    yield encode(list(layout.names()))[1:-1]
+    numbers = count(1)
+    for request in traces.requests:
+        for where, what, one in layout.placed(_slices(request, numbers)):
+            yield b"," + encode(list(_events(one, where, what, layout.zero)))[1:-1]
+        on_request(1)
+    yield b"]}\n"
+
+
+class _Layout:
+    """Where each slice goes. Built of the times of all slices, then asked for their places in the same order."""
+
+    def __init__(self, traces: TraceSet) -> None:
+        spans: dict[Track, list[tuple[float, float]]] = {}
+        for request in traces.requests:
+            for track, start, end in _spans(request):
+                spans.setdefault(track, []).append((start, end))
+        self.zero = min((start for of_track in spans.values() for start, _ in of_track), default=0.0)
+        self._ids = {process: number for number, process in enumerate(dict.fromkeys(track[:2] for track in spans), 1)}
+        self._lanes = {track: array("I", lanes(of_track)) for track, of_track in spans.items()}
+        self._taken = dict.fromkeys(self._lanes, 0)
+
+    def names(self) -> Iterator[Event]:
+        """What processes and lanes are called, and in which order they are shown."""
+        for (engine, rank), pid in self._ids.items():
+            roles = [role for role, what in (("P", "push"), ("D", "load")) if (engine, rank, what) in self._lanes]
+            named = f"{' and '.join(roles)}: {engine} rank {rank}"
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}}
+            yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+        for (engine, rank, what), chosen in self._lanes.items():
+            pid = self._ids[engine, rank]
+            for lane in sorted(set(chosen)):
+                tid = LANES[what] + lane
+                name = what if lane == 0 else f"{what} ({lane + 1})"
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+    def placed(self, slices: Iterable[tuple[Track, Slice]]) -> Iterator[tuple[dict[str, int], str, Slice]]:
+        for track, one in slices:
+            engine, rank, what = track
+            lane = self._lanes[track][self._taken[track]]
+            self._taken[track] += 1
+            yield {"pid": self._ids[engine, rank], "tid": LANES[what] + lane}, what, one
+
+
+def _spans(request: RequestTrace) -> Iterator[tuple[Track, float, float]]:
+    """When each slice of ``_slices`` begins and ends, in the same order, without the work of making it."""
+    for push in _timed(request.pushes):
+        yield (push.engine_id, push.rank, "push"), *_push_span(push)
+        for write in push.writes:
+            yield (push.engine_id, push.rank, "WRITEs"), write.t_post, write.t_landed or write.t_posted
+    for load in _timed(request.loads):
+        yield (load.engine_id, load.rank, "load"), *_load_span(load)
+        if load.t_parked is not None:
+            yield (load.engine_id, load.rank, "blocks set aside"), load.t_parked, _cleared(load)
+
+
+def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Track, Slice]]:
+    pushes, loads = _timed(request.pushes), _timed(request.loads)
+    pushed = [_pushed(request, push) for push in pushes]
+    loaded = [_loaded(request, load) for load in loads]
+    for load, load_slice in zip(loads, loaded, strict=True):
+        for push, push_slice in zip(pushes, pushed, strict=True):
+            _link(push, push_slice, load, load_slice, arrows)
+    for push, push_slice in zip(pushes, pushed, strict=True):
+        yield (push.engine_id, push.rank, "push"), push_slice
+        for write in _writes(request, push):
+            yield (push.engine_id, push.rank, "WRITEs"), write
+    for load, load_slice in zip(loads, loaded, strict=True):
+        yield (load.engine_id, load.rank, "load"), load_slice
+        if load.t_parked is not None:
+            args = {"freed": load.t_cleared is not None}
+            yield (
+                (load.engine_id, load.rank, "blocks set aside"),
+                Slice(request.name, load.t_parked, _cleared(load), args),
+            )
+
+
+def _timed(records: Iterable[R]) -> list[R]:
+    """Those of which any time is known."""
+    return [record for record in records if any(times(record))]
 
 
 def _wall(traces: TraceSet) -> float | None:
@@ -73,18 +143,7 @@ def _wall(traces: TraceSet) -> float | None:
     return None
 
 
-def _track(pid: int, what: str, slices: Sequence[Slice], zero: float) -> Iterable[dict[str, Any]]:
-    chosen = lanes([(one.start, one.end) for one in slices])
-    for lane in sorted(set(chosen)):
-        tid = LANES[what] + lane
-        name = what if lane == 0 else f"{what} ({lane + 1})"
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-    for one, lane in zip(slices, chosen, strict=True):
-        yield from _events(one, {"pid": pid, "tid": LANES[what] + lane}, what, zero)
-
-
-def _events(one: Slice, where: dict[str, int], what: str, zero: float) -> Iterable[dict[str, Any]]:
+def _events(one: Slice, where: dict[str, int], what: str, zero: float) -> Iterator[Event]:
     start, end = _nanos(one.start - zero), _nanos(one.end - zero)
     when = {"ts": start / 1e3, "dur": (end - start) / 1e3}
     yield {"ph": "X", "name": one.name, "cat": what, **when, **where, "args": one.args}
@@ -114,12 +173,16 @@ def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids:
             target.arrows.append(("f", name, number, arrived))
 
 
-def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
-    marks = [push.t_first_planned, push.t_registered, push.t_last_ready, push.t_last_landed, push.t_notified]
+def _push_span(push: PushRecord) -> tuple[float, float]:
+    marks = [at for _, at in times(push)]
     marks += [write.t_landed or write.t_posted for write in push.writes]
-    chunks = _chunks(push)
-    marks += [at for chunk in chunks for at in (chunk.start, chunk.end)]
-    known = [at for at in marks if at is not None]
+    marks += [at for _, _, at, _ in push.ready]
+    if push.ready:
+        marks += [chunk.t_planned for chunk in push.chunks]
+    return min(marks), max(marks)
+
+
+def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
     args = {
         "request_id": push.request_id,
         "decode_request_id": push.decode_request_id,
@@ -132,7 +195,7 @@ def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
         "writes": len(push.writes),
         "bytes": sum(write.bytes for write in push.writes),
     }
-    return Slice(request.name, min(known), max(known), args, chunks)
+    return Slice(request.name, *_push_span(push), args, _chunks(push))
 
 
 def _chunks(push: PushRecord) -> list[Slice]:
@@ -169,9 +232,17 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
     return slices
 
 
+def _load_span(load: LoadRecord) -> tuple[float, float]:
+    """Without the time after it, in which its blocks were set aside."""
+    known = [at for at in _marks(load) if at is not None] or [at for _, at in times(load)]
+    return min(known), max(known)
+
+
+def _marks(load: LoadRecord) -> tuple[float | None, ...]:
+    return load.t_awaited, load.t_registered, load.t_settled, load.t_reported
+
+
 def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
-    marks = [load.t_awaited, load.t_registered, load.t_settled, load.t_reported]
-    known = [at for at in marks if at is not None]
     args = {
         "request_id": load.request_id,
         "prefill_engine_id": load.prefill_engine_id,
@@ -179,15 +250,12 @@ def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
         "reason": load.reason,
         "blocks": load.blocks,
     }
-    whole = Slice(request.name, min(known), max(known), args)
-    for name, start, end in zip(("register", "await P", "tell the engine"), marks[:-1], marks[1:], strict=True):
+    whole = Slice(request.name, *_load_span(load), args)
+    for name, (start, end) in zip(("register", "await P", "tell the engine"), pairwise(_marks(load)), strict=True):
         if start is not None and end is not None:
             whole.inner.append(Slice(name, start, end))
     return whole
 
 
-def _set_aside(request: RequestTrace, load: LoadRecord) -> list[Slice]:
-    if load.t_parked is None:
-        return []
-    end = load.t_cleared or load.t_reported or load.t_parked
-    return [Slice(request.name, load.t_parked, end, {"freed": load.t_cleared is not None})]
+def _cleared(load: LoadRecord) -> float:
+    return load.t_cleared or load.t_reported or load.t_parked or 0.0

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from layerpush.trace import LoadRecord, PushRecord
 from layerpush.tracing.clocks import Clocks, find_clocks
 from layerpush.tracing.folder import Source, read_folders
-
-R = TypeVar("R", bound=Struct)
+from layerpush.tracing.progress import Advance, silent
 
 
 class RequestError(ValueError):
@@ -63,7 +62,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSet:
-    """All that was read. Times of ``requests`` are the reference clock's, those of ``sources`` are as written."""
+    """All that was read. The times of all records are the reference clock's."""
 
     requests: list[RequestTrace]
     sources: list[Source]
@@ -81,15 +80,15 @@ class TraceSet:
         raise RequestError(f"{wanted!r} is not the id of one request: {what}: {some}{more}")
 
 
-def read_traces(folders: Iterable[Path]) -> TraceSet:
-    """Raises ``FolderError`` if nothing is recorded there."""
-    sources = read_folders(folders)
+def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> TraceSet:
+    """Raises ``FolderError`` if nothing is recorded there. ``outlines`` as of ``read_folders``."""
+    sources = read_folders(folders, outlines=outlines, on_bytes=on_bytes)
     clocks = find_clocks(sources)
     return TraceSet(join(sources, clocks), sources, clocks)
 
 
 def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
-    """Requests in the order of their beginning."""
+    """Requests in the order of their beginning, with the records of ``sources``, put on the reference clock."""
     requests: dict[tuple[str | None, str | None], RequestTrace] = {}
 
     def of(engine_id: str | None, request_id: str) -> RequestTrace:
@@ -98,38 +97,44 @@ def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
     for source in sources:
         by = clocks.rebased(source.clock)
         for load in source.loads:
-            of(load.engine_id, load.request_id).loads.append(shifted(load, by))
+            of(load.engine_id, load.request_id).loads.append(load)
+            shift(load, by)
         for push in source.pushes:
             if push.decode_request_id is not None:
                 request = of(push.decode_engine_id, push.decode_request_id)
             else:
                 request = of(push.engine_id, push.request_id)
-            request.pushes.append(shifted(push, by))
+            request.pushes.append(push)
+            shift(push, by)
     for request in requests.values():
         request.pushes.sort(key=lambda push: (push.engine_id, push.rank))
         request.loads.sort(key=lambda load: (load.engine_id, load.rank))
     return sorted(requests.values(), key=lambda request: request.begin)
 
 
-def shifted(record: R, by: float) -> R:
-    """A push or a load with every time moved by so many seconds."""
-    moved = _moved(record, by)
-    if isinstance(moved, PushRecord):
-        moved.chunks = [_moved(chunk, by) for chunk in moved.chunks]
-        moved.writes = [_moved(write, by) for write in moved.writes]
-        moved.ready = [(chunk, layer, at + by, hooked) for chunk, layer, at, hooked in moved.ready]
-    return moved
-
-
-def _moved(record: R, by: float) -> R:
-    return replace(record, **{name: at + by for name, at in times(record)})
+def shift(record: PushRecord | LoadRecord, by: float) -> None:
+    """Move every time of a push or a load by so many seconds."""
+    if not by:
+        return
+    inner: Iterable[Struct] = ()
+    if isinstance(record, PushRecord):
+        inner = chain(record.chunks, record.writes)
+        record.ready = [(chunk, layer, at + by, hooked) for chunk, layer, at, hooked in record.ready]
+    for one in chain((record,), inner):
+        for name, at in times(one):
+            setattr(one, name, at + by)
 
 
 def times(record: Struct) -> Iterator[tuple[str, float]]:
     """The times of a record that are known, by their names."""
-    for name in record.__struct_fields__:
-        if name.startswith("t_") and (at := getattr(record, name)) is not None:
+    for name in _time_fields(type(record)):
+        if (at := getattr(record, name)) is not None:
             yield name, at
+
+
+@cache
+def _time_fields(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name.startswith("t_"))
 
 
 def without_suffix(request_id: str) -> str:

@@ -56,7 +56,7 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert load.t_registered <= load.t_accepted <= load.t_reported  # type: ignore[operator]
     assert len({source.clock for source in traces.sources}) == 1
     assert None not in break_down(request).parts.values()
-    events = json.loads(json.dumps(chrome_trace(traces)))["traceEvents"]
+    events = json.loads(b"".join(chrome_trace(traces)))["traceEvents"]
     check(events)
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}
 

@@ -19,7 +19,7 @@ Events = list[dict[str, Any]]
 
 
 def events_of(folder: Path) -> Events:
-    trace = json.loads(json.dumps(chrome_trace(read_traces([folder]))))
+    trace = json.loads(b"".join(chrome_trace(read_traces([folder]))))
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     check(trace["traceEvents"])
     return list(trace["traceEvents"])
@@ -106,7 +106,7 @@ def test_times_are_microseconds_since_the_first_slice(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     (one,) = [event for event in events if event["ph"] == "X" and event["cat"] == "push"]
     assert (one["ts"], one["dur"]) == (500_000.0, 250_000.0)
-    other = chrome_trace(read_traces([tmp_path]))["otherData"]
+    other = json.loads(b"".join(chrome_trace(read_traces([tmp_path]))))["otherData"]
     assert other["unix_time_of_zero"] == WALL + 10.0
     assert other["notes"] == []
 

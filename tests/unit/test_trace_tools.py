@@ -246,7 +246,7 @@ def test_a_file_that_does_not_say_whose_times_it_has_is_read_all_the_same(tmp_pa
 def source_of(*records: Any) -> Any:
     from layerpush.tracing.folder import read_lines
 
-    (source,) = read_lines(Path("x.jsonl"), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    (source,) = read_lines(Path("x.jsonl"), [msgspec.json.encode(record) + b"\n" for record in records])
     return source
 
 

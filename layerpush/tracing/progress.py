@@ -1,0 +1,27 @@
+"""A bar for what takes long, on a terminal's stderr; nothing where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Advance = Callable[[int], object]
+"""Tells that so much more is done."""
+
+
+def silent(_: int) -> None:
+    """For callers that show nothing."""
+
+
+@contextmanager
+def bar(what: str, total: int, unit: str = "") -> Iterator[Advance]:
+    """So much will be done; with ``unit`` "bytes" it is shown as kB, MB or GB. The bar vanishes at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)
