@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerpush.complaints import Complaints
-from layerpush.trace import LoadRecord, PushRecord, TraceFile
+from layerpush.trace import LoadRecord, PushRecord
+from layerpush.tracefile import TraceFile
 
 logger = logging.getLogger("vllm.layerpush.spans")
 

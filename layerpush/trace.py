@@ -1,31 +1,18 @@
 """What happened to each push on P and to each load on D, as JSON lines that a person or a plot can read.
 
-The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and hands it to ``TraceFile``, whose own
-thread writes it: neither the forward pass nor the transport ever waits for a disk. What cannot be written is counted.
+The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and hands it to a ``TraceFile``.
 All times are ``time.perf_counter()`` seconds; a file's first line names the clock that they were read from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import queue
 import socket
-import threading
 import time
-from io import FileIO
 from pathlib import Path
 
 import msgspec
-
-from layerpush.complaints import Complaints
-
-logger = logging.getLogger("vllm.layerpush.trace")
-
-QUEUE_LIMIT = 1024
-QUIET_S = 60.0
-CLOSE_S = 2.0
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
@@ -107,6 +94,11 @@ class PushRecord(msgspec.Struct, kw_only=True):
         else:
             self.swept_layers += 1
 
+    @property
+    def rows(self) -> int:
+        """What it takes of a queue."""
+        return 1 + len(self.chunks) + len(self.ready) + len(self.writes)
+
     def restart(self, epoch: int) -> None:
         """A preempted prompt is computed again: what was ready is not. WRITEs stay, they were real."""
         self.epoch = epoch
@@ -141,123 +133,13 @@ class LoadRecord(msgspec.Struct, kw_only=True):
         """The last word was heard, or nobody waits for it any more."""
         self.outcome, self.reason, self.t_settled = outcome, reason, at
 
+    @property
+    def rows(self) -> int:
+        """What it takes of a queue."""
+        return 1
+
 
 Record = PushRecord | LoadRecord
-
-
-class TraceFile:
-    """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``. ``directory`` None keeps nothing.
-
-    ``dropped`` counts records that were lost: the queue was full, the disk took nothing, or the thread has died, which
-    ``death`` then tells. All three are logged, at most once a minute.
-    """
-
-    def __init__(self, directory: str | None, engine_id: str, rank: int) -> None:
-        self.death: str | None = None
-        self._crowded_out = 0  # each counter has one thread that changes it
-        self._unwritten = 0
-        self._queue: queue.Queue[Record | ProcessRecord | None] = queue.Queue(QUEUE_LIMIT)
-        self._thread: threading.Thread | None = None
-        self._complaints = Complaints(logger, QUIET_S)
-        if directory is None:
-            return
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{engine_id.replace('/', '_')}-rank{rank}-{os.getpid()}.jsonl"
-        self._queue.put_nowait(this_process(engine_id, rank))
-        self._thread = threading.Thread(target=self._run, name="layerpush-trace", daemon=True)
-        self._thread.start()
-
-    @property
-    def enabled(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def dropped(self) -> int:
-        """Any thread."""
-        return self._crowded_out + self._unwritten
-
-    def add(self, record: Record) -> None:
-        """Queue what is over, and change it no more. Never blocks. Writer thread."""
-        if self._thread is None:
-            return
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._crowded_out += 1
-            text = f"the trace {self._path} is {QUEUE_LIMIT} records behind: this one is dropped"
-            self._complaints.add("trace behind", text, time.perf_counter())
-
-    def close(self) -> None:
-        """Write what is queued and end the thread; what cannot be written within two seconds is left behind."""
-        if self._thread is None:
-            return
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=CLOSE_S)
-        self._thread.join(timeout=CLOSE_S)
-        self._thread = None
-        if self.dropped:
-            logger.warning("layerpush: the trace %s lacks %d records", self._path, self.dropped)
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # whatever it was: the engine goes on without a trace, and says so
-            self._unwritten += 1
-            self.death = f"{type(error).__name__}: {error}"
-            logger.exception("layerpush: the thread of the trace %s has died: nothing more is recorded", self._path)
-            self._drain()
-
-    def _write(self) -> None:
-        with contextlib.closing(_Lines(self._path)) as lines:
-            self._write_to(lines)
-
-    def _write_to(self, lines: _Lines) -> None:
-        complaints = Complaints(logger, QUIET_S)
-        told = 0
-        while True:
-            record = self._queue.get()
-            try:
-                if self.dropped > told:
-                    told = self.dropped
-                    lines.put(DropRecord(records=told, t=time.perf_counter()))
-                if record is None:
-                    return
-                lines.put(record)
-            except (OSError, ValueError) as error:  # a full disk may have room again; an id may be no text
-                self._unwritten += record is not None
-                complaints.add("trace lost", f"the trace {self._path} cannot be written: {error}", time.perf_counter())
-                if record is None:
-                    return
-
-    def _drain(self) -> None:
-        """Go on taking records, so that each one is counted."""
-        while self._queue.get() is not None:
-            self._unwritten += 1
-
-
-class _Lines:
-    """A file of whole lines. One that the disk took a part of is ended before the next."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: FileIO | None = None
-        self._torn = False
-        self._encoder = msgspec.json.Encoder()
-
-    def put(self, record: msgspec.Struct) -> None:
-        """Raises ``OSError``, and ``ValueError`` for what is no JSON."""
-        line = b"\n" * self._torn + self._encoder.encode(record) + b"\n"
-        if self._file is None:
-            self._file = self._path.open("ab", buffering=0)
-        self._torn = self._file.write(line) < len(line)
-        if self._torn:
-            raise OSError("the disk took a part of a line only")
-
-    def close(self) -> None:
-        """Raises ``OSError``."""
-        if self._file is not None:
-            self._file.close()
 
 
 def this_process(engine_id: str, rank: int) -> ProcessRecord:

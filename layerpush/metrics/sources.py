@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from layerpush.prefill.capture import Capture
     from layerpush.prefill.desk import PrefillDesk
     from layerpush.prefill.writer import PushWriter
-    from layerpush.trace import TraceFile
+    from layerpush.tracefile import TraceFile
 
 
 class StagingRing(Protocol):

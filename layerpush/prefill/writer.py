@@ -48,7 +48,8 @@ from layerpush.prefill.push import BlockIds, Push
 from layerpush.prefill.session import Session
 from layerpush.prefill.table import PushTable
 from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord, TraceFile
+from layerpush.trace import PushRecord
+from layerpush.tracefile import TraceFile
 from layerpush.transport.base import PeerLostError, Transport, TransportError
 from layerpush.wire import Registration
 

@@ -37,16 +37,20 @@ class Breakdown:
 def break_down(request: RequestTrace) -> Breakdown:
     """The slowest rank counts: of several the first to begin and the last to end.
 
-    What happens earlier than its turn, such as prefill before D asks, takes no time from who waits.
+    What happens earlier than its turn, such as prefill before D asks, takes no time from who waits, and neither does
+    what P does or notices after D has heard of the end.
     """
     pushes, loads = request.pushes, request.loads
-    planned = _first(push.t_first_planned for push in pushes)
-    marks = [
-        _first(load.t_awaited for load in loads),
-        planned,
+    heard = _last(load.t_settled for load in loads)
+    at_p = (
+        _first(push.t_first_planned for push in pushes),
         _last(push.t_last_ready for push in pushes),
         _last(push.t_last_landed for push in pushes),
-        _last(load.t_settled for load in loads),
+    )
+    marks = [
+        _first(load.t_awaited for load in loads),
+        *(at if at is None or heard is None else min(at, heard) for at in at_p),
+        heard,
         _last(load.t_reported for load in loads),
     ]
     begin = now = _first(marks) if marks[0] is None else marks[0]

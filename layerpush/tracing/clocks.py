@@ -130,7 +130,7 @@ def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
         asked = [load.t_registered for load in loads if load.t_registered is not None]
         if heard and asked:
             known.high = min(known.high, min(heard) - min(asked))
-        sent = [at for push in pushes if (at := _sent(push)) is not None]
+        sent = [at for push in pushes if (at := sent_after(push)) is not None]
         settled = [load.t_settled for load in loads if load.outcome == "completed" and load.t_settled is not None]
         if sent and settled:
             known.low = max(known.low, min(sent) - min(settled))
@@ -147,7 +147,7 @@ def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
     return next(iter(first)) if len(first) == 1 else None
 
 
-def _sent(push: PushRecord) -> float | None:
+def sent_after(push: PushRecord) -> float | None:
     """A moment before the completion was sent. That of a whole request rides on its last WRITE."""
     if push.outcome != "completed":
         return None

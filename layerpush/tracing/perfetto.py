@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from layerpush.trace import LoadRecord, PushRecord
+from layerpush.tracing.clocks import sent_after
 from layerpush.tracing.intervals import Computed, compute_intervals, lanes
 from layerpush.tracing.progress import Advance, silent
 from layerpush.tracing.report import notes
@@ -165,12 +166,20 @@ def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids:
         ("registration", loaded, load.t_registered, pushed, push.t_registered)
     ]
     if push.outcome == load.outcome == "completed":
-        ends.append(("completion", pushed, push.t_notified or push.t_last_landed, loaded, load.t_settled))
+        ends.append(("completion", pushed, _sent(push, load), loaded, load.t_settled))
     for name, source, left, target, arrived in ends:
         if left is not None and arrived is not None:
             number = next(ids)
             source.arrows.append(("s", name, number, left))
             target.arrows.append(("f", name, number, arrived))
+
+
+def _sent(push: PushRecord, load: LoadRecord) -> float | None:
+    """When the completion left. P notes it a little later, on a busy host after D has heard already."""
+    noted, after = push.t_notified or push.t_last_landed, sent_after(push)
+    if noted is None or after is None or load.t_settled is None:
+        return noted
+    return max(after, min(noted, load.t_settled))
 
 
 def _push_span(push: PushRecord) -> tuple[float, float]:

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush import trace
-from layerpush.trace import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, TraceFile, WriteRecord
+from layerpush import trace, tracefile
+from layerpush.trace import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from layerpush.tracefile import TraceFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +124,13 @@ def test_many_records_keep_their_order(tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines(tmp_path)] == [f"p-{number}" for number in range(500)]
 
 
+SOMETHING = os.open("/", os.O_RDONLY)
+
+
+def trace_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "layerpush-trace"]
+
+
 class Disk:
     """In the place of the file: ``takes`` says how many bytes of the next line it takes, or raises."""
 
@@ -134,6 +142,10 @@ class Disk:
         taken = self.takes(line)
         self.content += line[:taken]
         return taken
+
+    def fileno(self) -> int:
+        """Of something that nobody deletes."""
+        return SOMETHING
 
     def close(self) -> None:
         pass
@@ -157,8 +169,8 @@ def full(_: bytes) -> int:
 def test_a_disk_that_hangs_costs_records_and_never_blocks(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace, "QUEUE_LIMIT", 2)
-    monkeypatch.setattr(trace, "CLOSE_S", 0.1)
+    monkeypatch.setattr(tracefile, "QUEUE_LIMIT", 2)
+    monkeypatch.setattr(tracefile, "CLOSE_S", 0.1)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(line: bytes) -> int:
@@ -176,7 +188,11 @@ def test_a_disk_that_hangs_costs_records_and_never_blocks(
     file.close()
     assert time.monotonic() - started < 5
     assert [line.message for line in caplog.records if "behind" in line.message] != []
+    assert file.dropped == 5
+    assert "lacks 5 records" in caplog.records[-1].message
     goes_on.set()
+    until(lambda: not trace_threads())
+    assert [line.get("request_id") for line in disk.records] == [None], "nobody waits for the rest any more"
 
 
 def test_a_full_disk_costs_the_records_of_that_time_only(

@@ -68,6 +68,19 @@ def test_a_load_that_failed_early() -> None:
     assert (one.total, one.other, one.parts["D wait"]) == (0.5, 0.25, 0.25)
 
 
+def test_what_p_notices_after_d_has_heard_takes_no_time_from_d() -> None:
+    """P looks now and then whether a WRITE has landed; D's engine may have been told by then."""
+    one = break_down(request_of([PUSH | {"t_last_landed": 9.0}], [LOAD]))
+    assert list(one.parts.values()) == [1.0, 3.0, 1.5, 0.0, 2.0]
+    assert one.total == 7.5
+
+
+def test_what_p_does_for_a_d_that_has_given_up_takes_no_time_from_d() -> None:
+    one = break_down(request_of([PUSH], [{"t_awaited": 1.0, "t_settled": 3.0, "t_reported": 3.5, "outcome": "failed"}]))
+    assert list(one.parts.values()) == [1.0, 1.0, 0.0, 0.0, 0.5]
+    assert one.total == 2.5
+
+
 def test_nothing_is_known() -> None:
     one = break_down(RequestTrace("r", [push()], []))
     assert (one.total, set(one.parts.values())) == (0.0, {None})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +156,26 @@ def test_drawing_without_matplotlib_says_what_to_install(
 def test_a_request_without_times_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="no time of r is recorded"):
         draw_request(RequestTrace("r", [push()], []), tmp_path / "one.png")
+
+
+def test_a_terminal_shows_how_far_it_is_and_nothing_else_does(recorded: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "layerpush", "trace", "merge", str(recorded), "--out", str(tmp_path / "one.json")]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as done:
+        os.close(theirs)
+        shown = b"".join(iter(lambda: _read(ours), b""))
+    os.close(ours)
+    assert b"reading" in shown
+    assert b"writing" in shown
+    plain = subprocess.run(command, capture_output=True, check=True)
+    assert (done.returncode, b"reading" in plain.stderr + plain.stdout) == (0, False)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the other end is closed
+        return b""
 
 
 def test_traces_are_read_without_an_engines_libraries(recorded: Path, tmp_path: Path) -> None:

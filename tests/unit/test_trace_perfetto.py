@@ -97,7 +97,18 @@ def test_arrows_do_not_lead_back_in_time(tmp_path: Path) -> None:
     hosts.play(measured=hosts.offset)
     ends = {(one["name"], one["ph"]): one["ts"] for one in events_of(hosts.write(tmp_path)) if one["ph"] in "sf"}
     assert ends["registration", "s"] <= ends["registration", "f"]
-    assert ends["completion", "s"] <= ends["completion", "f"] + 200, "the order of NIXL's call and its record"
+    assert ends["completion", "s"] <= ends["completion", "f"]
+
+
+@pytest.mark.parametrize(("noted", "leaves"), [(3.0, 3.0), (4.5, 4.0), (None, 2.5)])
+def test_a_completion_leaves_before_it_arrives(tmp_path: Path, noted: float | None, leaves: float) -> None:
+    """P notes when it has handed it to NIXL; on a busy host D has heard by then."""
+    one = push(t_first_planned=1.0, t_last_ready=2.0, t_last_landed=2.5, t_notified=noted)
+    write(tmp_path / "p.jsonl", process("P", "x"), one)
+    write(tmp_path / "d.jsonl", process("D", "x"), load(t_awaited=1.0, t_settled=4.0, t_reported=5.0))
+    ends = {one["ph"]: one["ts"] for one in events_of(tmp_path) if one["name"] == "completion"}
+    inside = min(leaves, noted or 2.5)
+    assert ends == {"s": pytest.approx(1e6 * (inside - 1.0), abs=0.01), "f": 3e6}
 
 
 def test_times_are_microseconds_since_the_first_slice(tmp_path: Path) -> None:
@@ -151,6 +162,17 @@ def test_blocks_that_were_set_aside_outlast_their_load(tmp_path: Path) -> None:
     assert (aside["ts"], aside["dur"], aside["args"]) == (1e6, 7e6, {"freed": True})
 
 
+def test_a_load_of_which_only_the_end_of_the_wait_for_blocks_is_known(tmp_path: Path) -> None:
+    write(
+        tmp_path / "d.jsonl",
+        process("D", "x"),
+        load(t_awaited=None, t_parked=2.0, t_cleared=3.0),
+        load("2", t_awaited=None),
+    )
+    slices = [event for event in events_of(tmp_path) if event["ph"] == "X"]
+    assert [(one["cat"], one["dur"]) for one in slices] == [("load", 1e6), ("blocks set aside", 1e6)]
+
+
 def test_every_rank_of_p_has_an_arrow_to_every_rank_of_d(tmp_path: Path) -> None:
     times = {"t_registered": 2.0, "t_first_planned": 1.0, "t_last_ready": 3.0, "t_last_landed": 4.0, "t_notified": 5.0}
     for rank in range(2):
@@ -172,6 +194,16 @@ def test_a_push_without_a_time_is_left_out(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push(outcome="failed"), push("2", t_first_planned=5.0))
     slices = [event for event in events_of(tmp_path) if event["ph"] == "X"]
     assert [(one["name"], one["ts"]) for one in slices] == [("cmpl-2-0", 0.0)]
+
+
+def test_it_comes_in_pieces(tmp_path: Path) -> None:
+    """Of many requests the whole would take gigabytes."""
+    write(tmp_path / "p.jsonl", process("P", "x"), *[push(str(n), t_first_planned=float(n)) for n in range(100)])
+    done: list[int] = []
+    pieces = chrome_trace(read_traces([tmp_path]), done.append)
+    sizes = [len(piece) for piece in pieces]
+    assert sum(done) == 100
+    assert max(sizes[2:]) < 1000
 
 
 @pytest.mark.parametrize("what", ["overlap", "arrow"])

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord, TraceFile
+from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from layerpush.tracefile import TraceFile
 from layerpush.tracing.clocks import find_clocks
 from layerpush.tracing.folder import FolderError, read_folders
 from layerpush.tracing.intervals import lanes
@@ -99,6 +100,31 @@ def test_the_second_record_of_a_load_replaces_the_first(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("D", "x"), parked, other, load(outcome="failed", t_parked=3.0, t_cleared=9.0))
     (source,) = read_folders([tmp_path])
     assert [(one.t_parked, one.t_cleared) for one in source.loads] == [(3.0, 9.0), (4.0, None)]
+
+
+def test_outlines_leave_out_what_takes_memory(tmp_path: Path) -> None:
+    """But for the WRITEs of whole pushes: they tell when the completion was sent."""
+    pushes = []
+    for mode in ("layer", "chunk", "request"):
+        pushes.append(push(mode, mode=mode, t_last_landed=3.0))
+        pushes[-1].ready_at(0, 0, 2.0, True)
+        pushes[-1].writes = [WriteRecord(0, (0, 0), (0, 0), 1, 1, 2.0, 2.5, 3.0)]
+    write(tmp_path / "a.jsonl", process("P", "x"), *pushes)
+    (source,) = read_folders([tmp_path], outlines=True)
+    assert [(len(one.ready), len(one.writes), one.t_last_landed) for one in source.pushes] == [
+        (0, 0, 3.0),
+        (0, 0, 3.0),
+        (0, 1, 3.0),
+    ]
+
+
+def test_what_is_read_is_told_as_it_goes(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", process("P", "x"), push())
+    write(tmp_path / "b.jsonl", process("D", "x"), load())
+    told: list[int] = []
+    read_folders([tmp_path], on_bytes=told.append)
+    assert len(told) == 4
+    assert sum(told) == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 def test_nothing_to_read_is_said_with_what_to_do(tmp_path: Path) -> None:

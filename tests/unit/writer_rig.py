@@ -19,7 +19,8 @@ from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
 from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord, TraceFile, WriteRecord
+from layerpush.trace import PushRecord, WriteRecord
+from layerpush.tracefile import TraceFile
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
 from layerpush.wire import Registration

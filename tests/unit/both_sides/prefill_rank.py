@@ -15,7 +15,8 @@ from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
-from layerpush.trace import TraceFile, WriteRecord
+from layerpush.trace import WriteRecord
+from layerpush.tracefile import TraceFile
 from layerpush.transport.base import Route, TransportError, WriteState
 from layerpush.transport.fake import Bytes
 from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, encode_completion
