@@ -43,7 +43,8 @@ class Cluster:
 
     def decode(self) -> EngineSpec:
         """The one D that all P's push to."""
-        return self._spec("decode", "decode", connector=CONNECTOR, place=self.decode_place)
+        config = {"trace_dir": str(self.trace_dir("decode"))}
+        return self._spec("decode", "decode", connector=CONNECTOR, extra_config=config, place=self.decode_place)
 
     def prefill(self, mode: str) -> EngineSpec:
         """P in one of ``modes``."""
@@ -62,9 +63,9 @@ class Cluster:
             place=self.prefill_place,
         )
 
-    def trace_dir(self, mode: str) -> Path:
-        """Where the P of ``mode`` writes its trace."""
-        return self.trace_root / mode
+    def trace_dir(self, whose: str) -> Path:
+        """Where the P of a mode, or D, "decode", writes its trace."""
+        return self.trace_root / whose
 
     @property
     def max_model_len(self) -> int:

@@ -91,7 +91,10 @@ def run_demo(
         figures = report.as_json() | provenance(SEED) | run
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    return _show(console, report, plot, json_file, time.monotonic() - started_at)
+    status = _show(console, report, plot, json_file, time.monotonic() - started_at)
+    if keep_logs is not None:
+        console.print(f"Where the time went: layerpush trace summary {keep_logs}", markup=False, highlight=False)
+    return status
 
 
 def _compare(display: Display, interrupts: Interrupts, cluster: Cluster, size: Size) -> DemoReport:

@@ -228,7 +228,7 @@ DROPPED_RECORDS = Metric(
     "What found its queue full.",
     "queue",
     {
-        "trace": "pushes that are missing in the trace file",
+        "trace": "pushes and loads that are missing in the trace file",
         "hooks": "layers that were found by the sweep instead",
     },
 )

@@ -19,7 +19,7 @@ Folders = Annotated[
         metavar="DIR...",
         exists=True,
         file_okay=False,
-        help="Where P and D wrote: the `trace_dir` of each, or copies of both from two hosts.",
+        help="Where P and D wrote: the `trace_dir` of each, or copies of both from two hosts; folders below count.",
     ),
 ]
 

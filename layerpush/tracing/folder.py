@@ -51,12 +51,12 @@ _TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = 
 
 
 def trace_files(folders: Iterable[Path]) -> list[Path]:
-    """Each file once."""
-    return sorted({path.resolve() for folder in folders for path in folder.glob("*.jsonl")})
+    """Each file once, those in folders below included."""
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.jsonl")})
 
 
 def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> list[Source]:
-    """All that the processes wrote into these folders. Raises ``FolderError`` if that is nothing.
+    """All that the processes wrote into these folders and those below. Raises ``FolderError`` if that is nothing.
 
     With ``outlines`` a push has its own times only, not those of each layer and WRITE: that takes less memory.
     """

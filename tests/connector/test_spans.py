@@ -98,6 +98,19 @@ def test_vllms_hook_puts_it_below_the_clients_span(exported: Any) -> None:
     assert span.attributes["gen_ai.request.id"] == push().request_id
 
 
+def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its packages are missing: vLLM starts all the same, and so do we."""
+    from vllm.tracing import otel
+
+    from layerpush.compat import REQUEST_ID, emit_span
+
+    monkeypatch.setattr(otel, "_IS_OTEL_AVAILABLE", False)
+    spans = Spans(emit_span, REQUEST_ID)
+    spans.expect({push().request_id: HEADERS})
+    spans.add(push(t_first_planned=1.0, t_last_ready=2.0))
+    assert exported.get_finished_spans() == ()
+
+
 def test_vllms_hook_without_a_collector_does_nothing() -> None:
     from layerpush.compat import emit_span
 

@@ -69,6 +69,7 @@ def test_several_folders_are_read_and_each_file_once(tmp_path: Path) -> None:
     write(tmp_path / "d/b.jsonl", process("D", "x"), load())
     sources = read_folders([tmp_path / "p", tmp_path / "d", tmp_path / "p" / ".." / "p"])
     assert [len(source.pushes) for source in sources] == [0, 1]
+    assert len(read_folders([tmp_path])) == 2
 
 
 def test_processes_of_one_file_are_kept_apart(tmp_path: Path) -> None:
