@@ -196,7 +196,8 @@ class _Lines:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
-            self._has_head = self._torn = False
+            self._has_head = False
+            self._torn = os.fstat(self._file.fileno()).st_size > 0  # what a process of the same pid left may be
         if not self._has_head:
             self._write(self._file, self._encoder.encode(self._head))
             self._has_head = True

@@ -17,6 +17,7 @@ import pytest
 from layerpush import tracefile
 from layerpush.trace import PushRecord
 from layerpush.tracefile import TraceFile
+from layerpush.tracing.folder import read_folders
 from tests.unit.test_trace import Disk, disk, full, record, until
 
 __all__ = ["disk"]
@@ -90,6 +91,16 @@ def test_a_reader_that_leaves_costs_what_comes_after(tmp_path: Path) -> None:
     until(lambda: file.dropped == 1)
     file.close()
     assert file.death is None
+
+
+def test_half_a_line_of_a_process_before_spoils_no_first_line(tmp_path: Path) -> None:
+    """In a container the next engine has the same name and the same pid."""
+    path_of(tmp_path).write_bytes(b'{"kind":"push","requ')
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record())
+    file.close()
+    (source,) = read_folders([tmp_path])
+    assert (source.process is not None, len(source.pushes), source.unreadable) == (True, 1, 1)
 
 
 @pytest.mark.parametrize("what", ["the folder", "the file"])
