@@ -114,12 +114,13 @@ def rig(scratch: Path) -> Iterator[Rig]:
         prefill_group, prefill = start_prefill("prefill-first")
         others.wait_ready([plain, decode])
         prefill_group.wait_ready([prefill])
-        with _proxy(scratch, ports.take(), prefill.url, decode.url) as url:
+        with proxy(scratch, ports.take(), prefill.url, decode.url) as url:
             yield Rig(url, plain, prefill, decode, trace_dir, groups, start_prefill, prefill_group)
 
 
 @contextlib.contextmanager
-def _proxy(scratch: Path, port: int, prefill: str, decode: str) -> Iterator[str]:
+def proxy(scratch: Path, port: int, prefill: str, decode: str) -> Iterator[str]:
+    """Its URL, when it is ready."""
     options = ["--port", str(port), "--prefill", prefill, "--decode", decode, "--health-check-interval-secs", "0.5"]
     with (scratch / "proxy.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "layerpush", "proxy", *options], stdout=log, stderr=log)

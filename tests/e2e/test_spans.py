@@ -1,0 +1,173 @@
+"""Real API servers on two clocks behind `layerpush proxy`: spans of one client's trace, and one trace of both files.
+
+P lives in a time namespace: its `perf_counter` is an hour and more ahead of D's, as if it were on another host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from layerpush.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
+from layerpush.demo.interrupts import Interrupts
+from layerpush.demo.load import make_prompt
+from layerpush.demo.model import write_model
+from layerpush.demo.ports import PortAllocator
+from tests.e2e.collector import Collector, Span, collector
+from tests.e2e.proxyrig import CONNECTOR, DEADLINE_S, MODEL, SHAPE, proxy, until
+from tests.trace_command import arrows, end, lines, merged, parts_add_up, slices, summary, trace
+from tests.unit.test_trace_perfetto import check
+
+AHEAD_S = 5000
+ANOTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S), "--fork")
+PORTS = range(19200, 19300)
+TOKENS = 1200
+PARENT = "b7ad6b7169203331"
+
+
+@dataclass(frozen=True)
+class Servers:
+    url: str
+    collector: Collector
+    folders: list[Path]
+
+    def complete(self, seed: int, trace_id: str | None) -> str:
+        """Send a request, as one of this client's trace or of none; returns the answer's id."""
+        prompt = make_prompt(TOKENS, seed, SHAPE.vocabulary)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+        headers = {"Content-Type": "application/json"}
+        if trace_id is not None:
+            headers["traceparent"] = f"00-{trace_id}-{PARENT}-01"
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S) as answer:
+            return str(json.load(answer)["id"])
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    scratch = tmp_path_factory.mktemp("spans")
+    ports = PortAllocator(PORTS)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        taken = stack.enter_context(collector(ports.take()))
+        group = stack.enter_context(EngineGroup(scratch, stack.enter_context(Interrupts()), ports))
+        model = write_model(scratch / "model", SHAPE)
+        place = Place(command_prefix=ANOTHER_CLOCK) if has_time_namespaces() else LOOPBACK
+        specs = [
+            spec(*names, model, scratch, taken.url) for names in (("P", "prefill", place), ("D", "decode", LOOPBACK))
+        ]
+        engines = [group.start(one) for one in specs]
+        group.wait_ready(engines)
+        p, d = engines
+        url = stack.enter_context(proxy(scratch, ports.take(), p.url, d.url))
+        yield Servers(url, taken, [scratch / "trace-P", scratch / "trace-D"])
+
+
+def spec(name: str, role: Role, place: Place, model: Path, scratch: Path, endpoint: str) -> EngineSpec:
+    return EngineSpec(
+        name=name,
+        role=role,
+        model=model,
+        connector=CONNECTOR,
+        extra_config={"trace_dir": str(scratch / f"trace-{name}"), "min_write_bytes": 0},
+        tokens_per_step=256,
+        max_model_len=2048,
+        kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
+        place=place,
+        options=("--otlp-traces-endpoint", endpoint),
+    )
+
+
+def has_time_namespaces() -> bool:
+    if shutil.which(ANOTHER_CLOCK[0]) is None:
+        return False
+    return subprocess.run([*ANOTHER_CLOCK, "true"], capture_output=True, check=False).returncode == 0
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+@pytest.mark.timeout(600)
+def test_push_and_load_are_spans_beside_vllms(servers: Servers) -> None:
+    """All below the client's own span, in its trace."""
+    trace_id = secrets.token_hex(16)
+    request_id = servers.complete(1, trace_id)
+    of_trace = servers.collector.spans
+    until(lambda: len(named(of_trace(trace_id), "llm_request")) == 2, "the spans of both engines' API servers")
+    until(lambda: {"layerpush.push", "layerpush.load"} <= {span.name for span in of_trace(trace_id)}, "our spans")
+    spans = of_trace(trace_id)
+    assert sorted(span.name for span in spans) == ["layerpush.load", "layerpush.push", "llm_request", "llm_request"]
+    assert {span.parent for span in spans} == {PARENT}
+    (push,), (load,) = named(spans, "layerpush.push"), named(spans, "layerpush.load")
+    assert all(request_id in span.attributes["gen_ai.request.id"] for span in spans)
+    assert (push.attributes["layerpush.outcome"], push.attributes["layerpush.tokens"]) == ("completed", TOKENS)
+    assert (push.attributes["layerpush.engine_id"], push.attributes["layerpush.decode_engine_id"]) == ("P", "D")
+    assert (load.attributes["layerpush.engine_id"], load.attributes["layerpush.outcome"]) == ("D", "completed")
+    assert max(push.start, load.start) < min(push.end, load.end), "the wall clock is one for both"
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    around = named(spans, "llm_request")
+    assert first >= min(span.start for span in around) - 0.1
+    assert last <= max(span.end for span in around) + 0.1
+
+
+@pytest.mark.timeout(600)
+def test_a_request_without_a_trace_has_no_span_of_ours(servers: Servers) -> None:
+    before = servers.complete(2, None)
+    trace_id = secrets.token_hex(16)
+    servers.complete(3, trace_id)
+    until(lambda: named(servers.collector.spans(trace_id), "layerpush.load"), "the span of a later request")
+    until(lambda: named(servers.collector.spans(trace_id), "layerpush.push"), "the span of a later request")
+    ids: list[str] = [
+        span.attributes["gen_ai.request.id"] for span in servers.collector.spans() if "layerpush." in span.name
+    ]
+    assert ids
+    assert not [one for one in ids if before in one]
+
+
+@pytest.mark.timeout(600)
+def test_files_of_two_clocks_make_one_trace(servers: Servers, tmp_path: Path) -> None:
+    if not has_time_namespaces():
+        pytest.skip("a second clock needs time namespaces and root")
+    request_id = f"{servers.complete(4, None)}-0"
+
+    def recorded() -> bool:
+        return all(
+            any(one["request_id"].startswith(request_id) for one in lines(servers.folders, kind))
+            for kind in ("push", "load")
+        )
+
+    until(recorded, "both records")
+    clocks = [one["clock"] for one in lines(servers.folders, "process")]
+    assert len(set(clocks)) == 2
+    (load,) = [one for one in lines(servers.folders, "load") if one["request_id"].startswith(request_id)]
+    assert load["clock_offset"] == pytest.approx(AHEAD_S, abs=0.5), "as the handshake measured it"
+    (note,) = summary(servers.folders)["notes"]
+    assert note.startswith("clock of P less that of D: ")
+    assert float(note.split(": ")[1].split(" s,")[0]) == pytest.approx(AHEAD_S, abs=0.01)
+    assert "measured by the handshake; messages allow" in note
+    (one,) = [one for one in summary(servers.folders)["slowest"] if one["request"] == request_id]
+    assert parts_add_up(one)
+    assert None not in [one[name] for name in ("queue", "prefill", "exposed", "notification", "D wait")]
+    assert one["total"] < DEADLINE_S
+    events = merged(servers.folders, tmp_path / "one.json")
+    check(events)
+    (push_slice,) = slices(events, "push", request_id)
+    (load_slice,) = slices(events, "load", request_id)
+    assert max(push_slice["ts"], load_slice["ts"]) < min(end(push_slice), end(load_slice))
+    assert all(leaves["ts"] <= arrives["ts"] + 0.01 for leaves, arrives in arrows(events).values())
+    out = tmp_path / "one.svg"
+    assert "measured by the handshake" in trace("plot", *servers.folders, "-r", request_id, "-o", out).stderr
+    assert out.read_bytes().startswith(b"<?xml")

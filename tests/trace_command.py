@@ -1,0 +1,75 @@
+"""Runs ``layerpush trace`` as a person does, and reads what a person would find in its files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Fields = dict[str, Any]
+DEADLINE_S = 20.0
+
+
+def trace(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """``layerpush trace ...`` in a process of its own, which must end well."""
+    command = [sys.executable, "-m", "layerpush", "trace", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def summary(folders: Sequence[Path]) -> Fields:
+    data: Fields = json.loads(trace("summary", "--json", "--top", 1000, *folders).stdout)
+    return data
+
+
+def merged(folders: Sequence[Path], out: Path) -> list[Fields]:
+    """The events of the file that ``merge`` writes."""
+    trace("merge", *folders, "--out", out)
+    whole = json.loads(out.read_text())
+    assert set(whole) == {"traceEvents", "displayTimeUnit", "otherData"}
+    events: list[Fields] = whole["traceEvents"]
+    return events
+
+
+def lines(folders: Iterable[Path], kind: str) -> list[Fields]:
+    """All whole lines of one kind, read without any of layerpush's code."""
+    texts = [path.read_text() for folder in folders for path in folder.glob("*.jsonl")]
+    whole = [json.loads(line) for text in texts for line in text.rpartition("\n")[0].splitlines() if line]
+    return [line for line in whole if line["kind"] == kind]
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.02)
+
+
+def parts_add_up(request: Fields) -> bool:
+    """Of one entry of the summary."""
+    parts = [request[name] or 0.0 for name in ("queue", "prefill", "exposed", "notification", "D wait", "other")]
+    return abs(sum(parts) - request["total"]) < 1e-6
+
+
+def slices(events: Iterable[Fields], category: str, name: str) -> list[Fields]:
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category and event["name"] == name]
+
+
+def end(event: Fields) -> float:
+    return float(event["ts"] + event["dur"])
+
+
+def arrows(events: Iterable[Fields]) -> dict[tuple[str, int], tuple[Fields, Fields]]:
+    """Both ends of each arrow by its name and number."""
+    ends: dict[tuple[str, int], dict[str, Fields]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            found = ends.setdefault((event["name"], event["id"]), {})
+            assert event["ph"] not in found, f"two of {event}"
+            found[event["ph"]] = event
+    return {key: (found["s"], found["f"]) for key, found in ends.items()}
