@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -17,10 +18,14 @@ from layerpush.proxy.errors import ProxyError, error_body
 from layerpush.proxy.legs import LegFailedError
 from layerpush.proxy.metrics import CONTENT_TYPE
 from layerpush.proxy.relay import Relay
+from layerpush.proxy.settings import Settings
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
 """A client's headers that engines get. X-Request-Id and X-data-parallel-rank are the proxy's to set."""
+LISTS = ("tracestate", "baggage")
+"""Those that may come in several lines, which count as one."""
 CLIENT_LEFT = 499
+BODY_TOO_SLOW = 408
 ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
 
 
@@ -58,6 +63,8 @@ def make_app(proxy: Proxy) -> FastAPI:
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, ProxyError)
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        if error.status == BODY_TOO_SLOW:
+            headers["Connection"] = "close"
         return _error(error.status, error.message, headers)
 
     @app.exception_handler(StarletteHTTPException)
@@ -70,21 +77,36 @@ def make_app(proxy: Proxy) -> FastAPI:
 
 
 async def _generate(proxy: Proxy, endpoint: Endpoint, request: Request) -> Response:
+    began = asyncio.get_running_loop().time()
     try:
-        body = RequestBody(endpoint, await _read(request, proxy.settings.max_payload_size))
+        proxy.gate.check()
+        body = RequestBody(endpoint, await _read(request, proxy.settings))
     except BodyError as error:
+        proxy.metrics.requests.labels(endpoint, "client_error").inc()
         raise ProxyError(400, str(error)) from None
+    except ProxyError as error:
+        proxy.metrics.requests.labels(endpoint, "refused" if error.status == 429 else "client_error").inc()
+        raise
     except ClientDisconnect:
+        proxy.metrics.requests.labels(endpoint, "cancelled").inc()
         return Response(status_code=CLIENT_LEFT)
-    return Relay(proxy, body, _passed_on(request))
+    return Relay(proxy, body, _passed_on(request), began)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, settings: Settings) -> bytes:
+    limit, limit_s = settings.max_payload_size, settings.request_timeout_s
+    too_large = ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large
     parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > limit:
-            raise ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                parts += part
+                if len(parts) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ProxyError(BODY_TOO_SLOW, f"the body took more than {limit_s:g} s (--request-timeout-secs)") from None
     return bytes(parts)
 
 
@@ -107,7 +129,7 @@ def _health(proxy: Proxy) -> Response:
             "url": each.url,
             "healthy": each.healthy,
             **({} if each.healthy else {"problem": each.problem}),
-            **({"dispatch": "concurrent" if each.identity else "sequential"} if each.role == "prefill" else {}),
+            **({"dispatch": each.dispatch(proxy.settings.sequential)} if each.role == "prefill" else {}),
         }
         for each in proxy.fleet
     ]
@@ -116,7 +138,8 @@ def _health(proxy: Proxy) -> Response:
 
 
 def _passed_on(request: Request) -> dict[str, str]:
-    return {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+    headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+    return headers | {key: ",".join(request.headers.getlist(key)) for key in LISTS if key in headers}
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:

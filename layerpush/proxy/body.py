@@ -17,7 +17,8 @@ BYTES_PER_TOKEN = 4
 TOKENS_EXPECTED = 256
 PREFIX_BYTES = 1024
 
-_NOT_FOR_ENGINES = ("kv_transfer_params", "request_id")
+_PARAMS, _EXTRA = "kv_transfer_params", "vllm_xargs"
+_NOT_FOR_ENGINES = (_PARAMS, "request_id")
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
@@ -30,6 +31,7 @@ _NOT_FOR_PREFILL = (
 )
 _ONE = msgspec.Raw(b"1")
 _EMPTY = (b"null", b"false", b"0")
+_NO = (b"", b"0", b"0.0", b"f", b"false", b"n", b"no", b"off")
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -50,6 +52,7 @@ class RequestBody:
         self.endpoint: Endpoint = endpoint
         for key in _NOT_FOR_ENGINES:
             self._fields.pop(key, None)
+        self._clean_extra()
 
     @property
     def path(self) -> str:
@@ -57,8 +60,8 @@ class RequestBody:
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants server-sent events."""
-        return self._bytes("stream") == b"true"
+        """Whether the client wants server-sent events; engines are as lenient about how it says so."""
+        return self._set("stream") and self._bytes("stream").strip(b'"').lower() not in _NO
 
     @functools.cached_property
     def alone(self) -> str | None:
@@ -69,7 +72,7 @@ class RequestBody:
             return "prompt_logprobs"
         if self._set("echo") and "logprobs" in self._fields and self._bytes("logprobs") != b"null":
             return "echo with logprobs"
-        if self._bytes("truncate_prompt_tokens") == b"-1":
+        if self._bytes("truncate_prompt_tokens").strip(b'"').startswith(b"-"):
             return "truncate_prompt_tokens"
         return None
 
@@ -112,6 +115,15 @@ class RequestBody:
         if params is None:
             return _ENCODER.encode(self._fields)
         return _ENCODER.encode({**self._fields, "kv_transfer_params": params})
+
+    def _clean_extra(self) -> None:
+        """vLLM takes `kv_transfer_params` from these, too, where a request has no other."""
+        try:
+            extra: dict[str, msgspec.Raw] = _DECODER.decode(self._fields.get(_EXTRA, b"{}"))
+        except msgspec.DecodeError:
+            return  # the engines say what is wrong with it
+        if extra.pop(_PARAMS, None) is not None:
+            self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(extra))
 
     def _prompt(self) -> bytes:
         return self._bytes("messages" if self.endpoint == "chat/completions" else "prompt")

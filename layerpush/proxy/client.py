@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from starlette.types import Send
 
 from layerpush.proxy.errors import error_body
 from layerpush.proxy.legs import Headers, Whole
 from layerpush.proxy.sse import EVENTS_END, error_event
 
+LAST_WORDS_S = 5.0
+
 
 class Client:
     """Sends one answer. Waits while the client reads more slowly than D writes."""
 
-    def __init__(self, send: Send, streams: bool) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._streams = streams
+        self._streams = False
         self._ended = False
         self.started = False
 
@@ -23,6 +28,7 @@ class Client:
         if self.started:
             return
         self.started = True
+        self._streams = length is None
         raw = [(key.lower().encode("latin-1"), value.encode("latin-1")) for key, value in headers]
         if length is not None:
             raw.append((b"content-length", str(length).encode()))
@@ -52,7 +58,15 @@ class Client:
         await self.end()
 
     async def fail(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        """The proxy's own error, as a status or, in a stream that has begun, as an event. Nothing after the end."""
+        """The proxy's own error, as a status or, in a stream that has begun, as an event. Nothing after the end.
+
+        Returns also if the client does not read it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._fail(status, message, retry_after_s)
+
+    async def _fail(self, status: int, message: str, retry_after_s: int | None) -> None:
         if self._ended:
             return
         if self.started:

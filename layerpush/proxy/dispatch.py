@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Attempt:
         """How this attempt goes about it."""
         if self.prefill is None:
             return "alone"
-        return "sequential" if self.sequential or self.prefill.identity is None else "concurrent"
+        return self.prefill.dispatch(self.sequential)
 
 
 class Dispatcher:
@@ -84,6 +85,7 @@ class Dispatcher:
         assert attempt.prefill.identity is not None
         params = attempt.prefill.identity.to_decode(attempt.body.remote_request_id(request_id))
         prefill = asyncio.create_task(self._prefill(attempt, attempt.prefill, request_id))
+        _count_work(attempt.prefill, attempt.body.prompt_tokens, prefill)
         decode = asyncio.create_task(self._decode(attempt, request_id, params))
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
@@ -131,13 +133,15 @@ class Dispatcher:
     async def _sequentially(self, attempt: Attempt, request_id: str) -> Answer:
         assert attempt.prefill is not None
         try:
-            prefilled = await self._prefill(attempt, attempt.prefill, request_id)
+            with attempt.prefill.working(attempt.body.prompt_tokens):
+                prefilled = await self._prefill(attempt, attempt.prefill, request_id)
         except LegFailedError as failure:
             raise AttemptFailedError(failure, frozenset({attempt.prefill})) from failure
         if prefilled.status != 200:
             return Answer(prefilled)
         params = transfer_params(prefilled.body)
-        self._introductions.learn(attempt.prefill, params)
+        if not attempt.sequential:
+            self._introductions.learn(attempt.prefill, params)
         if params is None:
             raise AttemptFailedError(_without_params(attempt.prefill), frozenset({attempt.prefill}))
         return await self._decoded(attempt, request_id, params)
@@ -153,10 +157,9 @@ class Dispatcher:
 
     async def _prefill(self, attempt: Attempt, instance: Instance, request_id: str) -> Whole:
         body = attempt.body
-        with instance.working(body.prompt_tokens):
-            return await self._engines.prefill(
-                instance, body.path, body.to_prefill(TO_PREFILL), {**attempt.headers, "X-Request-Id": request_id}
-            )
+        return await self._engines.prefill(
+            instance, body.path, body.to_prefill(TO_PREFILL), {**attempt.headers, "X-Request-Id": request_id}
+        )
 
     async def _decode(
         self, attempt: Attempt, request_id: str, params: Mapping[str, object] | msgspec.Raw | None
@@ -170,6 +173,13 @@ class Dispatcher:
             attempt.comments,
             streams=body.streams,
         )
+
+
+def _count_work(instance: Instance, tokens: int, leg: asyncio.Task[Whole]) -> None:
+    """From now on, although the leg has not begun yet: the next request is to see it."""
+    work = contextlib.ExitStack()
+    work.enter_context(instance.working(tokens))
+    leg.add_done_callback(lambda _: work.close())
 
 
 async def _end(*legs: asyncio.Task[Whole] | asyncio.Task[Whole | Stream]) -> None:

@@ -35,17 +35,21 @@ class Gate:
         finally:
             self._leave()
 
-    async def _enter(self) -> None:
-        if self.under_way < self._limit:
-            self.under_way += 1
-            return
-        if len(self._waiting) >= self._queue_size:
+    def check(self) -> None:
+        """Raises ``ProxyError`` if nobody can enter, or wait, now."""
+        if self.under_way >= self._limit and len(self._waiting) >= self._queue_size:
             raise ProxyError(
                 429,
                 f"{self._limit} requests are under way (--max-concurrent-requests) and {self._queue_size} wait "
                 "(--queue-size); try again later",
                 RETRY_AFTER_S,
             )
+
+    async def _enter(self) -> None:
+        self.check()
+        if self.under_way < self._limit:
+            self.under_way += 1
+            return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         try:

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from layerpush.proxy.identity import Identity
 
 Role: TypeAlias = Literal["prefill", "decode"]
+Dispatch: TypeAlias = Literal["concurrent", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Instance:
         """A prefill engine's, once it is known."""
         self.identity_given = identity is not None
         """Whether the operator has said who it is; what it answers does not replace that."""
+        self.former: set[Identity] = set()
+        """All that it has had since somebody began to listen there."""
+        self.shared = False
+        """Whether several engines answer at this URL, in turn."""
         self.doubtful = False
         """Whether a request has put it out, and no check has followed."""
         self._thresholds = thresholds
@@ -43,6 +48,10 @@ class Instance:
     @property
     def name(self) -> str:
         return self.url
+
+    def dispatch(self, sequential: bool) -> Dispatch:
+        """How requests go to this prefill engine, which may be the operator's wish."""
+        return "sequential" if sequential or self.identity is None else "concurrent"
 
     def passed(self) -> None:
         """A check has passed."""
@@ -80,6 +89,8 @@ class Instance:
         self._failures = self._successes = 0
         if gone and not self.identity_given:
             self.identity = None  # whoever listens here next is another process
+            self.former.clear()
+            self.shared = False
 
     def __str__(self) -> str:
         return f"{self.role} {self.url}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -18,6 +18,15 @@ from layerpush.proxy.legs import Engines, LegFailedError
 logger = logging.getLogger("layerpush.proxy")
 
 PROBE_PROMPT = [1, 1, 1, 1]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question that P has answered, and that D can now be asked."""
+
+    request_id: str
+    path: str
+    to_decode: bytes
 
 
 class _Answer(msgspec.Struct):
@@ -51,33 +60,44 @@ class Introductions:
         self._timeout_s = timeout_s
         self._said: dict[Instance, str] = {}
 
-    async def probe(self, instance: Instance) -> None:
+    async def probe(self, instance: Instance) -> Probe | None:
         """Ask a prefill engine for one token, and learn who it is from what it says. Raises nothing.
 
-        P keeps the block of this prompt until its lease ends: nobody fetches it.
+        P keeps the block of this prompt until the probe is delivered, or its lease ends.
         """
+        request_id = f"probe-{uuid.uuid4()}"
         try:
             models = await self._engines.get(instance, "/v1/models", self._headers, self._timeout_s)
             model = msgspec.json.decode(models.body, type=_Models).data[0].id
-            question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0}
+            question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0, "max_tokens": 1}
             body = RequestBody("completions", msgspec.json.encode(question))
             answer = await self._engines.ask(
                 instance,
                 body.path,
                 body.to_prefill(TO_PREFILL),
-                {**self._headers, "X-Request-Id": f"probe-{uuid.uuid4()}"},
+                {**self._headers, "X-Request-Id": request_id},
                 self._timeout_s,
             )
         except LegFailedError as failure:
             self._cannot(instance, str(failure))
-            return
+            return None
         except (msgspec.DecodeError, IndexError):
             self._cannot(instance, f"{instance} names no model at /v1/models")
-            return
+            return None
         if answer.status != 200:
             self._cannot(instance, f"{instance} answered {answer.status}: {error_message(answer.body)}")
-            return
-        self.learn(instance, transfer_params(answer.body))
+            return None
+        params = transfer_params(answer.body)
+        self.learn(instance, params)
+        return None if params is None else Probe(request_id, body.path, body.to_decode(params))
+
+    async def deliver(self, probe: Probe, decode: Instance) -> None:
+        """Let a decode engine have what P has computed: else P would count, and tell, a push that failed."""
+        headers = {**self._headers, "X-Request-Id": probe.request_id}
+        try:
+            await self._engines.ask(decode, probe.path, probe.to_decode, headers, self._timeout_s)
+        except LegFailedError as failure:
+            logger.debug("the first push to %s: %s", decode, failure)
 
     def learn(self, instance: Instance, params: msgspec.Raw | None) -> None:
         """Take in what a P says of itself: ``instance.identity`` is right afterwards, or None."""
@@ -88,6 +108,8 @@ class Introductions:
                 self._cannot(instance, f"{instance}: {error}")
             return
         known = instance.identity
+        if instance.shared:
+            return
         if known is not None and instance.identity_given:
             if known.engine_id != identity.engine_id:
                 self._say(instance, f"{instance} is {identity.engine_id}, not {known.engine_id} (--prefill-identity)")
@@ -98,11 +120,19 @@ class Introductions:
                 f"{instance} is a data-parallel rank ({identity.engine_id}), of which several may answer at one URL; "
                 "give each rank an API server of its own and name it with --prefill-identity",
             )
+        elif known is not None and known != identity and identity in instance.former:
+            instance.shared = True
+            self._cannot(
+                instance,
+                f"{instance} is {identity.engine_id} again, and was {known.engine_id}: several engines answer at this "
+                "URL; name each with a --prefill of its own",
+            )
         elif known != identity:
             self._introduce(instance, identity)
 
     def _introduce(self, instance: Instance, identity: Identity) -> None:
         instance.identity = identity
+        instance.former.add(identity)
         self._said.pop(instance, None)
         logger.info("%s is %s: P and D are asked at the same time", instance, identity)
         if identity.is_loopback and not _is_loopback(instance.url):

@@ -211,7 +211,8 @@ def failures(instance: Instance, when_late: str) -> Iterator[None]:
 
 def passed_back(response: aiohttp.ClientResponse) -> Headers:
     """The headers of an engine's answer that are meant for the client."""
-    return [(key, value) for key, value in response.headers.items() if key.lower() not in _NOT_PASSED_BACK]
+    headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in response.raw_headers]
+    return [(key, value) for key, value in headers if key.lower() not in _NOT_PASSED_BACK]
 
 
 async def _whole(instance: Instance, response: aiohttp.ClientResponse) -> Whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from layerpush.proxy.instance import Instance
 from layerpush.proxy.introduction import Introductions
@@ -29,9 +29,9 @@ class Monitor:
         headers: Mapping[str, str],
         settings: Settings,
     ) -> None:
-        self._watches = {
-            instance: _Watch(instance, engines, introductions, headers, settings) for instance in instances
-        }
+        everyone = list(instances)
+        decodes = [each for each in everyone if each.role == "decode"]
+        self._watches = {each: _Watch(each, decodes, engines, introductions, headers, settings) for each in everyone}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -40,6 +40,8 @@ class Monitor:
         try:
             yield
         finally:
+            for watch in self._watches.values():
+                tasks += watch.under_way()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -60,17 +62,21 @@ class _Watch:
     def __init__(
         self,
         instance: Instance,
+        decodes: Sequence[Instance],
         engines: Engines,
         introductions: Introductions,
         headers: Mapping[str, str],
         settings: Settings,
     ) -> None:
         self._instance = instance
+        self._decodes = decodes
         self._engines = engines
         self._introductions = introductions
         self._headers = headers
         self._settings = settings
         self._checking: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._delivering: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._next_probe = 0.0
         self._probe_interval_s = settings.health_check_interval_s
@@ -78,10 +84,18 @@ class _Watch:
     async def run(self) -> None:
         while True:
             self._hurry.clear()
-            await self.check()
+            try:
+                await self.check()
+            except Exception as error:  # whatever it was, an engine that nobody watches any more would be worse
+                logger.exception("%s cannot be checked", self._instance)
+                self._instance.failed(f"cannot be checked: {error}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.health_check_interval_s):
                     await self._hurry.wait()
+
+    def under_way(self) -> list[asyncio.Task[None]]:
+        """What goes on although nobody may wait for it."""
+        return [task for task in (self._checking, self._probing, self._delivering) if task is not None]
 
     def hurry(self) -> None:
         self._hurry.set()
@@ -122,12 +136,26 @@ class _Watch:
         return LegFailedError(self._instance, "status", f"answered {answer.status} to /health")
 
     async def _introduce(self) -> None:
-        """A question costs P a request, so one that was in vain is repeated ever more seldom."""
-        now = asyncio.get_running_loop().time()
-        if self._settings.sequential or now < self._next_probe:
+        """Ask P who it is, and wait a little for the answer: until a busy P gives it, dispatch is sequential."""
+        if self._settings.sequential or self._instance.shared or self._probing is not None:
             return
-        await self._introductions.probe(self._instance)
-        self._next_probe = now + self._probe_interval_s
+        if asyncio.get_running_loop().time() < self._next_probe:
+            return
+        self._probing = asyncio.create_task(self._probe())
+        await asyncio.wait((self._probing,), timeout=self._settings.health_check_timeout_s)
+        if self._probing is not None:
+            logger.info("%s has not said yet who it is: until then D is asked after it has answered", self._instance)
+
+    async def _probe(self) -> None:
+        """A question costs P a request, so one that was in vain is repeated ever more seldom."""
+        try:
+            probe = await self._introductions.probe(self._instance)
+        finally:
+            self._probing = None
+        decode = next((each for each in self._decodes if each.healthy), None)
+        if probe is not None and decode is not None:
+            self._delivering = asyncio.create_task(self._introductions.deliver(probe, decode))
+        self._next_probe = asyncio.get_running_loop().time() + self._probe_interval_s
         self._probe_interval_s = min(PROBE_BACKOFF * self._probe_interval_s, LONGEST_PROBE_INTERVAL_S)
         if self._instance.identity is not None:
             self._next_probe, self._probe_interval_s = 0.0, self._settings.health_check_interval_s

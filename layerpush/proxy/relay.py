@@ -27,16 +27,18 @@ logger = logging.getLogger("layerpush.proxy")
 class Relay(Response):
     """The answer to one request. Everything happens while it is being sent, so that a client that leaves is noticed."""
 
-    def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str]) -> None:
+    def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str], began: float) -> None:
+        """``began``: when the event loop's clock showed the request's arrival."""
         super().__init__()
         self._proxy = proxy
         self._body = body
         self._to_engines = headers
+        self._began = began
         self._avoid: set[Instance] = set()
         self._spare: set[Instance] = set()
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(send, self._body.streams)
+        client = Client(send)
         work = asyncio.create_task(self._serve(client))
         gone = asyncio.create_task(_disconnected(receive))
         outcome = "cancelled"
@@ -61,10 +63,9 @@ class Relay(Response):
         """How it ended, as the metric has it."""
         limit_s = self._proxy.settings.request_timeout_s
         now = asyncio.get_running_loop().time
-        began = now()
         try:
-            async with asyncio.timeout(limit_s), self._proxy.gate.entered():
-                return await self._answer(client, began)
+            async with asyncio.timeout_at(self._began + limit_s), self._proxy.gate.entered():
+                return await self._answer(client)
         except TimeoutError:
             await client.fail(504, f"the request took more than {limit_s:g} s (--request-timeout-secs)")
             return "timeout"
@@ -72,9 +73,9 @@ class Relay(Response):
             await client.fail(error.status, error.message, error.retry_after_s)
             return "refused" if error.status == 429 else "error"
         finally:
-            self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - began)
+            self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - self._began)
 
-    async def _answer(self, client: Client, began: float) -> str:
+    async def _answer(self, client: Client) -> str:
         failure: AttemptFailedError | None = None
         for attempts_left in range(self._proxy.settings.retry_max_retries, -1, -1):
             decode = await self._pick("decode", failure)
@@ -94,8 +95,8 @@ class Relay(Response):
                     failure = error
                     self._note(error, attempts_left)
                     continue
-                loop = asyncio.get_running_loop()
-                self._proxy.metrics.first_token.labels(self._body.endpoint).observe(loop.time() - began)
+                waited_s = asyncio.get_running_loop().time() - self._began
+                self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
                 return await self._pass_on(client, answer)
         return await self._give_up(client, failure)
 

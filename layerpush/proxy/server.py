@@ -28,6 +28,7 @@ class DrainingServer(uvicorn.Server):
                 port=port,
                 log_level=log_level,
                 access_log=False,
+                ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=drain_timeout_s,
             )

@@ -82,6 +82,8 @@ def identities(flag: str, values: Sequence[str], prefill: Sequence[str]) -> dict
         (url,) = engine_urls(flag, [url])
         if url not in prefill:
             raise SettingsError(f"{flag} {url}: no --prefill has this URL; they are {', '.join(prefill)}")
+        if url in found:
+            raise SettingsError(f"{flag} {url}: given twice; an engine has one identity")
         try:
             found[url] = Identity.from_params(msgspec.json.decode(text))
         except msgspec.DecodeError as error:

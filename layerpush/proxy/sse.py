@@ -6,7 +6,8 @@ import json
 
 from layerpush.proxy.errors import error_body
 
-BOUNDARY = b"\n\n"
+BOUNDARIES = (b"\n\n", b"\n\r\n")
+_LONGEST = max(map(len, BOUNDARIES))
 EVENTS_END = b"\n\ndata: [DONE]\n\n"
 
 
@@ -18,14 +19,18 @@ class EventBuffer:
 
     def add(self, data: bytes) -> bytes:
         """All that is whole now; empty while the first event is incomplete."""
-        searched = max(len(self._waiting) - len(BOUNDARY) + 1, 0)
+        searched = max(len(self._waiting) - _LONGEST + 1, 0)
         self._waiting += data
-        end = self._waiting.rfind(BOUNDARY, searched)
-        if end < 0:
+        end = max(self._end_of(boundary, searched) for boundary in BOUNDARIES)
+        if not end:
             return b""
-        whole = bytes(self._waiting[: end + len(BOUNDARY)])
+        whole = bytes(self._waiting[:end])
         del self._waiting[: len(whole)]
         return whole
+
+    def _end_of(self, boundary: bytes, searched: int) -> int:
+        start = self._waiting.rfind(boundary, searched)
+        return start + len(boundary) if start >= 0 else 0
 
     def rest(self) -> bytes:
         """What is left at the end of the stream."""

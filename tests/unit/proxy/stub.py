@@ -58,6 +58,9 @@ class Stub:
         self.healthy = True
         self.faults: deque[Fault] = deque()
         self.hold: asyncio.Event | None = None
+        self.hold_probes: asyncio.Event | None = None
+        self.greeting = ""
+        """A header's value in D's answers."""
         self.step: asyncio.Semaphore | None = None
         """If set, one permit for each event of a stream."""
         self.pieces: list[bytes] | None = None
@@ -110,6 +113,8 @@ class Stub:
         seen = Seen(request.path, await request.json(), CIMultiDict(request.headers))
         if seen.request_id.startswith("probe-"):
             self.probes.append(seen)
+            if self.hold_probes is not None:
+                await self.hold_probes.wait()
             return self._prefilled(seen)
         self.seen.append(seen)
         self.active += 1
@@ -183,7 +188,9 @@ class Stub:
         }
         raw = json.dumps(body, indent=1).encode()
         self.sent[seen.request_id] = raw
-        return web.Response(body=raw, content_type="application/json", headers={"X-Engine": self.engine_id})
+        return web.Response(
+            body=raw, content_type="application/json", headers={"X-Engine": self.engine_id + self.greeting}
+        )
 
     async def _stream(self, request: web.Request, seen: Seen, fault: Fault | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 
 import pytest
+from multidict import CIMultiDict
 
+from layerpush.proxy.body import RequestBody
+from layerpush.proxy.dispatch import Attempt
 from layerpush.proxy.identity import Identity
 from tests.unit.proxy.stub import Stub
 from tests.unit.proxy.world import asynchronous, until, world
@@ -59,6 +63,41 @@ async def test_work_is_counted_while_an_engine_has_it() -> None:
 
 
 @asynchronous
+async def test_the_next_request_sees_the_work_of_one_that_has_not_been_sent_yet() -> None:
+    async with world() as here:
+        here.p.hold = asyncio.Event()
+        prefill, decode = here.proxy.fleet
+
+        async def nothing(*_: object) -> None:
+            pass
+
+        body = RequestBody("completions", b'{"model": "stub", "prompt": [1, 2, 3]}')
+        sending = asyncio.create_task(here.proxy.dispatcher.send(Attempt(body, {}, prefill, decode, nothing)))
+        await asyncio.sleep(0)
+        assert prefill.outstanding_tokens == 3
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        assert prefill.outstanding_tokens == 0
+
+
+@asynchronous
+async def test_both_legs_are_of_the_clients_trace() -> None:
+    async with world() as here:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        headers = CIMultiDict({"traceparent": parent, "tracestate": "a=1", "baggage": "c=3"})
+        headers.add("tracestate", "b=2")
+        async with here.session.post(
+            f"{here.url}/v1/completions", json={"model": "stub", "prompt": "x"}, headers=headers
+        ) as response:
+            assert response.status == 200
+        (at_p,), (at_d,) = here.p.seen, here.d.seen
+        for seen in (at_p, at_d):
+            assert seen.headers.getall("traceparent") == [parent]
+            assert seen.headers.getall("tracestate") == ["a=1,b=2"]
+            assert seen.headers["baggage"] == "c=3"
+
+
+@asynchronous
 async def test_chat_ids_and_limits() -> None:
     async with world() as here:
         reply = await here.post("/v1/chat/completions", max_completion_tokens=7)
@@ -76,12 +115,14 @@ async def test_what_only_a_router_may_set_is_taken_from_clients() -> None:
         reply = await here.post(
             headers={"X-Request-Id": "mine", "X-data-parallel-rank": "3", "Authorization": "Bearer k", "Cookie": "c"},
             kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.6.6.6"},
+            vllm_xargs={"kv_transfer_params": "x", "other": 1},
             request_id="mine",
         )
         assert reply.status == 200
         for seen in (*here.p.seen, *here.d.seen):
             assert seen.request_id != "mine"
             assert "request_id" not in seen.body
+            assert seen.body["vllm_xargs"] == {"other": 1}
             assert "X-data-parallel-rank" not in seen.headers
             assert "Cookie" not in seen.headers
             assert seen.headers["Authorization"] == "Bearer k"
@@ -114,8 +155,10 @@ async def test_sequential_where_p_cannot_be_known_in_advance(caplog: pytest.LogC
 
 
 @asynchronous
-async def test_sequential_when_asked_for() -> None:
+async def test_sequential_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with world(sequential=True) as here:
+        assert json.loads((await here.get("/health")).body)["engines"][0]["dispatch"] == "sequential"
         assert (await here.post()).status == 200
         assert not here.p.probes
         (at_d,) = here.d.seen
@@ -123,6 +166,8 @@ async def test_sequential_when_asked_for() -> None:
         assert "remote_block_ids" in at_d.params
         assert (await here.post()).status == 200
         assert await here.metric('layerpush_proxy_dispatches_total{mode="sequential"}') == 2
+        assert json.loads((await here.get("/health")).body)["engines"][0]["dispatch"] == "sequential"
+    assert "at the same time" not in caplog.text
 
 
 @asynchronous
@@ -178,7 +223,13 @@ async def test_p_is_asked_who_it_is_at_the_start() -> None:
         (probe,) = here.p.probes
         assert probe.headers["Authorization"] == "Bearer secret"
         assert probe.body["max_tokens"] == 1
-        assert not here.d.probes
+        await until(lambda: here.d.probes, "D gets what P has computed")
+        (delivered,) = here.d.probes
+        assert delivered.request_id == probe.request_id
+        assert delivered.headers["Authorization"] == "Bearer secret"
+        assert delivered.body["prompt"] == probe.body["prompt"]
+        assert delivered.params is not None
+        assert delivered.params["remote_block_ids"] == [[1, 2]]
         await here.post()
         assert len(here.p.probes) == 1
 
@@ -237,3 +288,43 @@ async def test_a_restart_that_a_check_has_seen_is_followed_by_a_probe() -> None:
         (at_d,) = here.d.seen
         assert at_d.params is not None
         assert at_d.params["remote_engine_id"] == "p0-reborn"
+
+
+@asynchronous
+async def test_a_p_that_is_busy_at_the_start_is_asked_first_until_it_has_said_who_it_is() -> None:
+    def busy(prefill: list[Stub], decode: list[Stub]) -> None:
+        prefill[0].hold_probes = asyncio.Event()
+
+    async with world(prepare=busy, health_check_timeout_s=0.1) as here:
+        assert (await here.post()).status == 200
+        assert await here.metric('layerpush_proxy_dispatches_total{mode="sequential"}') == 1
+        prefill, _ = here.proxy.fleet
+        prefill.identity = None
+        assert len(here.p.probes) == 1
+        assert here.p.hold_probes is not None
+        here.p.hold_probes.set()
+        await until(lambda: prefill.identity, "P has said who it is")
+        assert len(here.p.probes) == 1
+        assert (await here.post()).status == 200
+        assert await here.metric('layerpush_proxy_dispatches_total{mode="concurrent"}') == 1
+
+
+@asynchronous
+async def test_several_engines_at_one_url_are_asked_first(caplog: pytest.LogCaptureFixture) -> None:
+    """A load balancer in front of them: whoever was asked last may not be the one that answers next."""
+    async with world() as here:
+        replies = []
+        for index in range(6):
+            here.p.params_override = {"remote_engine_id": f"p{index % 2}"}
+            here.network.engines = {f"p{index % 2}"}
+            replies.append((await here.post()).status)
+        assert set(replies) == {200}
+        assert await here.metric("layerpush_proxy_retries_total") <= 2
+        prefill, _ = here.proxy.fleet
+        assert prefill.identity is None
+        assert len(here.p.probes) == 1
+        before = len(here.d.seen)
+        assert (await here.post()).status == 200
+        assert len(here.d.seen) == before + 1
+    (line,) = [record.message for record in caplog.records if "several engines answer" in record.message]
+    assert "--prefill of its own" in line

@@ -76,7 +76,9 @@ async def test_a_client_that_leaves_an_answer_in_one_piece_cancels_p_if_that_sti
                 sending.set()
                 await asyncio.Event().wait()
 
-        relay = Relay(here.proxy, RequestBody("completions", json.dumps(BODY).encode()), {})
+        relay = Relay(
+            here.proxy, RequestBody("completions", json.dumps(BODY).encode()), {}, asyncio.get_running_loop().time()
+        )
         served = asyncio.create_task(relay({}, receive, send))
         await until(lambda: here.d.seen, "D has it")
         here.network.pushed(here.d.seen[0].request_id).set()

@@ -25,7 +25,7 @@ from layerpush.proxy.policy import (
     round_robin,
 )
 from layerpush.proxy.settings import Settings, SettingsError, engine_urls, identities
-from layerpush.proxy.sse import EventBuffer, error_code, error_event, has_data
+from layerpush.proxy.sse import BOUNDARIES, EventBuffer, error_code, error_event, has_data
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 
@@ -135,10 +135,37 @@ class TestBodies:
             ({"prompt_logprobs": 0}, "prompt_logprobs"),
             ({"echo": True, "logprobs": 0}, "echo with logprobs"),
             ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+            ({"truncate_prompt_tokens": "-1"}, "truncate_prompt_tokens"),
         ],
     )
     def test_what_d_must_compute_itself(self, fields: dict[str, Any], reason: str | None) -> None:
         assert self.body(prompt="x", **fields).alone == reason
+
+    @pytest.mark.parametrize(
+        ("value", "streams"),
+        [*((yes, True) for yes in (True, 1, "true", "on", "1")), *((no, False) for no in (False, None, 0, "off", "F"))],
+    )
+    def test_streams_are_asked_for_as_engines_understand_it(self, value: object, streams: bool) -> None:
+        assert self.body(stream=value).streams == streams
+        assert not self.body().streams
+
+    def test_of_two_equal_keys_the_last_counts_and_is_the_only_one(self) -> None:
+        raw = b'{"prompt": "a", "kv_transfer_params": {"a": 1}, "prompt": "b", "kv_transfer\\u005fparams": {"b": 2}}'
+        body = RequestBody("completions", raw)
+        assert body.to_decode(None) == b'{"prompt":"b"}'
+        assert body.to_prefill({}).count(b"kv_transfer") == 1
+
+    @pytest.mark.parametrize(
+        ("extra", "left"),
+        [
+            ({"kv_transfer_params": {"a": 1}, "b": 2}, {"b": 2}),
+            ({"b": 2}, {"b": 2}),
+            (None, None),
+            ([1], [1]),
+        ],
+    )
+    def test_no_params_by_the_back_door(self, extra: object, left: object) -> None:
+        assert json.loads(self.body(vllm_xargs=extra).to_decode(None)) == {"vllm_xargs": left}
 
     def test_sizes(self) -> None:
         assert self.body(prompt=[1, 2, 3]).prompt_tokens == 3
@@ -160,7 +187,7 @@ class TestEvents:
         buffer = EventBuffer()
         out = [buffer.add(piece) for piece in pieces]
         assert b"".join(out) + buffer.rest() == b"".join(pieces)
-        assert all(each.endswith(b"\n\n") for each in out if each)
+        assert all(each.endswith(BOUNDARIES) for each in out if each)
         assert buffer.rest() == b""
 
     def test_nothing_whole_is_held_back(self) -> None:
@@ -168,6 +195,12 @@ class TestEvents:
         assert buffer.add(b"data: 1\n") == b""
         assert buffer.add(b"\nda") == b"data: 1\n\n"
         assert buffer.add(b"ta: 2\n\n") == b"data: 2\n\n"
+
+    def test_lines_may_end_in_both(self) -> None:
+        buffer = EventBuffer()
+        pieces = [b"data: 1\r", b"\n\r", b"\ndata: 2\r\n", b"\r\ndata"]
+        assert [buffer.add(piece) for piece in pieces] == [b"", b"", b"data: 1\r\n\r\n", b"data: 2\r\n\r\n"]
+        assert buffer.rest() == b"data"
 
     @pytest.mark.parametrize(
         ("events", "code"),
@@ -282,6 +315,10 @@ class TestSettings:
     def test_identities_that_are_none(self, value: str, message: str) -> None:
         with pytest.raises(SettingsError, match=message):
             identities("--prefill-identity", [value], ("http://p",))
+
+    def test_two_identities(self) -> None:
+        with pytest.raises(SettingsError, match="http://p: given twice"):
+            identities("--prefill-identity", [f"http://p={json.dumps(PARAMS)}"] * 2, ("http://p",))
 
 
 class TestHealth:

@@ -61,6 +61,14 @@ async def test_an_answer_in_one_piece_is_ds_byte_for_byte() -> None:
 
 
 @asynchronous
+async def test_headers_are_ds_byte_for_byte() -> None:
+    async with world() as here:
+        here.d.greeting = " is über"
+        async with here.session.post(f"{here.url}/v1/completions", json={"model": "stub", "prompt": "x"}) as response:
+            assert (b"x-engine", "d0 is über".encode()) in {(key.lower(), value) for key, value in response.raw_headers}
+
+
+@asynchronous
 async def test_comments_reach_the_client_before_the_first_token() -> None:
     async with world() as here:
         here.d.pieces = [b": keep-alive\n\n", b"data: 1\n\n"]

@@ -1,0 +1,199 @@
+"""Clients that mean harm, or go about it clumsily: what they can hold, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from layerpush.proxy import client as client_side
+from layerpush.proxy.legs import LegFailedError
+from tests.unit.proxy.world import World, asynchronous, until, world
+
+BODY = {"model": "stub", "prompt": "x", "max_tokens": 4}
+
+
+async def raw(here: World, *parts: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(here.url.rsplit(":", 1)[1]))
+    for part in parts:
+        writer.write(part)
+    await writer.drain()
+    return reader, writer
+
+
+def head(length: int, *lines: str) -> bytes:
+    text = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {length}", *lines]
+    return "\r\n".join([*text, "", ""]).encode("latin-1")
+
+
+@asynchronous
+async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    async with world(max_payload_size=1000) as here:
+        reader, writer = await raw(here, head(10**12, "Expect: 100-continue"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
+@asynchronous
+async def test_a_body_that_never_ends_is_given_up() -> None:
+    async with world(request_timeout_s=0.2) as here:
+        reader, writer = await raw(here, head(100), b"{")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"--request-timeout-secs" in answer
+        writer.close()
+
+
+@asynchronous
+async def test_nobody_is_read_who_could_not_wait() -> None:
+    async with world(max_concurrent_requests=1, queue_size=0) as here:
+        async with here.proxy.gate.entered():
+            reader, writer = await raw(here, head(100))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+            writer.close()
+        assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="refused"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "outcome"), [(b"{", "client_error"), (json.dumps(BODY).encode() + b" " * 1000, "client_error")]
+)
+def test_requests_that_do_not_get_far_are_counted(data: bytes, outcome: str) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world(max_payload_size=1000) as here:
+            async with here.session.post(f"{here.url}/v1/completions", data=data) as response:
+                assert response.status in (400, 413)
+            count = f'layerpush_proxy_requests_total{{endpoint="completions",outcome="{outcome}"}}'
+            assert await here.metric(count) == 1
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Transfer-Encoding: chunked"],
+        ["Content-Length: 5"],
+        ["Authorization: Bearer a\rX-Request-Id: mine"],
+        ["Authorization : Bearer a"],
+    ],
+    ids=["two framings", "two lengths", "carriage return", "space before the colon"],
+)
+def test_requests_that_can_be_read_in_two_ways_are_refused(lines: list[str]) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            body = json.dumps(BODY).encode()
+            reader, writer = await raw(here, head(len(body), *lines), body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+            assert not here.d.seen
+
+    check()
+
+
+@pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"Bearer a\tb", b"x" * 20_000, b""])
+def test_odd_headers_reach_the_engines_or_are_refused(value: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            body = json.dumps(BODY).encode()
+            lines = f"Authorization: {value.decode('latin-1')}", "Connection: close"
+            reader, writer = await raw(here, head(len(body), *lines), body)
+            status = int((await reader.read()).split(b" ", 2)[1])
+            writer.close()
+            assert status < 500
+            assert (await here.post()).status == 200
+
+    check()
+    assert "Exception in ASGI" not in capfd.readouterr().err
+
+
+@asynchronous
+async def test_a_client_that_reads_nothing_holds_its_place_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_side, "LAST_WORDS_S", 0.1)
+    async with world(request_timeout_s=1.0) as here:
+        here.d.pieces = [b"data: " + b"x" * 65536 + b"\n\n"] * 1000
+        body = json.dumps(BODY | {"stream": True}).encode()
+        _, writer = await raw(here, head(len(body)), body)
+        await until(lambda: here.d.active, "D writes")
+        await until(lambda: not here.d.active and not here.proxy.gate.under_way, "its request has ended")
+        ended = 'layerpush_proxy_requests_total{endpoint="completions",outcome="timeout"}'
+        async with asyncio.timeout(20):
+            while await here.metric(ended) != 1:
+                await asyncio.sleep(0.01)
+        writer.transport.abort()
+        here.d.pieces = None
+        assert (await here.post()).status == 200
+
+
+@pytest.mark.parametrize("stream", [1, "true"])
+def test_a_stream_asked_for_in_another_way_ends_with_an_error_too(stream: Any) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            here.d.faults.append("cut")
+            reply = await here.post(stream=stream)
+            assert reply.body.endswith(b"data: [DONE]\n\n")
+            assert b'"code": 502' in reply.body
+
+    check()
+
+
+@asynchronous
+async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind() -> None:
+    async with world(prefills=2, decodes=2) as here:
+
+        async def leave_after(delay_s: float) -> None:
+            async with aiohttp.ClientSession() as session:
+                with_limit = aiohttp.ClientTimeout(total=delay_s)
+                try:
+                    async with session.post(
+                        f"{here.url}/v1/completions", json=BODY | {"stream": True}, timeout=with_limit
+                    ) as response:
+                        await response.read()
+                except TimeoutError:
+                    pass
+
+        before = len(asyncio.all_tasks())
+        await asyncio.gather(*(leave_after(0.0005 * index + 1e-6) for index in range(100)))
+        await until(lambda: here.proxy.gate.under_way == 0, "all places are free")
+        await until(lambda: not any(stub.active for stub in here.prefill + here.decode), "no engine works")
+        await until(lambda: not any(each.outstanding_tokens for each in here.proxy.fleet), "no work is counted")
+        await until(lambda: not here.proxy._outliving, "no leg is left")
+        await until(lambda: len(asyncio.all_tasks()) <= before + 5, "no task is left")
+        assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world() as here:
+        asked = 0
+        get = here.proxy.engines.get
+
+        async def broken(*arguments: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked < 12:
+                raise ZeroDivisionError
+            return await get(*arguments)
+
+        monkeypatch.setattr(here.proxy.engines, "get", broken)
+        await until(lambda: not here.proxy.fleet.ready, "they cannot be checked")
+        assert (await here.get("/health")).status == 503
+        await here.ready()
+        assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_nothing_goes_on_after_the_end() -> None:
+    before = asyncio.all_tasks()
+    async with world() as here:
+        here.p.hold_probes = asyncio.Event()
+        prefill, _ = here.proxy.fleet
+        here.proxy.monitor.heed(LegFailedError(prefill, "connect", "cannot be connected to"))
+        await until(lambda: len(here.p.probes) == 2, "P is asked who it is")
+    assert asyncio.all_tasks() == before
