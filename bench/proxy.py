@@ -10,32 +10,59 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import aiohttp
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
 from layerpush.demo.ports import PortAllocator
 from layerpush.demo.provenance import provenance
 
 STUB = "bench.stubengine"
 ANSWER_TOKENS = 32
+WARM_UP = 20
 START_TIMEOUT_S = 60.0
 SEED = 0
+PACKAGES = ("layerpush", "aiohttp", "fastapi", "uvicorn")
+Part = Literal["first", "whole"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+class WrongAnswerError(Exception):
+    """An answer through the proxy is not the engine's."""
+
+
 @dataclass(frozen=True)
 class Times:
-    """Seconds from sending a request to its first byte, and to its last."""
+    """Milliseconds from sending a request to the first byte of its answer, and to the last."""
 
     first: float
     whole: float
+
+
+@dataclass
+class Series:
+    """All requests of one way: their times, and how long each round of ``streams`` at a time took."""
+
+    times: list[Times] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
+
+    def raw(self, part: Part) -> list[float]:
+        return [getattr(each, part) for each in self.times]
+
+    def as_json(self, part: Part) -> dict[str, object]:
+        raw = self.raw(part)
+        return {
+            "median": round(statistics.median(raw), 3),
+            "p99": round(statistics.quantiles(raw, n=100, method="inclusive")[98], 3),
+            "raw": [round(each, 3) for each in raw],
+        }
 
 
 @dataclass(frozen=True)
@@ -44,24 +71,37 @@ class Cell:
 
     prompt_tokens: int
     streams: int
-    direct: Sequence[Times]
-    proxied: Sequence[Times]
+    direct: Series = field(default_factory=Series)
+    proxied: Series = field(default_factory=Series)
 
-    def added_ms(self, part: str, quantile: float) -> float:
-        """By how much the proxy's quantile is later, in milliseconds."""
-        return 1e3 * (
-            _quantile([getattr(each, part) for each in self.proxied], quantile)
-            - _quantile([getattr(each, part) for each in self.direct], quantile)
-        )
+    def added(self, part: Part) -> Difference:
+        """By how many milliseconds the proxy's median is later."""
+        return difference_of_medians(self.proxied.raw(part), self.direct.raw(part), SEED)
+
+    def ratio(self, part: Part) -> Ratio:
+        return ratio_of_medians(self.proxied.raw(part), self.direct.raw(part), SEED)
 
     def as_json(self) -> dict[str, object]:
+        parts: tuple[Part, ...] = ("first", "whole")
+        ways = {"direct": self.direct, "proxied": self.proxied}
         return {
             "prompt_tokens": self.prompt_tokens,
             "streams": self.streams,
+            "requests": len(self.direct.times),
             **{
-                f"{name}_{part}_ms": [round(1e3 * getattr(each, part), 3) for each in times]
-                for name, times in (("direct", self.direct), ("proxied", self.proxied))
-                for part in ("first", "whole")
+                f"{part}_ms": {
+                    **{name: series.as_json(part) for name, series in ways.items()},
+                    "added": asdict(self.added(part)),
+                    "ratio": asdict(self.ratio(part)),
+                }
+                for part in parts
+            },
+            "round_ms": {
+                name: {
+                    "median": round(statistics.median(series.round_ms), 3),
+                    "raw": [round(each, 3) for each in series.round_ms],
+                }
+                for name, series in ways.items()
             },
         }
 
@@ -70,45 +110,50 @@ class Cell:
 def main(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = "16,1024,32768",
     streams: Annotated[str, typer.Option(help="How many streams at a time, with commas.")] = "1,64",
-    requests: Annotated[int, typer.Option(min=2, help="Requests of each kind.")] = 200,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of each kind.")] = 400,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all times as JSON.")] = None,
 ) -> None:
     """Measure the overhead of `layerpush proxy` per request, with engines that answer at once.
 
     Both the stub engines and the proxy run on this machine: with few cores their times add up more than they would.
+
+    Exit status: 1 when an answer differed; then nothing is written.
     """
     sizes, widths = ([int(part) for part in text.split(",")] for text in (lengths, streams))
-    cells = asyncio.run(_measure(sizes, widths, requests))
-    table = Table(
-        "tokens", "streams", "first byte: median", "99 %", "whole: median", "99 %", title="added by the proxy"
-    )
-    for cell in cells:
-        figures = [f"{cell.added_ms(part, q):.2f} ms" for part in ("first", "whole") for q in (0.5, 0.99)]
-        table.add_row(str(cell.prompt_tokens), str(cell.streams), *figures)
-    Console().print(table)
+    console = Console(soft_wrap=True)
+    try:
+        cells = asyncio.run(_measure(sizes, widths, requests))
+    except WrongAnswerError as error:
+        console.print(f"[red]{error}[/]")
+        raise typer.Exit(1) from None
+    console.print(_table(cells))
     if out is not None:
-        out.write_text(json.dumps(provenance(SEED) | {"cells": [cell.as_json() for cell in cells]}, indent=1) + "\n")
+        head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
+        out.write_text(json.dumps(head | {"cells": [cell.as_json() for cell in cells]}, indent=1) + "\n")
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    table = Table("tokens", "streams", "straight", "proxied", "added", "to the last byte", title="to the first byte")
+    for cell in cells:
+        first, whole = cell.added("first"), cell.added("whole")
+        table.add_row(
+            str(cell.prompt_tokens),
+            str(cell.streams),
+            *(f"{statistics.median(series.raw('first')):.2f} ms" for series in (cell.direct, cell.proxied)),
+            *(f"{each.difference:.2f} [{each.low:.2f}, {each.high:.2f}] ms" for each in (first, whole)),
+        )
+    return table
 
 
 async def _measure(lengths: Sequence[int], widths: Sequence[int], requests: int) -> list[Cell]:
     ports = PortAllocator()
     p, d, proxy = (ports.take() for _ in range(3))
     urls = [f"http://127.0.0.1:{port}" for port in (p, d, proxy)]
+    engines = ["--prefill", urls[0], "--decode", urls[1]]
     commands = (
         [STUB, "--port", str(p)],
         [STUB, "--port", str(d)],
-        [
-            "layerpush",
-            "proxy",
-            "--port",
-            str(proxy),
-            "--prefill",
-            urls[0],
-            "--decode",
-            urls[1],
-            "--log-level",
-            "warning",
-        ],
+        ["layerpush", "proxy", "--port", str(proxy), *engines, "--log-level", "warning"],
     )
     async with contextlib.AsyncExitStack() as stack:
         for command in commands:
@@ -128,21 +173,35 @@ async def _cell(
     body = json.dumps(
         {"model": "stub", "prompt": list(range(length)), "max_tokens": ANSWER_TOKENS, "stream": True}
     ).encode()
-    times: dict[str, list[Times]] = {direct: [], proxied: []}
-    for _ in range(-(-requests // width)):
-        for url in (direct, proxied):
-            times[url] += await asyncio.gather(*(_request(session, url, body) for _ in range(width)))
-    return Cell(length, width, times[direct], times[proxied])
+    answer, cell = await _warm_up(session, (direct, proxied), body, width), Cell(length, width)
+    ways = [(direct, cell.direct), (proxied, cell.proxied)]
+    for number in range(-(-requests // width)):
+        for url, series in ways if number % 2 else reversed(ways):
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(_request(session, url, body) for _ in range(width)))
+            series.round_ms.append(1e3 * (time.perf_counter() - began))
+            series.times += [times for times, _ in answers]
+            if any(data != answer for _, data in answers):
+                raise WrongAnswerError(f"{url} did not answer what the engine answers")
+    return cell
 
 
-async def _request(session: aiohttp.ClientSession, url: str, body: bytes) -> Times:
+async def _warm_up(session: aiohttp.ClientSession, urls: Sequence[str], body: bytes, width: int) -> bytes:
+    """Connections are made before the first sample. What D answers."""
+    for _ in range(-(-WARM_UP // width)):
+        for url in reversed(urls):
+            answers = await asyncio.gather(*(_request(session, url, body) for _ in range(width)))
+    return answers[0][1]
+
+
+async def _request(session: aiohttp.ClientSession, url: str, body: bytes) -> tuple[Times, bytes]:
     began = time.perf_counter()
     async with session.post(f"{url}/v1/completions", data=body) as response:
         response.raise_for_status()
-        await response.content.readany()
+        beginning = await response.content.readany()
         first = time.perf_counter()
-        await response.content.read()
-    return Times(first - began, time.perf_counter() - began)
+        answer = beginning + await response.content.read()
+    return Times(1e3 * (first - began), 1e3 * (time.perf_counter() - began)), answer
 
 
 @contextlib.asynccontextmanager
@@ -164,10 +223,6 @@ async def _healthy(session: aiohttp.ClientSession, url: str) -> None:
                     if response.status == 200:
                         return
             await asyncio.sleep(0.05)
-
-
-def _quantile(values: Sequence[float], quantile: float) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * quantile) - 1]
 
 
 if __name__ == "__main__":

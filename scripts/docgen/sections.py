@@ -29,6 +29,7 @@ SECTIONS: Mapping[str, Section] = {
     "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
     "demo-figures": Section((README,), figures.demo),
     "bench-figures": Section((README,), figures.bench),
+    "proxy-figures": Section((README, PROXY), figures.proxy),
     "soak-summary": Section((README,), soakrun.summary),
     "soak-tables": Section((SOAK,), soakrun.tables),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),

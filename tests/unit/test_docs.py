@@ -203,7 +203,7 @@ def blank(text: str) -> str:
 
 
 def test_without_results_the_readme_says_so(tmp_path: Path) -> None:
-    assert figures.demo(tmp_path) == figures.bench(tmp_path) == "Not measured yet."
+    assert figures.demo(tmp_path) == figures.bench(tmp_path) == figures.proxy(tmp_path) == "Not measured yet."
 
 
 def test_demo_table(tmp_path: Path) -> None:
@@ -246,6 +246,24 @@ def test_bench_table() -> None:
     assert "median of 20 to 60 rounds" in text
     assert "loopback" in text
     assert "request-again" not in text
+
+
+def test_proxy_table(tmp_path: Path) -> None:
+    first = {
+        "direct": {"median": 1.26},
+        "proxied": {"median": 3.0},
+        "added": {"difference": 1.74, "low": 1.5, "high": 1.96},
+        "ratio": {"ratio": 2.38, "low": 2.1, "high": 2.5},
+    }
+    whole = {"added": {"difference": 2.04, "low": 1.9, "high": 2.2}}
+    cell = {"prompt_tokens": 16, "streams": 1, "requests": 400, "first_ms": first, "whole_ms": whole}
+    result = PROVENANCE | {"versions": {"aiohttp": "3.14.5", "python": "3.11.7"}, "argv": ["bench/proxy.py"]}
+    (tmp_path / "bench/results").mkdir(parents=True)
+    (tmp_path / "bench/results/proxy.json").write_text(json.dumps(result | {"cells": [cell], "answer_events": 33}))
+    lines = figures.proxy(tmp_path).splitlines()
+    assert lines[2] == ("| 16 | 1 | 1.3 ms | 3.0 ms | 1.7 ms [1.5, 2.0] | 2.0 ms [1.9, 2.2] | 2.380 [2.100, 2.500] |")
+    assert "median of 400 streams of 33 events" in lines[-1]
+    assert "loopback, 2 CPU cores for all engines, aiohttp 3.14.5, Python 3.11.7." in lines[-1]
 
 
 def test_the_trace_page_names_every_field() -> None:
