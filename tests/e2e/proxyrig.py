@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import openai
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -27,12 +30,18 @@ SHAPE = ModelShape(layers=6)
 MODEL = "demo"
 CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
+START_TIMEOUT_S = 300.0
+COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}
+"""Some samplers compile a kernel each at their first use, which takes longer than a test."""
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+"""None of them is part of a word: a tokenizer looks for these first."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def words(count: int, seed: int) -> str:
     """A prompt of as many tokens; others share no block with it."""
-    return " ".join(f"w{3 + (seed * 7919 + index * 31) % (SHAPE.vocabulary - 3)}" for index in range(count))
+    names = SHAPE.vocabulary - len(SPECIAL_TOKENS)
+    return " ".join(f"w{len(SPECIAL_TOKENS) + (seed * 7919 + index * 31) % names}" for index in range(count))
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -61,73 +70,118 @@ def metric(url: str, line_start: str) -> float:
 
 @dataclass
 class Rig:
-    """``restart_prefill`` starts another process at P's address, under another engine id."""
+    """A plain engine, which says what is right; a P and two D; and a proxy in front of them."""
 
+    scratch: Path
+    ports: PortAllocator
     url: str
     plain: Engine
     prefill: Engine
-    decode: Engine
-    trace_dir: Path
-    groups: contextlib.ExitStack
-    start_prefill: Callable[[str], tuple[EngineGroup, Engine]]
-    prefill_group: EngineGroup
+    decodes: list[Engine]
+    start_prefill: Callable[[str], Engine]
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.scratch / "trace"
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        return client_of(self.url)
 
     @property
     def expected(self) -> openai.OpenAI:
         """A plain engine, which says what is right."""
-        return openai.OpenAI(base_url=f"{self.plain.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        return client_of(self.plain.url)
 
-    def kill_prefill(self) -> None:
-        self.prefill_group.stop([self.prefill])
+    def proxy(self, *options: str) -> contextlib.AbstractContextManager[ProxyProcess]:
+        """Another one in front of the same engines."""
+        return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options)
+
+    def working_decode(self) -> Engine | None:
+        """The D that the proxy has given work."""
+        for engine in self.decodes:
+            if metric(self.url, f'layerpush_proxy_engine_outstanding_tokens{{engine="{engine.url}"'):
+                return engine
+        return None
 
     def restart_prefill(self, engine_id: str) -> None:
-        self.prefill_group, self.prefill = self.start_prefill(engine_id)
-        self.prefill_group.wait_ready([self.prefill])
+        """Another process at P's address, under another engine id, which is not ready yet."""
+        self.prefill = self.start_prefill(engine_id)
+
+    def introduce(self) -> None:
+        """P and each D connect when they first meet, which takes longer than a prompt."""
+        prompts = [words(100, seed=index) for index in range(len(self.decodes))]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(lambda prompt: self.client.completions.create(model=MODEL, prompt=prompt), prompts))
+        for decode in self.decodes:
+            assert metric(decode.url, "vllm:request_success_total"), f"{decode.name} has had no request"
 
     def await_idle(self) -> None:
-        """Neither engine works for anybody."""
-        for engine in (self.prefill, self.decode):
+        """No engine works for anybody, and the proxy for nobody."""
+        until(lambda: metric(self.url, "layerpush_proxy_requests_under_way") == 0, "the proxy is idle")
+        for engine in (self.prefill, *self.decodes):
             until(lambda: metric(engine.url, "vllm:num_requests_running") == 0, f"{engine.name} is idle")  # noqa: B023
             until(lambda: metric(engine.url, "vllm:num_requests_waiting") == 0, f"{engine.name} is idle")  # noqa: B023
+
+
+@dataclass
+class ProxyProcess:
+    """`layerpush proxy`, ready."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return client_of(self.url)
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 @contextlib.contextmanager
 def rig(scratch: Path) -> Iterator[Rig]:
     """All servers, ready; leaving takes them down."""
     model = _model_with_tokenizer(scratch / "model")
-    trace_dir = scratch / "trace"
     ports = PortAllocator(range(19100, 19200))
     at_p = (ports.take(), ports.take())
-    with Interrupts() as interrupts, contextlib.ExitStack() as groups:
+    tracing = {"trace_dir": str(scratch / "trace")}
+    with Interrupts() as interrupts, contextlib.ExitStack() as groups, mock.patch.dict(os.environ, COMPILE_NOTHING):
 
-        def start_prefill(engine_id: str) -> tuple[EngineGroup, Engine]:
+        def start_prefill(engine_id: str) -> Engine:
             group = groups.enter_context(EngineGroup(scratch, interrupts, PortAllocator(at_p)))
-            return group, group.start(_spec(engine_id, "prefill", model, {"trace_dir": str(trace_dir)}))
+            return group.start(_spec(engine_id, "prefill", model, tracing))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         plain = others.start(_spec("plain", "plain", model))
-        decode = others.start(_spec("decode", "decode", model))
-        prefill_group, prefill = start_prefill("prefill-first")
-        others.wait_ready([plain, decode])
-        prefill_group.wait_ready([prefill])
-        with proxy(scratch, ports.take(), prefill.url, decode.url) as url:
-            yield Rig(url, plain, prefill, decode, trace_dir, groups, start_prefill, prefill_group)
+        decodes = [others.start(_spec(f"decode-{index}", "decode", model)) for index in range(2)]
+        prefill = start_prefill("prefill-first")
+        others.wait_ready([plain, *decodes])
+        until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
+        with proxy(scratch, ports.take(), prefill, decodes, ()) as proxy:
+            running = Rig(scratch, ports, proxy.url, plain, prefill, decodes, start_prefill)
+            running.introduce()
+            yield running
 
 
 @contextlib.contextmanager
-def proxy(scratch: Path, port: int, prefill: str, decode: str) -> Iterator[str]:
-    """Its URL, when it is ready."""
-    options = ["--port", str(port), "--prefill", prefill, "--decode", decode, "--health-check-interval-secs", "0.5"]
-    with (scratch / "proxy.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "layerpush", "proxy", *options], stdout=log, stderr=log)
+def proxy(
+    scratch: Path, port: int, prefill: Engine, decodes: list[Engine], options: Sequence[str]
+) -> Iterator[ProxyProcess]:
+    arguments = ["--port", str(port), "--prefill", prefill.url, "--health-check-interval-secs", "0.5"]
+    for decode in decodes:
+        arguments += ["--decode", decode.url]
+    log_path = scratch / f"proxy-{port}.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "layerpush", "proxy", *arguments, *options], stdout=log, stderr=log
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: get(f"{url}/health")[0] == 200, "the proxy is ready")
-        yield url
+        yield ProxyProcess(url, process, log_path)
         process.terminate()
         assert process.wait(30) == 0
     finally:
@@ -143,7 +197,7 @@ def _spec(name: str, role: Role, model: Path, extra: dict[str, object] | None = 
         connector=None if role == "plain" else CONNECTOR,
         extra_config=extra or {},
         tokens_per_step=256,
-        max_model_len=2048,
+        max_model_len=4096,
         kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
         options=("--no-skip-tokenizer-init",),
     )
@@ -152,17 +206,19 @@ def _spec(name: str, role: Role, model: Path, extra: dict[str, object] | None = 
 def _model_with_tokenizer(directory: Path) -> Path:
     """The demo's model, and a tokenizer for which token 5 is the word ``w5``."""
     model = write_model(directory, SHAPE)
-    vocabulary = {f"w{index}": index for index in range(SHAPE.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    names = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), SHAPE.vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2")
+    unknown, begin, end = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, bos_token=begin, eos_token=end)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(model)
     return model
 
 
-def dispatches(rig: Rig, mode: str) -> float:
-    return metric(rig.url, f'layerpush_proxy_dispatches_total{{mode="{mode}"}}')
+def dispatches(url: str, mode: str) -> float:
+    """How often a proxy has asked engines in this way."""
+    return metric(url, f'layerpush_proxy_dispatches_total{{mode="{mode}"}}')
 
 
 def dispatch_of_prefill(rig: Rig) -> str:

@@ -1,8 +1,15 @@
-"""`layerpush proxy` before real engines, with the official client: tokens, layers, faults."""
+"""`layerpush proxy` before real engines, with the official client: tokens, layers, faults.
+
+The tests go from those that leave all engines as they are to those that end them, in this order.
+"""
 
 from __future__ import annotations
 
-import threading
+import json
+import signal
+import subprocess
+import uuid
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,11 +18,28 @@ import openai
 import pytest
 
 from layerpush.demo.trace_figures import read_pushes
+from layerpush.proxy.identity import TO_PREFILL, Identity
 from layerpush.trace import PushRecord
-from tests.e2e.proxyrig import MODEL, Rig, dispatch_of_prefill, dispatches, id_of, rig, until, words
+from tests.e2e.docscripts import concurrent_example, keys_that_p_answers, sequential_example
+from tests.e2e.proxyrig import (
+    DEADLINE_S,
+    MODEL,
+    Rig,
+    client_of,
+    dispatch_of_prefill,
+    dispatches,
+    get,
+    id_of,
+    metric,
+    rig,
+    until,
+    words,
+)
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-TOKENS = 1200
+TOKENS = 1500
+NOBODY_YET = "no decode engine had registered when prefill finished"
+LONG = 3000
 patient = pytest.mark.timeout(900)
 
 
@@ -25,42 +49,51 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield running
 
 
-def push_of(servers: Rig, answer_id: str) -> PushRecord:
+def expected(servers: Rig, prompt: str, **changes: Any) -> str:
+    """The plain engine's answer."""
+    return str(servers.expected.completions.create(prompt=prompt, **GREEDY | changes).choices[0].text)
+
+
+def push_of(servers: Rig, request_id: str) -> PushRecord:
     """P's record of the push of a request's first prompt."""
-    wanted = id_of(answer_id)
 
     def found() -> list[PushRecord]:
-        return [push for push in read_pushes(servers.trace_dir) if wanted in push.request_id]
+        return [push for push in read_pushes(servers.trace_dir) if request_id in push.request_id]
 
-    until(found, f"a trace of {answer_id}")
+    until(found, f"a trace of {request_id}")
     return found()[0]
+
+
+def assert_pushed_by_layer(servers: Rig, answer_id: str) -> None:
+    push = push_of(servers, id_of(answer_id))
+    assert (push.mode, push.fallback, push.outcome) == ("layer", None, "completed")
+    assert push.engine_id == servers.prefill.name
+    assert push.hooked_layers > 0
 
 
 @patient
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_are_the_plain_engines_and_layers_stream(servers: Rig, stream: bool) -> None:
     text = words(TOKENS, seed=1 + stream)
-    expected = servers.expected.completions.create(prompt=text, **GREEDY).choices[0].text
     answer = servers.client.completions.create(prompt=text, stream=stream, **GREEDY)
     events = list(answer) if isinstance(answer, openai.Stream) else [answer]
-    assert "".join(event.choices[0].text for event in events) == expected
-    push = push_of(servers, events[0].id)
-    assert (push.mode, push.fallback, push.outcome) == ("layer", None, "completed")
-    assert dispatches(servers, "sequential") == 0
+    assert "".join(event.choices[0].text for event in events) == expected(servers, text)
+    assert_pushed_by_layer(servers, events[0].id)
+    assert dispatches(servers.url, "sequential") == 0
     servers.await_idle()
 
 
 @patient
 def test_chat(servers: Rig) -> None:
     arguments: dict[str, Any] = GREEDY | {"messages": [{"role": "user", "content": words(TOKENS, seed=3)}]}
-    expected = servers.expected.chat.completions.create(**arguments).choices[0].message.content
+    right = servers.expected.chat.completions.create(**arguments).choices[0].message.content
     events = list(
         servers.client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **arguments)
     )
-    assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == expected
+    assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == right
     assert events[-1].usage is not None
     assert events[-1].usage.completion_tokens == 12
-    assert push_of(servers, events[0].id).mode == "layer"
+    assert_pushed_by_layer(servers, events[0].id)
 
 
 @patient
@@ -69,42 +102,27 @@ def test_several_answers_and_several_prompts(servers: Rig) -> None:
     sampled = GREEDY | {"temperature": 1.0, "n": 2}
     answer = servers.client.completions.create(prompt=words(300, seed=4), **sampled)
     assert len(answer.choices) == 2
-    prompts = [words(300, seed=5), words(400, seed=6)]
-    expected = [choice.text for choice in servers.expected.completions.create(prompt=prompts, **GREEDY).choices]
-    answer = servers.client.completions.create(prompt=prompts, **GREEDY)
-    assert [choice.text for choice in answer.choices] == expected
+    one, other = words(300, seed=5), words(400, seed=6)
+    right = {prompt: expected(servers, prompt) for prompt in (one, other)}
+    for prompts in ([one, other], [one, one], [other, one, one]):
+        answer = servers.client.completions.create(prompt=prompts, **GREEDY)
+        assert [choice.text for choice in answer.choices] == [right[prompt] for prompt in prompts]
     servers.await_idle()
 
 
 @patient
-@pytest.mark.parametrize(
-    "alone", [{"prompt_logprobs": 1}, {"use_beam_search": True}, {"echo": True}, {"truncate_prompt_tokens": -1}]
-)
-def test_what_d_computes_itself(servers: Rig, alone: dict[str, Any]) -> None:
-    arguments = GREEDY | {"extra_body": alone, "logprobs": 1 if "echo" in alone else None}
-    if "use_beam_search" in alone:
-        arguments["n"] = 2
-    before = dispatches(servers, "alone")
-    text = words(100, seed=7)
-    expected = servers.expected.completions.create(prompt=text, **arguments).choices[0].text
-    assert servers.client.completions.create(prompt=text, **arguments).choices[0].text == expected
-    assert dispatches(servers, "alone") == before + 1
-
-
-@patient
 def test_many_at_once(servers: Rig) -> None:
-    texts = [words(200 + 20 * index, seed=20 + index) for index in range(12)]
-    expected = [servers.expected.completions.create(prompt=text, **GREEDY).choices[0].text for text in texts]
+    texts = [words(200 + 20 * index, seed=20 + index) for index in range(8)]
     with ThreadPoolExecutor(len(texts)) as pool:
         answers = list(pool.map(lambda text: servers.client.completions.create(prompt=text, **GREEDY), texts))
-    assert [answer.choices[0].text for answer in answers] == expected
+    assert [answer.choices[0].text for answer in answers] == [expected(servers, text) for text in texts]
     servers.await_idle()
 
 
 @patient
 def test_a_bad_request_is_refused_with_vllms_message(servers: Rig) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        servers.client.completions.create(prompt=words(3000, seed=40), **GREEDY)
+        servers.client.completions.create(prompt=[5] * 5000, **GREEDY)
     with pytest.raises(openai.NotFoundError, match="another"):
         servers.client.completions.create(prompt="w5", **GREEDY | {"model": "another"})
     servers.await_idle()
@@ -124,37 +142,221 @@ def test_a_client_that_leaves_stops_both_engines(servers: Rig, tokens: int) -> N
             servers.client.with_options(timeout=0.3).completions.create(prompt=words(TOKENS, seed=51), **arguments)
     servers.await_idle()
     text = words(100, seed=52)
-    expected = servers.expected.completions.create(prompt=text, **GREEDY).choices[0].text
-    assert servers.client.completions.create(prompt=text, **GREEDY).choices[0].text == expected
+    assert servers.client.completions.create(prompt=text, **GREEDY).choices[0].text == expected(servers, text)
 
 
 @patient
-def test_a_prefill_engine_that_dies_and_comes_back_under_another_name(servers: Rig) -> None:
-    """The last test: it leaves another P behind."""
-    failures: list[openai.APIError] = []
+def test_one_after_the_other(servers: Rig) -> None:
+    asked = metric(servers.prefill.url, "vllm:request_success_total")
+    with servers.proxy("--sequential") as proxy:
+        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "nobody needs to know who P is"
+        text = words(TOKENS, seed=60)
+        answer = proxy.client.completions.create(prompt=text, **GREEDY)
+        assert answer.choices[0].text == expected(servers, text)
+        assert (dispatches(proxy.url, "sequential"), dispatches(proxy.url, "concurrent")) == (1, 0)
+    push = push_of(servers, id_of(answer.id))
+    assert (push.mode, push.fallback, push.outcome) == ("request", NOBODY_YET, "completed")
 
-    def ask() -> None:
-        try:
-            servers.client.completions.create(prompt=words(2000, seed=60), **GREEDY)
-        except openai.APIError as error:
-            failures.append(error)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    until(lambda: dispatches(servers, "concurrent"), "it is under way")
-    servers.kill_prefill()
-    asking.join(60)
-    assert not asking.is_alive(), "it waits for a P that is gone"
-    for error in failures:  # none, if the prompt was through before the end of P
-        assert isinstance(error, openai.InternalServerError)
-        assert servers.prefill.url in str(error)
+@patient
+def test_a_p_that_the_operator_names(servers: Rig) -> None:
+    asked = metric(servers.prefill.url, "vllm:request_success_total")
+    identity = {
+        "remote_engine_id": servers.prefill.name,
+        "remote_host": "127.0.0.1",
+        "remote_port": servers.prefill.side_channel_port,
+        "tp_size": 1,
+    }
+    with servers.proxy("--prefill-identity", f"{servers.prefill.url}={json.dumps(identity)}") as proxy:
+        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "P is not asked who it is"
+        text = words(TOKENS, seed=61)
+        answer = proxy.client.completions.create(prompt=text, **GREEDY)
+        assert answer.choices[0].text == expected(servers, text)
+        assert dispatches(proxy.url, "concurrent") == 1
+    assert_pushed_by_layer(servers, answer.id)
+
+
+@patient
+def test_a_proxy_that_is_told_to_stop_finishes_its_stream(servers: Rig) -> None:
+    text = words(300, seed=62)
+    with servers.proxy() as proxy:
+        stream = proxy.client.completions.create(prompt=text, stream=True, **GREEDY | {"max_tokens": 100})
+        events = [next(stream)]
+        proxy.process.send_signal(signal.SIGTERM)
+        until(lambda: b"draining: 1 requests under way" in proxy.log.read_bytes(), "it says that it drains")
+        until(lambda: get(f"{proxy.url}/health")[0] == 0, "it takes no more connections")
+        events += stream
+        assert proxy.process.wait(DEADLINE_S) == 0
+    assert "".join(event.choices[0].text for event in events) == expected(servers, text, max_tokens=100)
+    assert events[-1].choices[0].finish_reason == "length"
+
+
+@patient
+@pytest.mark.parametrize("example", [concurrent_example, sequential_example])
+@pytest.mark.parametrize("prompt", [None, words(TOKENS, seed=63)], ids=["as it is", "long"])
+def test_the_examples_of_the_contract(servers: Rig, example: Any, prompt: str | None) -> None:
+    """The commands of docs/kv-transfer-params.md, with this machine's addresses; with a long prompt too."""
+    script = example(servers.prefill, servers.decodes[0], MODEL, prompt)
+    done = subprocess.run(
+        ["bash", "-euc", script.commands], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
+    answer = json.loads(done.stdout)
+    right = servers.expected.completions.create(model=MODEL, prompt=script.prompt, max_tokens=64, temperature=0)
+    assert answer["choices"][0]["text"] == right.choices[0].text
+    push = push_of(servers, id_of(answer["id"]))
+    assert push.outcome == "completed"
+    if example is sequential_example:
+        assert push.fallback == NOBODY_YET
+    elif prompt is not None:
+        assert push.mode == "layer"
+    servers.await_idle()
+
+
+@patient
+def test_p_answers_what_the_contract_says(servers: Rig) -> None:
+    """The keys of the page's table, and the id that it says vLLM makes of X-Request-Id; with them D gets the prompt."""
+    text, request_id = words(100, seed=64), str(uuid.uuid4())
+    arguments: dict[str, Any] = GREEDY | {"prompt": text, "extra_headers": {"X-Request-Id": request_id}}
+    to_p = {"max_tokens": 1, "extra_body": {"kv_transfer_params": TO_PREFILL}}
+    answer = client_of(servers.prefill.url).completions.create(**arguments | to_p)
+    params = answer.to_dict()["kv_transfer_params"]
+    assert isinstance(params, dict)
+    assert params.keys() == keys_that_p_answers()
+    assert params["remote_request_id"].startswith(f"cmpl-{request_id}-0-")
+    assert Identity.from_params(params) == Identity(
+        servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1
+    )
+    assert (params["do_remote_prefill"], params["do_remote_decode"], params["transfer_mode"]) == (True, False, "push")
+    to_d = {"extra_body": {"kv_transfer_params": params, "ignore_eos": True}}
+    decoded = client_of(servers.decodes[0].url).completions.create(**arguments | to_d)
+    assert decoded.id == answer.id == f"cmpl-{request_id}"
+    assert decoded.choices[0].text == expected(servers, text)
+    assert push_of(servers, request_id).outcome == "completed"
+
+
+def at_once(servers: Rig, text: str, p_id: str, d_id: str, **changes: Any) -> str:
+    """What D answers if P and D are asked at the same time, under these ids."""
+    identity = Identity(servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1)
+    to_d = {"ignore_eos": True, "kv_transfer_params": identity.to_decode(f"cmpl-{p_id}-0") | changes}
+    to_p = {"ignore_eos": True, "kv_transfer_params": TO_PREFILL}
+    prefill, decode = (client_of(engine.url).completions for engine in (servers.prefill, servers.decodes[0]))
+    with ThreadPoolExecutor(1) as pool:
+        prefilled = pool.submit(
+            prefill.create,
+            prompt=text,
+            extra_headers={"X-Request-Id": p_id},
+            **GREEDY | {"extra_body": to_p, "max_tokens": 1},
+        )
+        answer = decode.create(
+            prompt=text, extra_headers={"X-Request-Id": d_id}, timeout=5, **GREEDY | {"extra_body": to_d}
+        )
+        prefilled.result()
+    return answer.choices[0].text
+
+
+@patient
+def test_what_vllms_push_proxy_sends_is_pushed_by_layer(servers: Rig) -> None:
+    """Its remote_request_id is the bare id, and later ones send a transfer_id, too."""
+    text, request_id = words(TOKENS, seed=65), str(uuid.uuid4())
+    changes = {"remote_request_id": request_id, "transfer_id": f"xfer-{uuid.uuid4()}"}
+    assert at_once(servers, text, request_id, request_id, **changes) == expected(servers, text)
+    push = push_of(servers, request_id)
+    assert (push.mode, push.outcome) == ("layer", "completed")
+
+
+@patient
+def test_no_push_has_failed_so_far(servers: Rig) -> None:
+    """Not those of the proxies' own questions either."""
+    outcomes = Counter(push.outcome for push in read_pushes(servers.trace_dir))
+    assert outcomes.keys() <= {"completed", "cancelled"}
+    assert any("probe-" in push.request_id for push in read_pushes(servers.trace_dir))
+
+
+@patient
+def test_legs_with_two_ids_find_each_other_by_remote_request_id_only(servers: Rig) -> None:
+    text, p_id, d_id = words(100, seed=66), str(uuid.uuid4()), str(uuid.uuid4())
+    assert at_once(servers, text, p_id, d_id) == expected(servers, text)
+    p_id, d_id = str(uuid.uuid4()), str(uuid.uuid4())
+    with pytest.raises(openai.APITimeoutError):
+        at_once(servers, text, p_id, d_id, remote_request_id=f"cmpl-{d_id}-0")
+    servers.await_idle()
+
+
+@patient
+def test_a_prefill_engine_that_dies(servers: Rig) -> None:
+    """Then another process takes its address; the next tests do not need it yet."""
+    before = dispatches(servers.url, "concurrent")
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(servers.client.completions.create, prompt=words(LONG, seed=70), **GREEDY)
+        until(lambda: dispatches(servers.url, "concurrent") > before, "it is under way")
+        servers.prefill.signal(signal.SIGKILL)
+        with pytest.raises(openai.InternalServerError, match=f"prefill {servers.prefill.url}"):
+            asking.result(DEADLINE_S)
     with pytest.raises(openai.InternalServerError, match=r"no healthy prefill instance|cannot be connected"):
         servers.client.completions.create(prompt="w5 w6", **GREEDY)
     servers.restart_prefill("prefill-again")
-    until(lambda: dispatch_of_prefill(servers) == "concurrent", "the proxy knows who P is now")
-    text = words(TOKENS, seed=61)
-    expected = servers.expected.completions.create(prompt=text, **GREEDY).choices[0].text
+
+
+@patient
+@pytest.mark.parametrize(
+    "alone", [{"prompt_logprobs": 1}, {"use_beam_search": True}, {"echo": True}, {"truncate_prompt_tokens": -1}]
+)
+def test_what_d_computes_itself_needs_no_p(servers: Rig, alone: dict[str, Any]) -> None:
+    arguments = GREEDY | {"extra_body": alone, "logprobs": 1 if "echo" in alone else None}
+    if "use_beam_search" in alone:
+        arguments["n"] = 2
+    before = dispatches(servers.url, "alone")
+    text = words(100, seed=7)
+    right = servers.expected.completions.create(prompt=text, **arguments).choices[0].text
+    assert servers.client.completions.create(prompt=text, **arguments).choices[0].text == right
+    assert dispatches(servers.url, "alone") == before + 1
+
+
+@patient
+def test_a_prefill_engine_that_comes_back_under_another_name(servers: Rig) -> None:
+    until(lambda: get(f"{servers.url}/health")[0] == 200, "P is back", 300)
+    assert dispatch_of_prefill(servers) == "concurrent"
+    text = words(TOKENS, seed=71)
     answer = servers.client.completions.create(prompt=text, **GREEDY)
-    assert answer.choices[0].text == expected
-    push = push_of(servers, answer.id)
-    assert (push.engine_id, push.mode) == ("prefill-again", "layer")
+    assert answer.choices[0].text == expected(servers, text)
+    assert_pushed_by_layer(servers, answer.id)
+
+
+@patient
+def test_a_decode_engine_that_dies_before_the_first_token_is_replaced(servers: Rig) -> None:
+    retries = metric(servers.url, "layerpush_proxy_retries_total")
+    text = words(LONG, seed=80)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(servers.client.completions.create, prompt=text, **GREEDY)
+        until(servers.working_decode, "a D has it")
+        victim = servers.working_decode()
+        assert victim is not None
+        victim.signal(signal.SIGKILL)
+        answer = asking.result(DEADLINE_S)
+    assert metric(servers.url, "layerpush_proxy_retries_total") == retries + 1
+    assert answer.choices[0].text == expected(servers, text)
+    servers.decodes.remove(victim)
+    assert push_of(servers, id_of(answer.id)).decode_engine_id == servers.decodes[0].name
+    servers.await_idle()
+
+
+@patient
+def test_a_decode_engine_that_dies_in_the_middle_of_its_answer(servers: Rig) -> None:
+    """The last test: no D is left."""
+    (victim,) = servers.decodes
+    text = words(TOKENS, seed=81)
+    stream = servers.client.completions.create(prompt=text, stream=True, **GREEDY | {"max_tokens": 800})
+
+    def read_on() -> str:
+        return "".join(event.choices[0].text for event in stream)
+
+    said = "".join(next(stream).choices[0].text for _ in range(3))
+    assert expected(servers, text).startswith(said)
+    victim.signal(signal.SIGKILL)
+    with pytest.raises(openai.APIError, match=f"decode {victim.url}"):
+        read_on()
+    servers.decodes.remove(victim)
+    servers.await_idle()
+    with pytest.raises(openai.InternalServerError, match=r"no healthy decode instance|cannot be connected"):
+        servers.client.completions.create(prompt="w5 w6", **GREEDY)
+    assert get(f"{servers.url}/health")[0] == 503
