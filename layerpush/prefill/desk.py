@@ -17,6 +17,7 @@ from layerpush.decode.watch import Verdict
 from layerpush.peers import Address, Peers, Probe
 from layerpush.prefill.ledger import KEPT_S, Ledger
 from layerpush.prefill.memory import Asked, Remembered
+from layerpush.prefill.naming import Naming
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.writer import PushWriter
 from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, encode
@@ -51,7 +52,7 @@ class PrefillDesk:
         self._peers = peers
         self._probe = probe
         self._complaints = complaints
-        self._base_id = base_id
+        self._naming = Naming(base_id)
         self._digests = digests
         self._ledger = Ledger(self._is_for)
         self._served = Remembered(REMEMBERED)
@@ -126,7 +127,7 @@ class PrefillDesk:
 
     def take(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
-        self._bad_ends.pop(self._base_id(request_id), None)
+        self._bad_ends.pop(self._naming.base(request_id), None)
         registration = self._ledger.take(request_id, now)
         if registration is not None:
             self._served.note(registration.key, request_id)
@@ -175,8 +176,8 @@ class PrefillDesk:
             if self._is_for(registration, request_id):
                 del self._unwanted[key]
         if failure is not None:
-            self._bad_ends.pop(self._base_id(request_id), None)
-            self._bad_ends[self._base_id(request_id)] = (now + ENDED_S, f"the prefill request has ended: {failure}")
+            self._bad_ends.pop(self._naming.base(request_id), None)
+            self._bad_ends[self._naming.base(request_id)] = (now + ENDED_S, f"the prefill request has ended: {failure}")
             for registration in self._ledger.meaning(request_id, now):
                 if registration.layerpush:
                     self._ledger.drop(registration.key)
@@ -209,24 +210,20 @@ class PrefillDesk:
                     self.registered(sender, registration, now)
 
     def match(self, registration: Registration, candidates: list[str]) -> str | None:
-        """Which request is meant: the one named exactly, else one with the same base id and the same prompt."""
-        if registration.prefill_request_id in candidates:
-            return registration.prefill_request_id
-        return next((candidate for candidate in candidates if self._is_for(registration, candidate)), None)
+        """Which request is meant: the one named exactly, else one with the same base id. Prompts have to be equal."""
+        meant = [candidate for candidate in candidates if self._is_for(registration, candidate)]
+        return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
 
     def _is_for(self, registration: Registration, request_id: str) -> bool:
         digest = self._digests.get(request_id)
         if digest is not None and registration.prompt_digest not in (None, digest):
             return False
-        if request_id in (registration.request_id, registration.prefill_request_id):
-            return True
-        names = {registration.request_id, registration.prefill_request_id or registration.request_id}
-        return self._base_id(request_id) in map(self._base_id, names)
+        return self._naming.agree(registration, request_id)
 
     def _bad_end(self, registration: Registration, now: float) -> str | None:
-        for name in filter(None, (registration.prefill_request_id, registration.request_id)):
-            deadline, reason = self._bad_ends.get(self._base_id(name), (0.0, ""))
-            if deadline > now and self._base_id(name) not in set(map(self._base_id, list(self._digests))):
+        for base in map(self._naming.base, self._naming.names(registration)):
+            deadline, reason = self._bad_ends.get(base, (0.0, ""))
+            if deadline > now and base not in set(map(self._naming.base, list(self._digests))):
                 return reason
         return None
 

@@ -229,6 +229,52 @@ def test_equal_base_ids_are_told_apart_by_their_prompts() -> None:
     assert world.desk.take("a/p3", world.now) == asks("a/d3", digest="three")
 
 
+def test_a_request_that_is_named_but_has_another_prompt_is_not_meant() -> None:
+    world = World()
+    world.digests.update({"a/p": "one"})
+    world.writer.unclaimed = ["a/p"]
+    world.says(asks("b/d", prefill="a/p", digest="two"))
+    assert world.writer.registrations == []
+
+
+@pytest.mark.parametrize("told", ["cmpl-a-0", "cmpl-a-0/p"], ids=["at once", "one after the other"])
+@pytest.mark.parametrize("first", ["P", "D"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, order: tuple[int, ...]) -> None:
+    """A router tells D the name of the first for all of them."""
+    world = World()
+    at_p, at_d = ([f"cmpl-a-{number}/{engine}" for number in range(3)] for engine in "pd")
+    world.digests.update(dict.fromkeys(at_p, "same"))
+    world.writer.unclaimed = list(at_p) if first == "P" else []
+    for number in order:
+        world.says(asks(at_d[number], prefill=told, digest="same"))
+    if first == "P":
+        pushes = {request_id: registration.request_id for request_id, registration in world.writer.registrations}
+    else:
+        taken = {request_id: world.desk.take(request_id, world.now) for request_id in at_p}
+        pushes = {request_id: each.request_id for request_id, each in taken.items() if each is not None}
+    assert pushes == dict(zip(at_p, at_d, strict=True))
+
+
+def test_several_answers_to_one_prompt_get_one_push_each() -> None:
+    world = World()
+    world.digests.update({"0_chatcmpl-a/p": "same", "1_chatcmpl-a/p": "same"})
+    world.writer.unclaimed = ["0_chatcmpl-a/p", "1_chatcmpl-a/p"]
+    world.says(asks("1_chatcmpl-a/d", prefill="0_chatcmpl-a/p", digest="same"))
+    world.says(asks("0_chatcmpl-a/d", prefill="0_chatcmpl-a/p", digest="same"))
+    assert [(request_id, each.request_id) for request_id, each in world.writer.registrations] == [
+        ("1_chatcmpl-a/p", "1_chatcmpl-a/d"),
+        ("0_chatcmpl-a/p", "0_chatcmpl-a/d"),
+    ]
+
+
+def test_the_end_of_one_prompt_is_not_that_of_another() -> None:
+    world = World()
+    world.ends("cmpl-a-0/p", "aborted")
+    world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0"))
+    assert world.heard() == [Accepted("cmpl-a-1/d")]
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(None, "one"), ("one", None), (None, None)])
 def test_a_prompt_that_one_side_does_not_tell_of_keeps_nobody_apart(ours: str | None, theirs: str | None) -> None:
     world = World()

@@ -189,7 +189,7 @@ async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyP
 
 
 @asynchronous
-async def test_nothing_goes_on_after_the_end() -> None:
+async def test_nothing_goes_on_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
     before = asyncio.all_tasks()
     async with world() as here:
         here.p.hold_probes = asyncio.Event()
@@ -197,3 +197,4 @@ async def test_nothing_goes_on_after_the_end() -> None:
         here.proxy.monitor.heed(LegFailedError(prefill, "connect", "cannot be connected to"))
         await until(lambda: len(here.p.probes) == 2, "P is asked who it is")
     assert asyncio.all_tasks() == before
+    assert "Sequential dispatch" not in caplog.text
