@@ -28,6 +28,7 @@ from layerpush.demo.ports import PortAllocator
 
 SHAPE = ModelShape(layers=6)
 MODEL = "demo"
+PROXY = "layerpush"
 CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
@@ -93,9 +94,9 @@ class Rig:
         """A plain engine, which says what is right."""
         return client_of(self.plain.url)
 
-    def proxy(self, *options: str) -> contextlib.AbstractContextManager[ProxyProcess]:
+    def proxy(self, *options: str, module: str = PROXY) -> contextlib.AbstractContextManager[ProxyProcess]:
         """Another one in front of the same engines."""
-        return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options)
+        return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options, module)
 
     def working_decode(self) -> Engine | None:
         """The D that the proxy has given work."""
@@ -160,7 +161,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
         prefill = start_prefill("prefill-first")
         others.wait_ready([plain, *decodes])
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
-        with proxy(scratch, ports.take(), prefill, decodes, ()) as proxy:
+        with proxy(scratch, ports.take(), prefill, decodes) as proxy:
             running = Rig(scratch, ports, proxy.url, plain, prefill, decodes, start_prefill)
             running.introduce()
             yield running
@@ -168,7 +169,12 @@ def rig(scratch: Path) -> Iterator[Rig]:
 
 @contextlib.contextmanager
 def proxy(
-    scratch: Path, port: int, prefill: Engine, decodes: list[Engine], options: Sequence[str]
+    scratch: Path,
+    port: int,
+    prefill: Engine,
+    decodes: list[Engine],
+    options: Sequence[str] = (),
+    module: str = PROXY,
 ) -> Iterator[ProxyProcess]:
     arguments = ["--port", str(port), "--prefill", prefill.url, "--health-check-interval-secs", "0.5"]
     for decode in decodes:
@@ -176,7 +182,7 @@ def proxy(
     log_path = scratch / f"proxy-{port}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "layerpush", "proxy", *arguments, *options], stdout=log, stderr=log
+            [sys.executable, "-m", module, "proxy", *arguments, *options], stdout=log, stderr=log
         )
     url = f"http://127.0.0.1:{port}"
     try:

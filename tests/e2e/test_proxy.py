@@ -84,6 +84,23 @@ def test_completions_are_the_plain_engines_and_layers_stream(servers: Rig, strea
 
 
 @patient
+def test_answers_that_are_not_ds_are_noticed(servers: Rig) -> None:
+    """The negative control: other tests compare texts, which say something only if they can differ."""
+    text = words(300, seed=67)
+    with servers.proxy(module="tests.e2e.corruptproxy") as proxy:
+        corrupt = proxy.client.completions.create(prompt=text, **GREEDY).choices[0].text
+    right = expected(servers, text)
+    assert " w1" in right, "there is nothing to corrupt"
+    assert corrupt == right.replace(" w1", " w2")
+
+
+@patient
+def test_prompts_matter(servers: Rig) -> None:
+    """A D that was given the blocks of another prompt would not say the same."""
+    assert len({expected(servers, words(300, seed=seed)) for seed in (68, 69, 70)}) == 3
+
+
+@patient
 def test_chat(servers: Rig) -> None:
     arguments: dict[str, Any] = GREEDY | {"messages": [{"role": "user", "content": words(TOKENS, seed=3)}]}
     right = servers.expected.chat.completions.create(**arguments).choices[0].message.content

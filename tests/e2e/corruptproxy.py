@@ -1,0 +1,17 @@
+"""`layerpush proxy`, but what it passes on is not quite what D said. The negative control of the tests that compare."""
+
+from __future__ import annotations
+
+from layerpush.cli import app
+from layerpush.proxy.client import Client
+
+send = Client.send
+
+
+async def send_something_else(client: Client, data: bytes) -> None:
+    await send(client, data.replace(b" w1", b" w2"))
+
+
+if __name__ == "__main__":
+    Client.send = send_something_else  # type: ignore[method-assign]
+    app()
