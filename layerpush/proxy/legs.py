@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -15,12 +16,16 @@ from layerpush.proxy.instance import Instance
 from layerpush.proxy.settings import Settings
 from layerpush.proxy.sse import EventBuffer, error_code, has_data
 
-Reason: TypeAlias = Literal["connect", "disconnect", "timeout", "status", "error_event", "no_params", "restarted"]
+Reason: TypeAlias = Literal[
+    "connect", "disconnect", "timeout", "status", "error_event", "no_params", "restarted", "exhausted"
+]
 Headers: TypeAlias = Sequence[tuple[str, str]]
 EVENT_STREAM = "text/event-stream"
 POOL_IDLE_S = 4.0
 """Less than the 5 s after which vLLM's server closes an idle connection."""
 
+_OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""What this machine has run out of, which says nothing about the engine."""
 _NOT_PASSED_BACK = frozenset(
     {"connection", "content-length", "date", "keep-alive", "server", "te", "trailer", "transfer-encoding", "upgrade"}
 )
@@ -45,6 +50,11 @@ class LegFailedError(Exception):
     def gone(self) -> bool:
         """Nobody listens there."""
         return self.reason == "connect"
+
+    @property
+    def exhausted(self) -> bool:
+        """This process, or machine, can open no more connections."""
+        return self.reason == "exhausted"
 
     @property
     def broken(self) -> bool:
@@ -201,6 +211,8 @@ def failures(instance: Instance, when_late: str) -> Iterator[None]:
     except aiohttp.ConnectionTimeoutError:
         raise LegFailedError(instance, "connect", "cannot be connected to in time") from None
     except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in _OUR_OWN:
+            raise LegFailedError(instance, "exhausted", f"got no connection: {error.os_error}", 503) from None
         raise LegFailedError(instance, "connect", f"cannot be connected to: {error.os_error}") from None
     except TimeoutError:
         raise LegFailedError(instance, "timeout", when_late, 504) from None

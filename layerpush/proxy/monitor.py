@@ -110,7 +110,9 @@ class _Watch:
         instance = self._instance
         was_healthy = instance.healthy
         problem = await self._ask_health()
-        if problem is not None:
+        if problem is not None and problem.exhausted:
+            logger.warning("%s could not be checked: %s", instance, problem)
+        elif problem is not None:
             instance.failed(str(problem), problem.gone)
             self._next_probe, self._probe_interval_s = 0.0, self._settings.health_check_interval_s
         else:

@@ -129,7 +129,7 @@ class Relay(Response):
         if cause.answer is not None and cause.instance.role == "decode" and not client.started:
             await client.whole(cause.answer)
         else:
-            await client.fail(cause.status, str(cause), 1 if cause.gone else None)
+            await client.fail(cause.status, str(cause), 1 if cause.gone or cause.exhausted else None)
         return "error"
 
     async def _pass_on(self, client: Client, answer: Answer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 from types import FrameType
 
@@ -15,6 +16,7 @@ from layerpush.proxy.settings import Settings
 logger = logging.getLogger("layerpush.proxy")
 
 KEEP_ALIVE_S = 60
+OTHER_FILES = 200
 
 
 class DrainingServer(uvicorn.Server):
@@ -42,9 +44,26 @@ class DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def allow_connections(settings: Settings) -> None:
+    """A request has a connection to its client, to P and to D: raise the soft limit of open files that far."""
+    wanted = 3 * settings.max_concurrent_requests + settings.queue_size + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            logger.warning(
+                "%d open files are allowed, and %d may be needed: raise the limit (ulimit -n), or lower "
+                "--max-concurrent-requests",
+                allowed,
+                wanted,
+            )
+
+
 def serve(settings: Settings, host: str, port: int, drain_timeout_s: int, log_level: str) -> bool:
     """Serve until SIGTERM or SIGINT. False if the server could not start."""
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
+    allow_connections(settings)
     server = DrainingServer(Proxy(settings), host, port, drain_timeout_s, log_level)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _ended)  # uvicorn sends them again when it has drained

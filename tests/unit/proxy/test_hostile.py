@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from typing import Any
 
@@ -185,6 +186,28 @@ async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyP
         await until(lambda: not here.proxy.fleet.ready, "they cannot be checked")
         assert (await here.get("/health")).status == 503
         await here.ready()
+        assert (await here.post()).status == 200
+
+
+@asynchronous
+async def test_to_have_run_out_of_files_is_held_against_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(health_failure_threshold=1, retry_max_retries=0) as here:
+        refused = 0
+
+        async def no_file(request: Any, *_: Any, **__: Any) -> Any:
+            nonlocal refused
+            refused += 1
+            raise aiohttp.ClientConnectorError(request.connection_key, OSError(errno.EMFILE, "Too many open files"))
+
+        monkeypatch.setattr(here.proxy.engines._session.connector, "connect", no_file)
+        reply = await here.post()
+        assert reply.status == 503
+        assert b"Too many open files" in reply.body
+        assert reply.headers["Retry-After"] == "1"
+        before = refused
+        await until(lambda: refused > before + 4, "its engines are checked")
+        assert here.proxy.fleet.ready
+        monkeypatch.undo()
         assert (await here.post()).status == 200
 
 

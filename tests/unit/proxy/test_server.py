@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from layerpush.cli import app
+from layerpush.proxy.server import OTHER_FILES, allow_connections
+from layerpush.proxy.settings import Settings
 from tests.unit.proxy.stub import Network, Stub, running
 from tests.unit.proxy.world import asynchronous, free_port, until
 
@@ -137,6 +141,39 @@ def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum:
             assert await proxy.ended() == 0
 
     check()
+
+
+def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
+    @asynchronous
+    async def check() -> None:
+        network = Network()
+        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        try:
+            options = ("--max-concurrent-requests", "300", "--queue-size", "0")
+            async with running(p, d), proxy_process(tmp_path, p, d, options=options) as proxy:
+                await healthy(proxy)
+                limits = Path(f"/proc/{proxy.process.pid}/limits").read_text()
+                (soft,) = re.findall(r"^Max open files +(\d+)", limits, re.MULTILINE)
+                assert int(soft) == 3 * 300 + OTHER_FILES
+                assert "ulimit -n" not in proxy.log.read_text()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    check()
+
+
+def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: taken.append(limits))
+    allow_connections(Settings(prefill=("http://p",), decode=("http://d",), max_concurrent_requests=1000))
+    assert taken == [(1024, 1024)]
+    assert "ulimit -n" in caplog.text
+    assert "--max-concurrent-requests" in caplog.text
 
 
 @asynchronous
