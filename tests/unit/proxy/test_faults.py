@@ -121,6 +121,46 @@ async def test_ps_answer_may_come_after_ds() -> None:
         assert here.p.cancelled == 0
 
 
+@pytest.mark.parametrize("fault", ["500", "drop"])
+def test_a_p_that_fails_after_ds_first_token_is_no_matter(fault: Fault) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world() as here:
+            here.p.faults.append(fault)
+            here.p.hold = asyncio.Event()
+            here.d.step = asyncio.Semaphore(1)
+            request = asyncio.create_task(here.post(stream=True))
+            await until(lambda: here.d.seen, "D has it")
+            request_id = here.d.seen[0].request_id
+            here.network.pushed(request_id).set()
+            await until(lambda: here.d.sent.get(request_id), "D has said something")
+            here.p.hold.set()
+            await until(lambda: not here.p.active, "P has failed")
+            for _ in range(10):
+                here.d.step.release()
+            reply = await request
+            assert (reply.status, reply.body) == (200, here.d.sent[request_id])
+            assert len(here.d.seen) == 1
+            await until(lambda: not here.proxy._outliving, "P's leg is over")
+            assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="ok"}') == 1
+
+    check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_hang(stream: bool) -> None:
+    @asynchronous
+    async def check() -> None:
+        async with world(first_token_timeout_s=0.2, retry_max_retries=0) as here:
+            here.p.faults.append("hang")
+            reply = await here.post(stream=stream)
+            assert reply.status == 504
+            await until(lambda: here.p.cancelled and here.d.cancelled, "both legs are cancelled")
+            await until(lambda: not here.proxy.gate.under_way, "its place is free")
+
+    check()
+
+
 FAULTS: list[Fault] = ["drop", "500", "429"]
 
 
