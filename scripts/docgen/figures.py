@@ -90,15 +90,26 @@ def proxy_table(result: Mapping[str, Any]) -> str:
             *(_ms(cell["first_ms"][way]["median"], 1) for way in ("direct", "proxied")),
             *(_added(cell[part]["added"]) for part in ("first_ms", "whole_ms")),
             _ratio(cell["first_ms"]["ratio"]),
+            _ms((cell["round_ms"]["proxied"]["median"] - cell["round_ms"]["direct"]["median"]) / cell["streams"], 1),
         )
         for cell in result["cells"]
     ]
-    headings = ["tokens", "at a time", "straight", "proxied", "added", "added to the last byte", "proxied/straight"]
+    headings = [
+        "tokens",
+        "at a time",
+        "straight",
+        "proxied",
+        "added",
+        "added to the last byte",
+        "proxied/straight",
+        "per request",
+    ]
     requests = _range(sorted({cell["requests"] for cell in result["cells"]}))
     about = (
         f"Time to the first byte, median of {requests} streams of {result['answer_events']} events from an engine that "
         "answers at once, straight and through the proxy in turn, with 95 % intervals. Client, proxy, P and D share "
-        "the machine: with many at a time the streams wait for its cores."
+        "the machine: with many at a time the streams wait for its cores, and what matters is the last column, by how "
+        "much a round of so many takes longer, divided by their number."
     )
     return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
 

@@ -256,12 +256,15 @@ def test_proxy_table(tmp_path: Path) -> None:
         "ratio": {"ratio": 2.38, "low": 2.1, "high": 2.5},
     }
     whole = {"added": {"difference": 2.04, "low": 1.9, "high": 2.2}}
-    cell = {"prompt_tokens": 16, "streams": 1, "requests": 400, "first_ms": first, "whole_ms": whole}
+    rounds = {"direct": {"median": 10.0}, "proxied": {"median": 80.0}}
+    cell = {"prompt_tokens": 16, "streams": 64, "requests": 400, "round_ms": rounds}
+    cell |= {"first_ms": first, "whole_ms": whole}
     result = PROVENANCE | {"versions": {"aiohttp": "3.14.5", "python": "3.11.7"}, "argv": ["bench/proxy.py"]}
     (tmp_path / "bench/results").mkdir(parents=True)
     (tmp_path / "bench/results/proxy.json").write_text(json.dumps(result | {"cells": [cell], "answer_events": 33}))
     lines = figures.proxy(tmp_path).splitlines()
-    assert lines[2] == ("| 16 | 1 | 1.3 ms | 3.0 ms | 1.7 ms [1.5, 2.0] | 2.0 ms [1.9, 2.2] | 2.380 [2.100, 2.500] |")
+    row = "| 16 | 64 | 1.3 ms | 3.0 ms | 1.7 ms [1.5, 2.0] | 2.0 ms [1.9, 2.2] | 2.380 [2.100, 2.500] | 1.1 ms |"
+    assert lines[2] == row
     assert "median of 400 streams of 33 events" in lines[-1]
     assert "loopback, 2 CPU cores for all engines, aiohttp 3.14.5, Python 3.11.7." in lines[-1]
 
