@@ -161,8 +161,8 @@ def rig(scratch: Path) -> Iterator[Rig]:
         prefill = start_prefill("prefill-first")
         others.wait_ready([plain, *decodes])
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
-        with proxy(scratch, ports.take(), prefill, decodes) as proxy:
-            running = Rig(scratch, ports, proxy.url, plain, prefill, decodes, start_prefill)
+        with proxy(scratch, ports.take(), prefill, decodes) as served:
+            running = Rig(scratch, ports, served.url, plain, prefill, decodes, start_prefill)
             running.introduce()
             yield running
 
@@ -176,6 +176,7 @@ def proxy(
     options: Sequence[str] = (),
     module: str = PROXY,
 ) -> Iterator[ProxyProcess]:
+    """`layerpush proxy`, ready."""
     arguments = ["--port", str(port), "--prefill", prefill.url, "--health-check-interval-secs", "0.5"]
     for decode in decodes:
         arguments += ["--decode", decode.url]

@@ -71,7 +71,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         engines = [group.start(one) for one in specs]
         group.wait_ready(engines)
         p, d = engines
-        url = stack.enter_context(proxy(scratch, ports.take(), p.url, d.url))
+        url = stack.enter_context(proxy(scratch, ports.take(), p, [d])).url
         yield Servers(url, taken, [scratch / "trace-P", scratch / "trace-D"])
 
 
