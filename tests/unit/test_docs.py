@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -21,13 +20,13 @@ from layerpush.tracing.breakdown import PARTS
 from scripts.docgen import figures, limits, messages, protocol, soakrun
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated
+from tests.quotes import blank, is_said, ours
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
 
-BLANK = "\0"
 PROVENANCE = {
     "argv": ["layerpush", "demo", "--link", "1gbit"],
     "machine": {"cpus": 2},
@@ -167,39 +166,11 @@ def test_the_matrix_names_tests_that_exist() -> None:
 
 def test_the_matrix_quotes_the_log_as_it_is() -> None:
     """What varies is ``<...>`` there, a placeholder in the code."""
-    said = [blank(text) for file in (ROOT / "layerpush").rglob("*.py") for text in texts(file.read_text())]
     frames = re.findall(r"^- .*?`([^`]*)`", matrix_section(), re.MULTILINE)
     quotes = frames + [quote for row in matrix() for quote in re.findall(r"`([^`]*)`", row[3])]
-    ours = [quote for quote in quotes if not quote.startswith("Releasing expired KV blocks")]
-    assert len(ours) > 10
-    assert [quote for quote in ours if not is_said(blank(quote), said)] == []
-
-
-def is_said(quote: str, said: list[str]) -> bool:
-    """Whether it is one of these texts, or one with others put in."""
-    if quote == BLANK or any(quote in text for text in said):
-        return True
-    for text in said:
-        if BLANK in text and len(text.replace(BLANK, "")) > 8:
-            found = re.fullmatch(re.escape(text).replace(re.escape(BLANK), "(.+?)"), quote)
-            if found and all(is_said(part, said) for part in found.groups()):
-                return True
-    return False
-
-
-def texts(source: str) -> list[str]:
-    """Every string of a module; what a format puts in shows as ``{}``."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.JoinedStr):
-            found.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
-
-
-def blank(text: str) -> str:
-    return re.sub(r"<[^<>]*>|\{\}|%[sdr]", BLANK, text)
+    own = [quote for quote in quotes if not quote.startswith("Releasing expired KV blocks")]
+    assert len(own) > 10
+    assert [quote for quote in own if not is_said(blank(quote), ours())] == []
 
 
 def test_without_results_the_readme_says_so(tmp_path: Path) -> None:

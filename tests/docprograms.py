@@ -1,0 +1,250 @@
+"""What is wrong with a command of the documentation, as the programs themselves see it: nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import typer
+
+from layerpush.config import ConfigError, LayerPushConfig
+from layerpush.door import ParamsError, check_params
+from layerpush.plugin import CONNECTOR_NAME
+from tests.docblocks import ROOT, Command
+
+Words = Sequence[str]
+SERVER = "vllm.entrypoints.openai.api_server"
+ANY_ARGUMENTS = frozenset(
+    {"cat", "cd", "cp", "curl", "export", "git", "journalctl", "kubectl", "mkdir", "python3", "ss", "ucx_info", "wait"}
+)
+"""Not ours, and not vLLM's."""
+UCX = frozenset(
+    {"LOG_LEVEL", "MAX_RNDV_RAILS", "NET_DEVICES", "PROTO_INFO", "RCACHE_MAX_UNRELEASED", "TCP_PORT_RANGE", "TLS"}
+)
+"""UCX's variables that pages name, without ``UCX_``; tests/contract/test_ucx_settings.py asks UCX for them."""
+
+
+class WrongCommandError(ValueError):
+    """The message says what the program would say."""
+
+
+def check(command: Command) -> None:
+    """Raises ``WrongCommandError`` for a command that could not be given: no such program, option, target or file."""
+    if not command.words:
+        return
+    program, *rest = command.words
+    if program in ("python", ".venv/bin/python") and rest[:1] == ["-m"]:
+        _module(rest[1], rest[2:])
+    elif program.startswith(("scripts/", ".ci/")):
+        _script(program, rest)
+    elif (checker := CHECKS.get(program.removeprefix(".venv/bin/"))) is not None:
+        checker(rest)
+    elif program not in ANY_ARGUMENTS:
+        raise WrongCommandError(f"nothing is known about {program!r}")
+
+
+def check_transfer_config(config: Mapping[str, Any]) -> None:
+    """The value of ``--kv-transfer-config``. Raises ``WrongCommandError``."""
+    extra = dict(config.get("kv_connector_extra_config", {}))
+    if config.get("kv_connector") == "MultiConnector":
+        for inner in extra["connectors"]:
+            check_transfer_config(inner)
+    elif config.get("kv_connector") != CONNECTOR_NAME:
+        raise WrongCommandError(f"kv_connector {config.get('kv_connector')!r}")
+    else:
+        try:
+            LayerPushConfig.from_extra_config(extra)
+        except ConfigError as error:
+            raise WrongCommandError(str(error)) from None
+    known = {"kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"}
+    if unknown := config.keys() - known:
+        raise WrongCommandError(f"--kv-transfer-config: {', '.join(sorted(unknown))}")
+
+
+def _layerpush(words: Words) -> None:
+    from layerpush.cli import app
+
+    _typer(app, words)
+
+
+def _vllm(words: Words) -> None:
+    if words[:2] == ["bench", "serve"]:
+        _parsed(_vllm_bench_parser(), words[2:])
+        return
+    if words[:1] != ["serve"]:
+        raise WrongCommandError(f"vllm {' '.join(words[:1])}")
+    arguments = _parsed(_vllm_parser(), words[1:])
+    if arguments.kv_transfer_config is not None:
+        given = words[words.index("--kv-transfer-config") + 1]
+        check_transfer_config(json.loads(given))
+
+
+def _make(words: Words) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    target, *rest = words
+    if target not in targets:
+        raise WrongCommandError(f"make {target}: no such target")
+    variables = dict(word.split("=", 1) for word in rest)
+    if variables.keys() - {"ARGS", *(["MINUTES"] if target == "soak" else [])}:
+        raise WrongCommandError(f"make {target} does not know {', '.join(variables)}")
+    arguments = shlex.split(variables.get("ARGS", ""))
+    if "MINUTES" in variables:
+        arguments += ["--minutes", variables["MINUTES"]]
+    _script(f"scripts/{target}", arguments)
+
+
+def _script(path: str, words: Words) -> None:
+    if not (ROOT / path).is_file():
+        raise WrongCommandError(f"{path} does not exist")
+    name = path.removeprefix("scripts/")
+    if name in SCRIPTS:
+        SCRIPTS[name](words)
+    elif words:
+        raise WrongCommandError(f"{path} takes no arguments")
+
+
+def _module(name: str, words: Words) -> None:
+    if name in MODULES:
+        MODULES[name](words)
+    elif not (ROOT / name.replace(".", "/")).with_suffix(".py").exists():
+        raise WrongCommandError(f"nothing is known about python -m {name}")
+
+
+def _pip(words: Words) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        wanted = re.search(r"\[([\w,]+)\]", word)
+        if wanted and not set(wanted[1].split(",")) <= extras.keys():
+            raise WrongCommandError(f"pip install {word}: no such extra")
+
+
+def _pytest(words: Words) -> None:
+    for word in words:
+        if word.startswith("tests") and not (ROOT / word.split("::")[0]).exists():
+            raise WrongCommandError(f"pytest {word}: no such file")
+
+
+def _curl(words: Words) -> None:
+    """Bodies that are JSON, once the shell has put in what it knows; parameters as an engine would check them."""
+    if "-d" not in words:
+        return
+    body = words[words.index("-d") + 1]
+    try:
+        request = json.loads(re.sub(r"(?<!\")\$\w+", "{}", body) if ": $" in body else body)
+    except ValueError as error:
+        raise WrongCommandError(f"curl -d: {error}") from None
+    params = request.get("kv_transfer_params")
+    if params:
+        try:
+            check_params(params, "kv_both", LayerPushConfig())
+        except ParamsError as error:
+            raise WrongCommandError(str(error)) from None
+
+
+def _bench(words: Words) -> None:
+    from bench.ttft import app
+
+    _typer(app, words)
+
+
+def _bench_proxy(words: Words) -> None:
+    from bench.proxy import app
+
+    _typer(app, words)
+
+
+def _soak(words: Words) -> None:
+    from tests.faults.soak.command import app
+
+    _typer(app, words)
+
+
+def _docgen(words: Words) -> None:
+    from scripts.docgen.sections import SECTIONS
+
+    if unknown := [word for word in words if word not in (*SECTIONS, "--check", "--help")]:
+        raise WrongCommandError(f"scripts/pages: {unknown[0]}")
+
+
+def _server(words: Words) -> None:
+    _vllm(["serve", *words])
+
+
+CHECKS: Mapping[str, Callable[[Words], None]] = {
+    "curl": _curl,
+    "layerpush": _layerpush,
+    "make": _make,
+    "pip": _pip,
+    "pytest": _pytest,
+    "vllm": _vllm,
+}
+MODULES: Mapping[str, Callable[[Words], None]] = {
+    SERVER: _server,
+    "bench": _bench,
+    "bench.proxy": _bench_proxy,
+    "layerpush": _layerpush,
+    "pytest": _pytest,
+    "scripts.docgen": _docgen,
+    "tests.faults.soak": _soak,
+}
+SCRIPTS: Mapping[str, Callable[[Words], None]] = {
+    "bench": _bench,
+    "demo": lambda words: _layerpush(["demo", *words]),
+    "pages": _docgen,
+    "readme-figures": _docgen,
+    "soak": _soak,
+    "test": _pytest,
+}
+
+
+def _typer(app: typer.Typer, words: Words) -> None:
+    command: Any = typer.main.get_command(app)
+    name, rest = "command", list(words)
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+        if name not in command.commands:
+            raise WrongCommandError(f"no such command: {name}")
+        command = command.commands[name]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            command.make_context(name, rest)
+        except (RuntimeError, SystemExit) as ended:  # --help and --version
+            if not said.getvalue():
+                raise WrongCommandError(f"{name} {' '.join(rest)}: {ended!r}") from None
+        except Exception as error:  # noqa: BLE001  # click's own, wherever typer has it from
+            raise WrongCommandError(f"{name}: {getattr(error, 'message', error)}") from None
+
+
+@cache
+def _vllm_parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@cache
+def _vllm_bench_parser() -> Any:
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    return parser
+
+
+def _parsed(parser: Any, words: Words) -> Any:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            return parser.parse_args(list(words))
+        except SystemExit:
+            raise WrongCommandError(said.getvalue().strip().splitlines()[-1]) from None

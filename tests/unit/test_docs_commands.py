@@ -1,0 +1,249 @@
+"""Each command of the documentation is run by a test, or says which hardware it needs; and none could not be given."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from layerpush.calm import VARIABLE
+from tests.docblocks import PAGES as ALL_PAGES
+from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
+from tests.docprograms import UCX, WrongCommandError, check, check_transfer_config
+from tests.quotes import package
+
+PAGES = tuple(page for page in ALL_PAGES if page != "docs/contributing.md")  # which is CONTRIBUTING.md
+E2E, HERE, CI = "tests/e2e/test_docs_commands.py", "tests/unit/test_docs_commands.py", ".ci/run"
+QUICKSTART, DEPLOYMENT, PROXY = "docs/quickstart.md", "docs/deployment.md", "docs/proxy.md"
+CONTRACT, BENCHMARKS = "docs/kv-transfer-params.md", "docs/benchmarks.md"
+README_RUN, BY_HAND, DEPLOYED = (
+    f"{E2E}::{name}"
+    for name in ("test_the_readme_and_the_contract", "test_the_quickstart_by_hand", "test_the_deployment")
+)
+
+RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("README.md", "make demo"): (f"{E2E}::test_the_demo", CI),
+    ("README.md", "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (README_RUN,),
+    ("README.md", "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (README_RUN,),
+    ("README.md", "layerpush proxy"): (README_RUN,),
+    ("README.md", "id="): (README_RUN, "tests/unit/test_docs.py::test_the_curl_example_sends_both_legs"),
+    ("CONTRIBUTING.md", "git clone"): (CI,),
+    ("bench/README.md", "python -m bench.proxy"): (f"{E2E}::test_the_proxys_benchmark",),
+    (BENCHMARKS, "make demo"): (f"{E2E}::test_the_demo",),
+    (CONTRACT, "id="): (README_RUN,),
+    ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
+    (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),
+    (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (DEPLOYED,),
+    (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
+    (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
+    (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
+    (QUICKSTART, "make demo"): (f"{E2E}::test_the_demo", CI),
+    (QUICKSTART, "curl http://127.0.0.1:8000/v1/completions"): (README_RUN, BY_HAND, DEPLOYED),
+    (QUICKSTART, "export LAYERPUSH_CALM=1 OMP_NUM_THREADS=1"): (BY_HAND,),
+    (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
+    (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
+    (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
+    ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
+    ("docs/troubleshooting.md", "layerpush doctor"): (f"{HERE}::test_quick_blocks",),
+}
+"""(page, how the first line begins) -> what runs these blocks. Others of the same text need no line of their own."""
+
+MISSPELT = json.dumps(
+    {
+        "kv_connector": "LayerwisePushConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"layer_wise": True},
+    }
+)
+QUICK = (("docs/soak.md", "scripts/soak --list"), ("docs/troubleshooting.md", "layerpush doctor"))
+AFTER_SETUP = {
+    "scripts/soak": f"{sys.executable} -m tests.faults.soak",
+    "layerpush ": f"{sys.executable} -m layerpush ",
+}
+"""What these are, once the environment is there."""
+
+OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
+_VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
+_FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "id", "prompt", "params")
+
+
+def listed(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]]) -> bool:
+    return any(block.page == page and block.first.startswith(start) for page, start in run)
+
+
+def problem(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]], known: list[Block]) -> str | None:
+    """A block that nobody runs, and that does not say why."""
+    if block.needs is not None or any(listed(one, run) and one.text == block.text for one in known):
+        return None
+    return f"{block}: no test runs it, and it does not say what it needs"
+
+
+def test_each_block_is_run_or_says_what_it_needs() -> None:
+    known = command_blocks(PAGES)
+    assert len(known) > 30
+    assert [found for block in known if (found := problem(block, RUN_BY, known))] == []
+
+
+def test_the_table_has_no_line_too_many() -> None:
+    known = command_blocks(PAGES)
+    assert [key for key in RUN_BY if not any(listed(block, {key: (CI,)}) for block in known)] == []
+
+
+@pytest.mark.parametrize("runner", sorted({runner for runners in RUN_BY.values() for runner in runners}))
+def test_what_runs_a_block_is_there(runner: str) -> None:
+    path, _, name = runner.partition("::")
+    assert (ROOT / path).is_file()
+    assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_needed_is_said_right_above_a_block(page: str) -> None:
+    said = needs_lines(page)
+    above = [block.line - 2 for block in blocks(page) if block.needs is not None]
+    assert said == above
+
+
+def test_blocks_that_nobody_runs_are_found(tmp_path: Path) -> None:
+    fenced = [f"```bash\n{text}\n```" for text in ("layerpush doctor", "make test")]
+    page = "\n\n".join(["# Page", fenced[0], "    make demo", "*Needs a GPU.*", fenced[1], "    a = b / c", ""])
+    (tmp_path / "page.md").write_text(page)
+    known = command_blocks(("page.md",), tmp_path)
+    assert [block.first for block in known] == ["layerpush doctor", "make demo", "make test"]
+    nothing = [problem(block, {}, known) for block in known]
+    assert [bool(one) for one in nothing] == [True, True, False]
+    run = {("page.md", block.first): (CI,) for block in known}
+    assert [problem(block, run, known) for block in known] == [None, None, None]
+
+
+def check_all(text: str) -> None:
+    for command in commands(text):
+        check(command)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_command_could_be_given() -> None:
+    """vLLM's own parser takes a while to be loaded: all pages in one test."""
+    wrong = []
+    for block in command_blocks(PAGES):
+        try:
+            check_all(block.text)
+        except WrongCommandError as error:
+            wrong.append(f"{block}: {error}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("layerpush doktor", "no such command"),
+        ("layerpush doctor --josn", "No such option"),
+        ("layerpush proxy --prefill http://a --decode http://b --port many", "integer"),
+        ("make dmo", "no such target"),
+        ('make demo ARGS="--promts 3"', "No such option"),
+        ("make docs MINUTES=3", "does not know"),
+        ("scripts/nothing", "does not exist"),
+        ("pip install '.[gpu]'", "no such extra"),
+        ("scripts/pages demo", "demo"),
+        ("docker run layerpush", "nothing is known"),
+        ("python -m layerpush.nothing", "nothing is known"),
+        ('a=1 layerpush demo --prompts "$(layerpush nothing)"', "integer|no such command"),
+        ('curl http://d -d \'{"kv_transfer_params": {"do_remote_prefill": true}}\'', "remote_engine_id"),
+        ("curl http://d -d '{'", "curl -d"),
+        ("python -m pytest tests/unit/test_nothing.py", "no such file"),
+    ],
+)
+def test_commands_that_could_not_be_given_are_found(text: str, words: str) -> None:
+    with pytest.raises(WrongCommandError, match=words):
+        check_all(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vllm serve MODEL --kv-transfer-confg '{}'", "unrecognized"),
+        (f"vllm serve MODEL --kv-transfer-config '{MISSPELT}'", "did you mean 'layerwise'"),
+        ("vllm serv MODEL", "vllm serv"),
+        ("vllm bench serve --modle MODEL", "unrecognized"),
+    ],
+)
+def test_vllms_commands_that_could_not_be_given_are_found(text: str, words: str) -> None:
+    test_commands_that_could_not_be_given_are_found(text, words)
+
+
+def transfer_configs(page: str) -> list[dict[str, Any]]:
+    """In blocks of any language: values of ``--kv-transfer-config``, and JSON that is one."""
+    found = []
+    for block in blocks(page):
+        quoted = re.findall(r"'(\{\s*\"kv_connector\".*?\})'", block.text, re.DOTALL)
+        texts = [block.text] if block.language == "json" else quoted
+        found += [json.loads(text) for text in texts if '"kv_connector"' in text]
+    return found
+
+
+def test_transfer_configurations_are_good() -> None:
+    found = [config for page in PAGES for config in transfer_configs(page)]
+    assert len(found) > 10
+    for config in found:
+        check_transfer_config(config)
+
+
+def test_yaml_is_yaml() -> None:
+    found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    for block in found:
+        assert yaml.safe_load(block.text)["kind"]
+
+
+def unknown_variables(text: str, vllms: str) -> list[str]:
+    """Environment variables that nobody reads."""
+    return sorted(
+        name
+        for name in set(_VARIABLE.findall(text))
+        if not (
+            name in OTHERS
+            or (name.startswith("UCX_") and name.removeprefix("UCX_") in UCX)
+            or (name.startswith("VLLM_") and f'"{name}"' in vllms)
+        )
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_environment_variables_are_known(page: str) -> None:
+    vllms = (package("vllm") / "envs.py").read_text()
+    assert unknown_variables((ROOT / page).read_text(), vllms) == []
+    for block in command_blocks((page,)):
+        for command in commands(block.text):
+            names = [assignment.split("=")[0] for assignment in command.environment]
+            assert [n for n in names if not _VARIABLE.fullmatch(n) and n not in _FIRST_ASSIGNED] == []
+
+
+def test_unknown_variables_are_found() -> None:
+    text = "`VLLM_NIXL_SIDE_CHANNEL_HOTS`, `UCX_TLSS`, `LAYERPUSH_CALM`, `UCX_TLS`, `VLLM_PLUGINS`, `NIXL_PORT`"
+    vllms = (package("vllm") / "envs.py").read_text()
+    assert unknown_variables(text, vllms) == ["NIXL_PORT", "UCX_TLSS", "VLLM_NIXL_SIDE_CHANNEL_HOTS"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "first"), QUICK, ids=lambda value: value.split()[0])
+def test_quick_blocks(page: str, first: str) -> None:
+    (block,) = [one for one in command_blocks((page,)) if one.first == first]
+    text = block.text
+    for name, module in AFTER_SETUP.items():
+        text = re.sub(rf"^{name}", module, text, flags=re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), VARIABLE: "1"}
+    done = subprocess.run(
+        ["bash", "-euc", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout

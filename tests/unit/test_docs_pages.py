@@ -1,0 +1,161 @@
+"""What the pages for operators claim: quoted lines are said, metrics are there, tests exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docblocks import PAGES
+from tests.metrics_named import unknown_names
+from tests.metrics_scrape import FrontEnd, Scrape
+from tests.quotes import blank, is_said, libraries, ours, vllms
+
+ROOT = Path(__file__).parents[2]
+TROUBLESHOOTING, COMPATIBILITY = "docs/troubleshooting.md", "docs/compatibility.md"
+
+_OF_OTHERS = re.compile(r"\b(vLLM's|NIXL's|UCX's|PyTorch's)(?:, [\w ]+)?\)?: `([^`]+)`")
+_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_PROXY_METRIC = re.compile(r"\blayerpush_proxy_\w+")
+
+
+@pytest.fixture(scope="module")
+def scrape() -> Iterator[Scrape]:
+    FrontEnd()
+    yield Scrape()
+    FrontEnd.close()
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each line of each table, headings left out."""
+    lines = text.splitlines()
+    return [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for before, line in zip(["", *lines], lines, strict=False)
+        if line.startswith("| ") and not line.startswith("| ---") and not headed(lines, line)
+    ]
+
+
+def headed(lines: list[str], line: str) -> bool:
+    after = lines.index(line) + 1
+    return after < len(lines) and lines[after].startswith(("|---", "| ---"))
+
+
+def wrong_quotes(text: str, spans: list[str]) -> list[str]:
+    """Which of these spans of ``text``, and which lines of others that it quotes, nobody says."""
+    foreign = {(whose, quote) for whose, quote in _OF_OTHERS.findall(text)}
+    wrong = [f"{whose} {quote}" for whose, quote in foreign if not others_say(whose, quote)]
+    own = {span for span in spans if span not in {quote for _, quote in foreign}}
+    return wrong + [span for span in own if not is_said(blank(span), ours())]
+
+
+def others_say(whose: str, quote: str) -> bool:
+    if whose == "vLLM's":
+        return is_said(blank(quote), vllms())
+    if whose == "NIXL's":
+        return quote.encode() in libraries("libplugin_UCX.so")
+    if whose == "UCX's":
+        return quote.encode() in libraries("libucs-*.so*")
+    return True  # PyTorch's are nowhere in one piece
+
+
+def lines_quoted(text: str) -> list[str]:
+    """Spans that are lines of a log: of several words in the first cell of a row, with ``<...>`` elsewhere."""
+    symptoms = [span for row in rows(text) for span in _SPAN.findall(row[0])]
+    found = [span for span in symptoms if " " in span] + [span for span in _SPAN.findall(text) if "<...>" in span]
+    return [span for span in found if not span.startswith(("vllm:", "layerpush_proxy_"))]
+
+
+def test_troubleshooting_quotes_what_is_said() -> None:
+    text = (ROOT / TROUBLESHOOTING).read_text()
+    quoted = lines_quoted(text)
+    assert len(quoted) > 30
+    assert wrong_quotes(text, quoted) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| `push of <...> failed quietly` | a | b |",
+        "`the writer of <...> is tired`",
+        "| vLLM's: `Unsupported connector` and `Unsupported connectors type` | a | b |",
+        "| vLLM's: `Unsupported connectors` | a | b |",
+        "| NIXL's: `Invalid UCX_TLS: ` | a | b |",
+        "| UCX's: `unused environment variance` | a | b |",
+    ],
+)
+def test_what_nobody_says_is_found(line: str) -> None:
+    assert wrong_quotes(line, lines_quoted(line)) != []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_metrics_that_pages_name_are_there(scrape: Scrape, page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = {span for span in _SPAN.findall(text) if re.fullmatch(r"vllm:layerpush_\w+(\{[^}]*\})?", span)}
+    named -= {"vllm:layerpush_"}
+    assert missing_metrics(named, scrape) == []
+    proxys = (ROOT / "layerpush/proxy/metrics.py").read_text()
+    for name in _PROXY_METRIC.findall(text):
+        short = re.sub(r"_total$", "", name.removeprefix("layerpush_proxy_"))
+        assert f'"{short}"' in proxys or f'"{name}"' in proxys, name
+
+
+def missing_metrics(named: set[str], scrape: Scrape) -> list[str]:
+    """Histograms may be named without what is behind their names in a scrape."""
+    found = set(unknown_names(named, scrape))
+    return sorted(one for one in found if f"{one}_count" not in scrape.names)
+
+
+def test_a_metric_that_is_not_there_is_found(scrape: Scrape) -> None:
+    unknown = {"vllm:layerpush_pushs_total", 'vllm:layerpush_pushes_total{outcome="lost"}'}
+    assert missing_metrics(unknown | {"vllm:layerpush_exposed_seconds"}, scrape) == sorted(unknown)
+
+
+def compatibility() -> list[list[str]]:
+    """The rows of the tables that say which test shows what."""
+    found = []
+    for part in (ROOT / COMPATIBILITY).read_text().split("\n## "):
+        if "| tested by |" in part:
+            found += rows(part)
+    return found
+
+
+def test_the_compatibility_tables_name_tests_that_exist() -> None:
+    table = compatibility()
+    assert len(table) > 40
+    assert [problem for row in table if (problem := wrong_evidence(row[-1]))] == []
+
+
+def wrong_evidence(cell: str) -> str | None:
+    """What is wrong with the last cell of a row: it names tests that exist, or says that there is none."""
+    paths = _SPAN.findall(cell)
+    missing = [path for path in paths if not path.startswith("tests/") or not (ROOT / path).exists()]
+    if missing:
+        return f"{missing[0]} does not exist"
+    if bool(paths) == cell.startswith("not tested"):
+        return f"{cell!r} names no test, or one and none"
+    return None
+
+
+@pytest.mark.parametrize("cell", ["", "`tests/e2e/test_none.py`", "not tested: `tests/e2e`", "surely", "`layerpush`"])
+def test_evidence_that_is_none_is_found(cell: str) -> None:
+    assert wrong_evidence(cell) is not None
+
+
+def test_the_compatibility_tables_quote_what_is_said() -> None:
+    text = (ROOT / COMPATIBILITY).read_text()
+    fallbacks = re.findall(r"falls back: `([^`]+)`", text) + re.findall(r"which layer `([^`]+)`", text)
+    refusals = [span for row in compatibility() if len(row) > 3 for span in _SPAN.findall(row[-2])]
+    assert len(fallbacks) > 5
+    assert len(refusals) > 10
+    assert wrong_quotes(text, fallbacks + refusals) == []
+
+
+def test_every_fallback_of_an_engine_is_in_the_compatibility_tables() -> None:
+    source = (ROOT / "layerpush/compat/facts.py").read_text()
+    text = (ROOT / COMPATIBILITY).read_text()
+    reasons = re.findall(r'return "((?:the|prefill|part) [^"]+)"', source)
+    assert len(reasons) == 5
+    assert [reason for reason in reasons if f"`{reason}`" not in text] == []
