@@ -1,0 +1,127 @@
+"""The commands of the documentation, run as they stand there, with CPU engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layerpush.demo.ports import PortAllocator
+from tests.docblocks import ROOT
+from tests.e2e.docsrig import Machine, answer, block, loads
+from tests.e2e.proxyrig import _model_with_tokenizer, get
+
+patient = pytest.mark.timeout(1200)
+QUICKSTART, DEPLOYMENT, PROXY, CONTRACT = (
+    f"docs/{name}.md" for name in ("quickstart", "deployment", "proxy", "kv-transfer-params")
+)
+ON_P, ON_D = (f"export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.{number}" for number in (1, 2))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with contextlib.ExitStack() as stack:
+        yield Machine(tmp_path, _model_with_tokenizer(tmp_path / "model"), PortAllocator(range(19200, 19400)), stack)
+
+
+def test_what_stands_twice_is_the_same() -> None:
+    """So one run is for both."""
+    for first in (ON_P, ON_D, "layerpush proxy --prefill http://10.0.0.1:8000"):
+        assert block("README.md", first).text == block(QUICKSTART, first).text
+    assert block("README.md", "id=").text == block(CONTRACT, "id=").text
+
+
+@patient
+def test_the_readme_and_the_contract(machine: Machine) -> None:
+    """P, D, the proxy, and both ways to do without it."""
+    p, d = machine.start(block("README.md", ON_P), "P"), machine.start(block("README.md", ON_D), "D")
+    p.await_healthy(machine.url("10.0.0.1:8000"))
+    d.await_healthy(machine.url("10.0.0.2:8000"))
+    at_d = machine.url("10.0.0.2:8000")
+    for page, number in (("README.md", 0), (CONTRACT, 0), (CONTRACT, 1)):
+        with loads(at_d, 1):
+            assert answer(machine.run(block(page, "id=", number)))
+    proxies = [
+        block("README.md", "layerpush proxy --prefill http://10.0.0.1:8000"),
+        block(PROXY, "layerpush proxy --port 8000", 0),  # its second P is not there
+        block(PROXY, "layerpush proxy --port 8000", 1),
+    ]
+    for number, command in enumerate(proxies):
+        proxy = machine.start(command, f"proxy-{number}")
+        proxy.await_healthy(machine.url("127.0.0.1:8000"))
+        with loads(at_d, 2):
+            assert answer(machine.run(block(QUICKSTART, "curl")))
+            assert answer(machine.run(block(PROXY, "curl")))
+        proxy.stop()
+    assert "layerpush: 6 layers, pushing by layer" in p.log.read_text()
+
+
+@patient
+def test_the_quickstart_by_hand(machine: Machine) -> None:
+    shared = block(QUICKSTART, "export LAYERPUSH_CALM=1").text
+    p = machine.start(block(QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"), "P", shared)
+    d = machine.start(block(QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"), "D", shared)
+    p.await_healthy(machine.url("127.0.0.1:8100"))
+    d.await_healthy(machine.url("127.0.0.1:8200"))
+    proxy = machine.start(block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy")
+    proxy.await_healthy(machine.url("127.0.0.1:8000"))
+    with loads(machine.url("127.0.0.1:8200"), 1):
+        assert answer(machine.run(block(QUICKSTART, "curl")))
+
+
+@patient
+def test_the_deployment(machine: Machine) -> None:
+    """One P and one D; of the two that the proxy is told of beside them nothing is there."""
+    p, d = machine.start(block(DEPLOYMENT, ON_P), "P"), machine.start(block(DEPLOYMENT, ON_D), "D")
+    p.await_healthy(machine.url("10.0.0.1:8000"))
+    d.await_healthy(machine.url("10.0.0.2:8000"))
+    proxy = machine.start(block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy")
+    proxy.await_healthy(machine.url("127.0.0.1:8000"))
+    with loads(machine.url("10.0.0.2:8000"), 1):
+        assert answer(machine.run(block(QUICKSTART, "curl")))
+
+
+@patient
+def test_the_configuration(machine: Machine) -> None:
+    start = block("docs/configuration.md", "vllm serve MODEL")
+    host = "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=5600"
+    p = machine.start(start, "P", f'{host}\nvllm() {{ command vllm "$@" --port 8000; }}')
+    p.await_healthy(machine.url("10.0.0.1:8000"))
+    assert get(machine.url("10.0.0.1:8000") + "/v1/models")[0] == 200
+
+
+@patient
+def test_the_demo(tmp_path: Path) -> None:
+    """``make demo``, with one short prompt instead of four long ones."""
+    small = ["--prompts", "1", "--prompt-tokens", "600", "--json", "demo.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "layerpush", "demo", *small],
+        cwd=tmp_path,
+        env=Machine.environment(tmp_path / "bin"),
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    modes = json.loads((tmp_path / "demo.json").read_text())["modes"]
+    assert sorted(modes) == ["chunk", "layer", "request"]
+    assert all(mode["tokens_equal"] for mode in modes.values())
+    assert (tmp_path / "layerpush-demo.png").stat().st_size > 10_000
+
+
+@patient
+def test_the_proxys_benchmark(tmp_path: Path) -> None:
+    """Two requests of each kind instead of two hundred."""
+    small = ["--requests", "2", "--lengths", "16", "--streams", "1"]
+    words = block("docs/benchmarks.md", "python -m bench.proxy").text.split()
+    out = tmp_path / "proxy.json"
+    command = [sys.executable, *(str(out) if word.endswith(".json") else word for word in words[1:]), *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(out.read_text())["cells"]) == 1
