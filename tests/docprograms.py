@@ -31,6 +31,10 @@ UCX = frozenset(
 """UCX's variables that pages name, without ``UCX_``; tests/contract/test_ucx_settings.py asks UCX for them."""
 
 
+PLACEHOLDERS = {"DIR": str(ROOT), "FILE": str(ROOT / "pyproject.toml")}
+"""What a reader puts in, where a program looks whether it is there."""
+
+
 class WrongCommandError(ValueError):
     """The message says what the program would say."""
 
@@ -206,7 +210,7 @@ SCRIPTS: Mapping[str, Callable[[Words], None]] = {
 
 def _typer(app: typer.Typer, words: Words) -> None:
     command: Any = typer.main.get_command(app)
-    name, rest = "command", list(words)
+    name, rest = "command", [PLACEHOLDERS.get(word, word) for word in words]
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         name = rest.pop(0)
         if name not in command.commands:
