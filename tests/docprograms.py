@@ -39,6 +39,10 @@ class WrongCommandError(ValueError):
     """The message says what the program would say."""
 
 
+class IncompleteCommandError(WrongCommandError):
+    """Nothing is wrong with what is there."""
+
+
 def check(command: Command) -> None:
     """Raises ``WrongCommandError`` for a command that could not be given: no such program, option, target or file."""
     if not command.words:
@@ -224,7 +228,8 @@ def _typer(app: typer.Typer, words: Words) -> None:
             if not said.getvalue():
                 raise WrongCommandError(f"{name} {' '.join(rest)}: {ended!r}") from None
         except Exception as error:  # noqa: BLE001  # click's own, wherever typer has it from
-            raise WrongCommandError(f"{name}: {getattr(error, 'message', error)}") from None
+            kind = IncompleteCommandError if type(error).__name__ == "MissingParameter" else WrongCommandError
+            raise kind(f"{name}: {getattr(error, 'message', error)}") from None
 
 
 @cache

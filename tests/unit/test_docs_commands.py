@@ -17,8 +17,8 @@ import yaml
 from layerpush.calm import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
-from tests.docprograms import UCX, WrongCommandError, check, check_transfer_config
-from tests.quotes import package
+from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config
+from tests.quotes import blank, is_said, ours, package
 
 PAGES = tuple(page for page in ALL_PAGES if page != "docs/contributing.md")  # which is CONTRIBUTING.md
 E2E, HERE, CI = "tests/e2e/test_docs_commands.py", "tests/unit/test_docs_commands.py", ".ci/run"
@@ -71,6 +71,7 @@ AFTER_SETUP = {
 """What these are, once the environment is there."""
 
 OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
+_INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
 _VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
 _FIRST_ASSIGNED = ("CUDA_VISIBLE_DEVICES", "PYTHON", "id", "prompt", "params")
 
@@ -121,6 +122,41 @@ def test_blocks_that_nobody_runs_are_found(tmp_path: Path) -> None:
     assert [bool(one) for one in nothing] == [True, True, False]
     run = {("page.md", block.first): (CI,) for block in known}
     assert [problem(block, run, known) for block in known] == [None, None, None]
+
+
+def inline_commands(text: str) -> list[str]:
+    """Spans that are commands; not such as stand for several (``[...]``, ``|``), nor lines of our log."""
+    spans = set(_INLINE.findall(text))
+    return sorted(span for span in spans if not re.search(r"\.\.\.|\|", span) and not is_said(blank(span), ours()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_between_words_could_be_given(page: str) -> None:
+    assert wrong_inline((ROOT / page).read_text()) == []
+
+
+def test_commands_between_words_that_could_not_be_given_are_found() -> None:
+    text = "`layerpush doktor`, `make dmo`, `layerpush proxy`, `layerpush demo --promts 1`, `scripts/pagers --all`"
+    assert [line.split(":")[0] for line in wrong_inline(text)] == [
+        "layerpush demo --promts 1",
+        "layerpush doktor",
+        "make dmo",
+        "scripts/pagers --all",
+    ]
+
+
+def wrong_inline(text: str) -> list[str]:
+    wrong = []
+    for span in inline_commands(text):
+        try:
+            check_all(span)
+        except IncompleteCommandError:
+            continue
+        except WrongCommandError as error:
+            wrong.append(f"{span}: {error}")
+    return wrong
 
 
 def check_all(text: str) -> None:
