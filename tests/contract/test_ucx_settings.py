@@ -26,7 +26,7 @@ UNUSED = "unused environment variable"
 AGENT = """
 import json, os
 import nixl
-agent = nixl.nixl_agent("asks-ucx")
+agent = nixl.nixl_agent("asks-ucx", nixl.nixl_agent_config(num_threads=THREADS))
 open_files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
 mine = {os.readlink(file)[len("socket:["):-1] for file in open_files if os.path.lexists(file)}
 rows = [line.split() for line in open("/proc/self/net/tcp").readlines()[1:]]
@@ -34,11 +34,11 @@ print("ports", json.dumps([int(row[1].split(":")[1], 16) for row in rows if row[
 """
 
 
-def agent(**settings: str) -> tuple[list[int], str]:
+def agent(threads: int = 0, **settings: str) -> tuple[list[int], str]:
     """The ports on which an agent with these settings listens, and all that UCX says."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
-        [sys.executable, "-c", AGENT],
+        [sys.executable, "-c", AGENT.replace("THREADS", str(threads))],
         env=clean | {f"UCX_{name}": value for name, value in settings.items()},
         capture_output=True,
         text=True,
@@ -62,10 +62,11 @@ def test_ucx_says_which_it_does_not_read(misspelt: str) -> None:
     assert f"UCX_{misspelt}" in said
 
 
-def test_a_range_of_ports_is_kept_to() -> None:
-    ports, _ = agent(TLS="tcp,self", NET_DEVICES="lo", TCP_PORT_RANGE="21200-21300")
-    assert ports
+@pytest.mark.parametrize("threads", [0, 4])
+def test_a_range_of_ports_is_kept_to(threads: int) -> None:
+    ports, _ = agent(threads, TLS="tcp,self", NET_DEVICES="lo", TCP_PORT_RANGE="21200-21300")
+    assert len(ports) == threads + 1
     assert all(21200 <= port <= 21300 for port in ports)
-    ports, _ = agent(TLS="tcp,self", NET_DEVICES="lo")
-    assert ports
+    ports, _ = agent(threads, TLS="tcp,self", NET_DEVICES="lo")
+    assert len(ports) == threads + 1
     assert not any(21200 <= port <= 21300 for port in ports)
