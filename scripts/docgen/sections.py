@@ -41,6 +41,7 @@ SECTIONS: Mapping[str, Section] = {
     "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
     "demo-figures": Section((README, BENCHMARKS), figures.demo),
     "bench-figures": Section((README, BENCHMARKS), figures.bench),
+    "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
     "soak-summary": Section((README, BENCHMARKS), soakrun.summary),
     "soak-tables": Section((SOAK,), soakrun.tables),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),

@@ -52,6 +52,11 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
     ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
+    ("docs/trace.md", "layerpush trace summary DIR"): (
+        "tests/unit/test_trace_command.py::test_summary_is_for_people_or_programs",
+        "tests/unit/test_trace_command.py::test_plot_draws_the_request_that_was_asked_for",
+        "tests/unit/test_trace_command.py::test_merge_writes_one_file",
+    ),
     ("docs/troubleshooting.md", "layerpush doctor"): (f"{HERE}::test_quick_blocks",),
 }
 """(page, how the first line begins) -> what runs these blocks. Others of the same text need no line of their own."""
