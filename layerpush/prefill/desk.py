@@ -88,12 +88,13 @@ class PrefillDesk:
             self._answer(registration, answer, now)
         if any(registration.key in known for known in (self._over, self._served, self._ledger)):
             return  # another rank's, or the same once more
-        request_id = self.match(registration, self._writer.waiting())
+        waiting = self._writer.waiting()
+        request_id = self.match(registration, waiting)
         if request_id is not None:
             self._served.note(registration.key, request_id)
             self._writer.register(request_id, registration)
             return
-        if any(self._is_misnamed(registration, candidate) for candidate in self._writer.waiting()):
+        if any(self._is_misnamed(registration, candidate) for candidate in waiting):
             self._refuse(registration, OTHER_PROMPT, now)
             return
         reason = self._bad_end(registration, now)
