@@ -9,22 +9,24 @@ from layerpush_kernels import gather_blocks, layer_table, packing, scatter_block
 from tests.unit.kernels.arena import noise
 from tests.unit.kernels.places import KERNEL_PLACES, PLACES, running_at
 
-FAR = 2**31 + 2**30  # elements; bytes too, of the one-byte dtype
+FAR = 3 * 2**29  # elements, and bytes too of the one-byte dtype; twice that is over 2**31
 RUN = 48
 
 
 @pytest.fixture(params=[torch.uint8, torch.bfloat16], ids=str)
 def memory(request: pytest.FixtureRequest, place: str) -> torch.Tensor:
-    return torch.empty(FAR + 2 * RUN, dtype=request.param, device="cuda" if place == "cuda" else "cpu")
+    """Not aligned to more than an element: strides in units of what is accessed are as large as they can be."""
+    return torch.empty(2 * FAR + 3 * RUN, dtype=request.param, device="cuda" if place == "cuda" else "cpu")[1:]
 
 
 def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Blocks, outer runs and inner runs that lie 3 * 2**30 elements apart, each in turn."""
+    """Three blocks, runs, inner runs or outer runs that lie 3 * 2**29 elements apart."""
+    start = memory.storage_offset()
     return {
-        "blocks": memory.as_strided((2, RUN), (FAR, 1)),
-        "runs": memory.as_strided((2, 2, RUN // 2), (RUN, FAR, 1)),
-        "inner runs": memory.as_strided((1, 2, RUN), (1, FAR, 1)),
-        "outer runs": memory.as_strided((1, 2, 3, RUN // 4), (1, FAR, RUN // 2, 1)),
+        "blocks": memory.as_strided((3, RUN), (FAR, 1), start),
+        "runs": memory.as_strided((2, 3, RUN // 2), (RUN, FAR, 1), start),
+        "inner runs": memory.as_strided((1, 3, RUN), (1, FAR, 1), start),
+        "outer runs": memory.as_strided((1, 3, 3, RUN // 4), (1, FAR, RUN // 2, 1), start),
     }
 
 
