@@ -54,7 +54,8 @@ class Rival:
 
     def measure(self, max_programs: int, rounds: int) -> Contention:
         """Alone and beside take turns, ``rounds`` times."""
-        seconds, _ = self._products(2, max_programs)  # compiles and warms up
+        self._products(2, max_programs)  # compiles and warms up
+        seconds, _ = self._products(0, max_programs)
         took = self._gathering_s(max_programs)
         enough = math.ceil(2 * seconds / took) + 1
         alone, beside = [], []

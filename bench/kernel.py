@@ -125,13 +125,13 @@ class Bench:
     def measure(self, case: Case, timer: Timer) -> list[Cell]:
         """Gather and scatter of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
         shape = (POOL_FACTOR * case.blocks, case.block_bytes // 2)
-        noise = torch.Generator().manual_seed(self.seed)
-        numbers = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=noise)
-        cache = numbers.view(torch.bfloat16).to(self.device)
+        noise = torch.Generator(self.device).manual_seed(self.seed)
+        bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device, generator=noise)
+        cache = bits.view(torch.bfloat16)
         ids = case.block_ids(self.seed)
         packed = torch.empty((case.blocks, shape[1]), dtype=torch.bfloat16, device=self.device)
         expected = gather_reference([cache], ids)[0].view(torch.bfloat16)
-        gathers, scatters = self._ways(cache, packed, ids)
+        gathers, scatters = self._ways(cache, packed, expected.clone(), ids)
         for name, way in gathers.items():
             packed.view(torch.uint8).fill_(POISON)
             way()
@@ -148,10 +148,11 @@ class Bench:
                 _check(cache, target, name, "scatter", case)
         return [*cells, Cell(case, "scatter", self._rounds(scatters, timer))]
 
-    def _ways(self, cache: torch.Tensor, packed: torch.Tensor, host_ids: torch.Tensor) -> list[dict[str, Way]]:
-        """Gathers and scatters by name, all on the same tensors; the copy moves as many bytes from or to one piece."""
+    def _ways(
+        self, cache: torch.Tensor, packed: torch.Tensor, piece: torch.Tensor, host_ids: torch.Tensor
+    ) -> list[dict[str, Way]]:
+        """Gathers and scatters by name, all on the same tensors; the copy moves as many bytes from or to ``piece``."""
         ids, most = host_ids.to(self.device), self.max_programs
-        piece = gather_reference([cache], host_ids)[0].view(torch.bfloat16)
         gathers: dict[str, Way] = {
             COPY: lambda: packed.copy_(piece),
             OURS: lambda: gather_blocks(cache, ids, packed, max_programs=most),
@@ -282,7 +283,7 @@ def _check(got: torch.Tensor, expected: torch.Tensor, way: str, direction: str, 
 def _line(cell: Cell) -> str:
     case = cell.case
     rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).ratio:.0%})" for way in cell.seconds)
-    return f"{cell.direction:8}{case.block_bytes >> 10:4} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
+    return f"{cell.direction:8}{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
 
 
 def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
@@ -293,6 +294,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     patterns, counts = (sorted({getattr(cell.case, name) for cell in cells}) for name in ("ids", "blocks"))
+    sizes = sorted({cell.case.block_bytes / 1024 for cell in cells})
     size = (4 + 4 * len(patterns), 7)
     figure, grid = plt.subplots(
         2, len(patterns), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
@@ -307,9 +309,10 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
         for shade, count in enumerate(counts):
             of_count = [cell for cell in here if cell.case.blocks == count]
             for way, style in ((OURS, "o-"), (TORCH[direction], "x:")):
-                shares = [(cell.case.block_bytes >> 10, cell.of_copy(way).ratio) for cell in of_count]
+                shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
                 panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
         panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [str(size) for size in sizes])
     for row in grid:
         row[0].set_ylabel("share of a plain copy's rate")
     for panel in grid[-1]:
