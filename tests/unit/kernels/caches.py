@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        return self.layers * len(self.ids) * torch.Size(self.layout.shape[1:]).numel() * self.layout.dtype.itemsize
+        return int(self.layers * len(self.ids) * math.prod(self.layout.shape[1:]) * self.layout.dtype.itemsize)
 
 
 @st.composite

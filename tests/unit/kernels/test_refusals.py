@@ -86,6 +86,14 @@ def test_a_byte_shared_with_any_layer_is_refused(layer: int, end: str) -> None:
     gather_blocks(table, torch.tensor([0]), memory[free : free + size])
 
 
+def test_a_slice_knows_the_memory_of_its_own_layers_only() -> None:
+    table = layer_table([torch.zeros((2, 128), dtype=torch.uint8) for _ in range(3)])
+    ids, last = torch.tensor([1]), table.caches[2].view(-1)
+    gather_blocks(table[:2], ids, last)
+    with pytest.raises(ValueError, match="share memory"):
+        gather_blocks(table[1:], ids, last)
+
+
 def test_tables_are_of_one_geometry_and_device() -> None:
     with pytest.raises(ValueError, match="one cache or more"):
         layer_table([])
