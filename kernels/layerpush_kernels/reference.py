@@ -18,7 +18,8 @@ def gather_reference(caches: Sequence[torch.Tensor], block_ids: torch.Tensor) ->
     out = first.new_empty((len(caches), len(ids), block_bytes), dtype=torch.uint8)
     for layer, cache in zip(out, caches, strict=True):
         for row, block in zip(layer, ids, strict=True):
-            row.copy_(_in_memory_order(cache[block]).contiguous().view(-1).view(torch.uint8))
+            source = _in_memory_order(cache[block])
+            row.view(cache.dtype).view(source.shape).copy_(source)
     return out
 
 
