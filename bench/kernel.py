@@ -312,7 +312,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
                 shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
                 panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
         panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [str(size) for size in sizes])
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
     for row in grid:
         row[0].set_ylabel("share of a plain copy's rate")
     for panel in grid[-1]:

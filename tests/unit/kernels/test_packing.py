@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 from tests.unit.kernels.arena import GUARD, POISON, Guarded, guarded, noise, poisoned_bytes
-from tests.unit.kernels.caches import Case, cases
+from tests.unit.kernels.caches import Case, Layout, cases
 from tests.unit.kernels.places import PLACES, running_at
+
+# One element, and memory of another after it: contiguous by torch's reckoning, whatever the stride.
+LONELY = Case(Layout((1, 1), (2, 2), torch.bfloat16, 0), 1, torch.tensor([0]), 0, 1, 0)
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
 
@@ -27,6 +30,7 @@ def argument(caches: list[Guarded]) -> torch.Tensor | LayerTable:
     return table[1:-1]
 
 
+@example(case=LONELY)
 @settings(max_examples=150)
 @given(case=cases())
 def test_gather_writes_exactly_the_blocks(place: str, case: Case) -> None:
@@ -41,6 +45,7 @@ def test_gather_writes_exactly_the_blocks(place: str, case: Case) -> None:
         assert all(torch.equal(cache.memory, was.memory) for cache, was in zip(caches, before, strict=True))
 
 
+@example(case=LONELY)
 @settings(max_examples=150)
 @given(case=cases())
 def test_scatter_changes_exactly_the_blocks(place: str, case: Case) -> None:
