@@ -58,6 +58,17 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Prompts with fewer tokens than this are pushed whole after prefill."),
     ] = 0
+    packing: Annotated[
+        Literal["auto", "off", "gather", "packed"],
+        Meta(
+            description='Whether scattered blocks are put together before they are written: `"auto"`: where that is '
+            'estimated to be faster. `"gather"`: on P. `"packed"`: on P, and D takes them apart.'
+        ),
+    ] = "auto"
+    staging_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 40, description="Memory of each worker for that; `0`: none, so nothing is packed."),
+    ] = 67108864
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(

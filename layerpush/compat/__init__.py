@@ -17,6 +17,7 @@ from layerpush.compat.facts import (
     engine_fallback,
     only_decodes,
     runs_in_microbatches,
+    slot_views,
     worker_fallback,
 )
 from layerpush.compat.handshake import agent_of_handshake, handshake_query
@@ -31,6 +32,7 @@ from layerpush.compat.requests import (
     take_staged_registration,
     withdraw_receive,
 )
+from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.compat.spans import REQUEST_ID, emit_span, traces_requests
 from layerpush.compat.stats import HeardStats, LayerPushStats
 from layerpush.compat.worker import DEPARTED_KEPT, WatchedPushWorker
@@ -60,9 +62,14 @@ __all__ = [
     "handshake_query",
     "is_streamed",
     "only_decodes",
+    "own_ring",
+    "peer_ring",
     "prompt_digest",
+    "register_ring",
     "registration_timeout",
+    "release_ring",
     "runs_in_microbatches",
+    "slot_views",
     "take_staged_registration",
     "traces_requests",
     "withdraw_receive",

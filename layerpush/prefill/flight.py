@@ -80,6 +80,6 @@ class Flight:
     def _part_ended(self, push: Push, part: RankWrite, landed: bool, *, whole: bool = False) -> None:
         if landed:
             push.record.t_last_landed = part.record.t_landed
-            self._counters.landed(part.record, part.plan, whole=whole)
+            self._counters.landed(part.record, part.record.plan, whole=whole)
         else:
             self._counters.lost()

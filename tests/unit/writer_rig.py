@@ -12,6 +12,7 @@ import numpy as np
 from layerpush.prefill.capture import Capture, NoFences
 from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
@@ -184,6 +185,9 @@ class ScriptedHost:
 
     def is_unwanted(self, request_id: str) -> bool:
         return request_id in self.unwanted
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        return None
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)

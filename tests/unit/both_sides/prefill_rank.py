@@ -11,6 +11,7 @@ from layerpush.prefill.capture import Capture, NoFences
 from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.staging import Link
@@ -135,6 +136,9 @@ class PrefillRank(Process):
 
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        return None
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self.desk.take(request_id, self.world.now)

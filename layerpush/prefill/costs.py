@@ -1,0 +1,74 @@
+"""What a WRITE costs by each plan: estimates from measured constants. Pure.
+
+The model is that of ``docs/design/packing.md``: a WRITE of ``bytes`` in ``runs`` pieces, contiguous on both sides each,
+takes ``runs * descriptor_s + bytes * wire_s`` seconds; to gather or to scatter, ``bytes * copy_s`` more; to pack, the
+way of two notifications, too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MARGIN = 0.95
+"""A plan that copies must be estimated to take at most so much of the time of one that does not."""
+
+
+class Plan(enum.Enum):
+    """How the blocks of a WRITE get from one cache to the other."""
+
+    DIRECT = "direct"
+    """From cache to cache."""
+    GATHERED = "gathered"
+    """Gathered into the staging ring of P, and from there into the cache of D."""
+    PACKED = "packed"
+    """From ring to ring, and scattered by D."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What there is to write: how many bytes, in how many contiguous runs by each plan."""
+
+    bytes: int
+    direct_runs: int
+    gathered_runs: int
+    packed_runs: int = 1
+
+    def runs(self, plan: Plan) -> int:
+        match plan:
+            case Plan.DIRECT:
+                return self.direct_runs
+            case Plan.GATHERED:
+                return self.gathered_runs
+            case Plan.PACKED:
+                return self.packed_runs
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds: for a descriptor, for a byte on the wire, for a byte gathered on P, for a byte scattered on D, for the
+    notifications of a packed WRITE there and back.
+    """
+
+    descriptor_s: float = 3e-6
+    wire_s: float = 1 / 4e9
+    gather_s: float = 1 / 4e9
+    scatter_s: float = 1 / 4e9
+    messages_s: float = 1e-3
+
+    def estimate(self, plan: Plan, shape: Shape) -> float:
+        """Seconds from the decision until the blocks are in the cache of D."""
+        seconds = shape.runs(plan) * self.descriptor_s + shape.bytes * self.wire_s
+        if plan is not Plan.DIRECT:
+            seconds += shape.bytes * self.gather_s
+        if plan is Plan.PACKED:
+            seconds += shape.bytes * self.scatter_s + self.messages_s
+        return seconds
+
+    def choose(self, shape: Shape, possible: Iterable[Plan]) -> Plan:
+        """The plan that is estimated to be the fastest, direct unless another is so by more than the margin."""
+        best = min(possible, key=lambda plan: self.estimate(plan, shape), default=Plan.DIRECT)
+        if self.estimate(best, shape) < MARGIN * self.estimate(Plan.DIRECT, shape):
+            return best
+        return Plan.DIRECT

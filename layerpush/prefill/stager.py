@@ -1,0 +1,112 @@
+"""Which way a WRITE goes, and what is known of the costs of each. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+from layerpush.layout import CacheLayout
+from layerpush.prefill.calibration import Calibration
+from layerpush.prefill.costs import Costs, Plan, Shape
+from layerpush.prefill.packer import Packer, PushWindow, StagedWrite
+from layerpush.prefill.protocol import Write
+from layerpush.prefill.runs import shape_of
+from layerpush.prefill.staging import Link
+from layerpush.staging import MAX_PIECES, PIECE_BYTES
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import DescriptorIds, Route, Transport
+
+logger = logging.getLogger("vllm.layerpush.stager")
+
+Packing = Literal["auto", "gather", "packed"]
+
+
+class Stager:
+    """Chooses, and goes directly wherever staging memory has no room: a full ring makes a push slower, never wait."""
+
+    def __init__(self, packer: Packer, layout: CacheLayout, packing: Packing, costs: Costs) -> None:
+        self.packer = packer
+        self._layout = layout
+        self._packing = packing
+        self._costs = costs
+        self._costs_of: dict[str, Costs] = {}
+        self._calibrations: dict[str, Calibration] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether WRITEs are being timed."""
+        return bool(self._calibrations)
+
+    def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
+        """Find out what a WRITE to a decode engine costs, whose ring can be written to; until then go directly."""
+        if self._packing == "auto" and engine_id not in self._costs_of:
+            self._calibrations[engine_id] = Calibration(transport, ring, self._costs, time.perf_counter())
+
+    def turn(self) -> None:
+        """Go on with what is being timed."""
+        for engine_id, calibration in list(self._calibrations.items()):
+            calibration.turn()
+            if not calibration.is_over:
+                continue
+            del self._calibrations[engine_id]
+            if calibration.costs is not None:
+                costs = self._costs_of[engine_id] = calibration.costs
+                logger.info(
+                    "layerpush: to decode engine %s a descriptor takes %.1f us, a MiB %.2f ms and %.2f ms to copy",
+                    engine_id,
+                    1e6 * costs.descriptor_s,
+                    1e3 * (1 << 20) * costs.wire_s,
+                    1e3 * (1 << 20) * costs.gather_s,
+                )
+
+    def forget(self, engine_id: str) -> None:
+        """The decode engine is gone."""
+        self._costs_of.pop(engine_id, None)
+        calibration = self._calibrations.pop(engine_id, None)
+        if calibration is not None:
+            calibration.abandon()
+
+    def begin(
+        self, write: Write, link: Link, window: PushWindow | None, remote: DescriptorIds, record: WriteRecord
+    ) -> StagedWrite | None:
+        """Begin ``write`` by way of staging memory; None: it goes directly."""
+        shape = shape_of(write, self._layout)
+        possible = set(self._possible(write, link, window, shape))
+        plan = self._plan(link.engine_id, shape, possible)
+        staged = None
+        if plan is Plan.PACKED and window is not None:
+            staged = self.packer.pack(write, window, shape.bytes, record)
+        elif plan is Plan.GATHERED and link.gathered is not None:
+            staged = self.packer.gather(write, link.gathered, remote, record)
+        taken = Plan.DIRECT if staged is None else plan
+        record.descriptors = len(remote if staged is None else staged.local)
+        record.runs = shape.runs(taken)
+        record.plan = taken.value
+        record.estimate_s = self._costs_of.get(link.engine_id, self._costs).estimate(taken, shape)
+        return staged
+
+    def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:
+        match self._packing:
+            case "gather":
+                return Plan.GATHERED if Plan.GATHERED in possible else Plan.DIRECT
+            case "packed":
+                return Plan.PACKED if Plan.PACKED in possible else Plan.DIRECT
+            case "auto":
+                if Plan.PACKED in possible and engine_id not in self._costs_of:
+                    return Plan.DIRECT
+                return self._costs_of.get(engine_id, self._costs).choose(shape, possible)
+
+    def _possible(self, write: Write, link: Link, window: PushWindow | None, shape: Shape) -> Iterator[Plan]:
+        yield Plan.DIRECT
+        if not shape.bytes:
+            return
+        if link.gathered is not None:
+            yield Plan.GATHERED
+        if (
+            window is not None
+            and shape.bytes <= MAX_PIECES * PIECE_BYTES
+            and all(part.is_gapless for part in write.segments)
+        ):
+            yield Plan.PACKED

@@ -1,0 +1,132 @@
+"""A worker's staging memory: made at start-up, known to NIXL, used by the packer of pushes and the unpacker of loads.
+
+Writer thread, but for ``allocate`` and ``build``, which run before there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from layerpush import compat
+from layerpush.config import LayerPushConfig
+from layerpush.decode.unpacker import Unpacker
+from layerpush.decode.windows import Windows
+from layerpush.layout import CacheLayout, LayoutError
+from layerpush.prefill.calibration import SCRATCH_PIECES
+from layerpush.prefill.costs import Costs
+from layerpush.prefill.packer import Packer
+from layerpush.prefill.stager import Stager
+from layerpush.prefill.staging import Link
+from layerpush.staging import PIECE_BYTES
+from layerpush.tensorstaging import TensorStaging, staging_memory
+from layerpush.transport.base import Route
+from layerpush.wire import Window
+
+if TYPE_CHECKING:
+    from layerpush.compat.worker import WatchedPushWorker
+
+logger = init_logger("vllm.layerpush.staging")
+
+WINDOWS = 8
+"""Requests that a decode rank unpacks for at a time."""
+
+
+class WorkerStaging:
+    """Without staging memory, or for a KV cache that cannot be packed, ``stager`` and ``unpacker`` stay None."""
+
+    def __init__(self, worker: WatchedPushWorker, config: LayerPushConfig) -> None:
+        self.stager: Stager | None = None
+        self.unpacker: Unpacker | None = None
+        self._worker = worker
+        self._config = config
+        self._memory: torch.Tensor | None = None
+        self._staging: TensorStaging | None = None
+        self._blocks: Any = None
+        self._pieces: Any = None
+        self._rings: dict[str, tuple[Window, Any]] = {}
+
+    @property
+    def rings(self) -> tuple[Any, ...]:
+        return () if self._staging is None else (self._staging.ring,)
+
+    def allocate(self, device: torch.device) -> None:
+        """Before the KV cache is registered: peers get to know of both at once."""
+        size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
+        if self._config.packing == "off" or not self._config.layerwise or not size:
+            return
+        try:
+            self._memory = staging_memory(size, device)
+        except torch.OutOfMemoryError as error:
+            logger.warning("layerpush packs nothing: no memory for staging_bytes=%d: %s", size, error)
+            return
+        compat.register_ring(self._worker, self._memory.data_ptr(), size)
+
+    def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
+        """When the KV cache is registered, and can be told apart by layer."""
+        if self._memory is None:
+            return
+        try:
+            views = compat.slot_views(self._worker, kv_caches)
+            staging = self._staging = TensorStaging(layout, views, self._memory)
+        except (LayoutError, ValueError) as error:
+            logger.info("layerpush packs nothing: %s", error)
+            return
+        rate = staging.seconds_per_byte()
+        costs = Costs(gather_s=rate, scatter_s=rate)
+        if staging.ring.take(SCRATCH_PIECES * PIECE_BYTES) is None:
+            logger.warning("layerpush packs nothing: staging_bytes=%d is too small", staging.ring.capacity_bytes)
+            self._staging = None
+            return
+        worker, size = self._worker, staging.ring.capacity_bytes
+        self._blocks = compat.own_ring(worker, staging.base, size, staging.block_bytes)
+        self._pieces = compat.own_ring(worker, staging.base, size, PIECE_BYTES)
+        packer = Packer(worker.transport, layout, staging, staging.block_bytes)
+        assert self._config.packing != "off"
+        self.stager = Stager(packer, layout, self._config.packing, costs)
+        windows = Windows(staging.ring, (size - SCRATCH_PIECES * PIECE_BYTES) // WINDOWS // PIECE_BYTES * PIECE_BYTES)
+        self.unpacker = Unpacker(staging, windows, layout, worker.tp_rank, staging.base, worker.device_id)
+
+    def with_gathering(self, link: Link) -> Link:
+        """``link``, with the way from our ring into the decode engine's cache if there is one."""
+        if self.stager is None or link.refusal is not None or len(link.routes) != 1 or link.share != 1.0:
+            return link
+        return replace(link, gathered=replace(link.routes[0], local_descriptors=self._blocks))
+
+    def ring_of(self, engine_id: str, agent: str, window: Window) -> Route | None:
+        """The way from our ring into a decode rank's; None if it cannot be written to."""
+        if self.stager is None:
+            return None
+        known = self._rings.get(engine_id)
+        if known is None or (known[0].ring, known[0].ring_size) != (window.ring, window.ring_size):
+            self.disconnected(engine_id)
+            try:
+                handle = compat.peer_ring(self._worker, agent, window)
+            except Exception as error:  # noqa: BLE001  NIXL's; its memory is not what it says, so nothing is packed for it
+                logger.warning("layerpush packs nothing for decode engine %s: %s", engine_id, error)
+                handle = None
+            known = self._rings[engine_id] = (window, handle)
+            if handle is not None:
+                ring = Route(agent, window.rank, self._pieces, handle)
+                self.stager.calibrate(engine_id, self._worker.transport, ring)
+        return None if known[1] is None else Route(agent, window.rank, self._pieces, known[1])
+
+    def disconnected(self, engine_id: str) -> None:
+        """What was known of a decode engine is void."""
+        _, handle = self._rings.pop(engine_id, (None, None))
+        if handle is not None:
+            compat.release_ring(self._worker, handle)
+        if self.stager is not None:
+            self.stager.forget(engine_id)
+
+    def close(self) -> None:
+        """Before NIXL goes."""
+        for engine_id in list(self._rings):
+            self.disconnected(engine_id)
+        for handle in (self._blocks, self._pieces):
+            if handle is not None:
+                compat.release_ring(self._worker, handle)
+        self._blocks = self._pieces = None

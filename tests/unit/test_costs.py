@@ -1,0 +1,52 @@
+"""The cost model: what it prefers, and what it must never do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.prefill.costs import Costs, Plan, Shape
+
+seconds = st.floats(1e-9, 1e-3)
+shapes = st.builds(
+    lambda size, gathered, more: Shape(size, gathered + more, gathered),
+    st.integers(1, 1 << 30),
+    st.integers(1, 10000),
+    st.integers(0, 10000),
+)
+models = st.builds(Costs, seconds, seconds, seconds, seconds, seconds)
+
+
+@given(models, shapes, st.sets(st.sampled_from(Plan)))
+def test_what_is_chosen_is_possible_and_no_worse_than_direct(costs: Costs, shape: Shape, possible: set[Plan]) -> None:
+    chosen = costs.choose(shape, possible)
+    assert chosen in possible | {Plan.DIRECT}
+    assert costs.estimate(chosen, shape) <= costs.estimate(Plan.DIRECT, shape)
+
+
+@given(models, shapes)
+def test_what_is_chosen_is_about_the_best(costs: Costs, shape: Shape) -> None:
+    chosen = costs.choose(shape, Plan)
+    assert costs.estimate(chosen, shape) * 0.94 <= min(costs.estimate(plan, shape) for plan in Plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [
+        (Shape(8 << 20, 4096, 4096), Plan.PACKED),  # 2 KiB pieces, scattered on both sides
+        (Shape(8 << 20, 4096, 1), Plan.GATHERED),  # scattered on P only
+        (Shape(8 << 20, 32, 32), Plan.DIRECT),  # 256 KiB pieces
+        (Shape(8 << 20, 1, 1), Plan.DIRECT),
+    ],
+)
+def test_what_pays(shape: Shape, plan: Plan) -> None:
+    assert Costs(descriptor_s=6e-6, wire_s=1 / 5e9, gather_s=1 / 8e9, scatter_s=1 / 8e9).choose(shape, Plan) is plan
+
+
+def test_the_formula() -> None:
+    costs = Costs(descriptor_s=2.0, wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0)
+    shape = Shape(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)
+    assert costs.estimate(Plan.DIRECT, shape) == 4 * 2 + 10 * 3
+    assert costs.estimate(Plan.GATHERED, shape) == 2 * 2 + 10 * 3 + 10 * 5
+    assert costs.estimate(Plan.PACKED, shape) == 1 * 2 + 10 * 3 + 10 * 5 + 10 * 7 + 11
