@@ -61,6 +61,10 @@ class Stager:
                     1e3 * (1 << 20) * costs.gather_s,
                 )
 
+    def costs_to(self, engine_id: str) -> Costs:
+        """What is known by now."""
+        return self._costs_of.get(engine_id, self._costs)
+
     def forget(self, engine_id: str) -> None:
         """The decode engine is gone."""
         self._costs_of.pop(engine_id, None)
@@ -84,7 +88,7 @@ class Stager:
         record.descriptors = len(remote if staged is None else staged.local)
         record.runs = shape.runs(taken)
         record.plan = taken.value
-        record.estimate_s = self._costs_of.get(link.engine_id, self._costs).estimate(taken, shape)
+        record.estimate_s = self.costs_to(link.engine_id).estimate(taken, shape)
         return staged
 
     def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:
@@ -96,7 +100,7 @@ class Stager:
             case "auto":
                 if Plan.PACKED in possible and engine_id not in self._costs_of:
                     return Plan.DIRECT
-                return self._costs_of.get(engine_id, self._costs).choose(shape, possible)
+                return self.costs_to(engine_id).choose(shape, possible)
 
     def _possible(self, write: Write, link: Link, window: PushWindow | None, shape: Shape) -> Iterator[Plan]:
         yield Plan.DIRECT
