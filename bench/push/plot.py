@@ -64,8 +64,8 @@ def _curves(panel: Any, cells: Sequence[Cell]) -> None:
         points = [(cell.point.block_bytes / 1024, cell.ratio(way, "direct")) for cell in usable]
         if points:
             sizes, ratios = zip(*points, strict=True)
-            style = {"ls": "--", "lw": 1} if way == "auto" else {}
-            panel.plot(sizes, [ratio.ratio for ratio in ratios], "o-", color=COLOURS[way], label=way, **style)
+            style = "--" if way == "auto" else "-"
+            panel.plot(sizes, [ratio.ratio for ratio in ratios], "o" + style, color=COLOURS[way], label=way)
             panel.fill_between(
                 sizes, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15
             )
