@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +19,18 @@ from bench.push.cells import Cell, summary
 from bench.push.orders import WrongBytesError
 from bench.push.pair import Pair, PairError
 from bench.push.plot import plot
-from bench.push.points import COUNTS, PATTERNS, QUICK_COUNTS, QUICK_SIZES, SIZES, Point, names, numbers, points, time_left
+from bench.push.points import (
+    COUNTS,
+    PATTERNS,
+    QUICK_COUNTS,
+    QUICK_SIZES,
+    SIZES,
+    Point,
+    names,
+    numbers,
+    points,
+    time_left,
+)
 from bench.push.report import line, maps, misses, model
 from bench.push.settings import LINKS, Settings
 from layerpush.demo.interrupts import Interrupted, Interrupts
@@ -27,6 +39,7 @@ from layerpush.demo.provenance import provenance
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
+PIPE_WIDTH = 180
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -98,7 +111,7 @@ def main(
 
     - python -m bench.push --out bench/results/push.json
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     try:
         wanted_links = names(links, list(LINKS))
         sizes = [kib << 10 for kib in numbers(block_kib)] if block_kib else list(QUICK_SIZES if quick else SIZES)
@@ -151,7 +164,9 @@ def main(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(head | body, indent=1) + "\n")
         plot(cells, path.with_suffix(".png"), "A WRITE between two processes on one machine, by plan")
-        console.print(f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out")
+        console.print(
+            f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out"
+        )
 
 
 def measure(

@@ -115,6 +115,6 @@ def summary(cells: Sequence[Cell]) -> str:
     sure = sum(cell.is_sure for cell in cells)
     best, direct = (max(getattr(cell, name).ratio for cell in cells) for name in ("auto_to_best", "auto_to_direct"))
     return (
-        f"auto is within {LIMIT - 1:.0%} of the best plan and of direct at {met} of {len(cells)} points, for sure not at "
-        f"{sure}; at worst it takes {best:.2f} x the best plan's time and {direct:.2f} x direct's"
+        f"auto is within {LIMIT - 1:.0%} of the best plan and of direct at {met} of {len(cells)} points, "
+        f"for sure not at {sure}; at worst it takes {best:.2f} x the best plan's time and {direct:.2f} x direct's"
     )

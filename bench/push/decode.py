@@ -1,4 +1,7 @@
-"""D's process: a cache to be written to, our unpacker, and the check of every byte. ``python -m bench.push.decode FD``."""
+"""D's process: a cache to be written to, our unpacker, and the check of every byte.
+
+A script. Argument: file descriptor of its end of a socket pair with P.
+"""
 
 from __future__ import annotations
 

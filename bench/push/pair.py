@@ -112,7 +112,8 @@ class Pair:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
         ended = {side: status for side, process in self._processes.items() if (status := process.poll()) is not None}
-        parts = [f"over {self._link}: " + ", ".join(f"{side} ended with {status}" for side, status in ended.items())]
+        how = ", ".join(f"{side} ended with {status}" for side, status in ended.items())
+        parts = [f"over {self._link}: {how or 'P hung up'}"]
         for side in self._processes:
             lines = (self._logs / f"{self._link}-{side}.log").read_text(errors="replace").splitlines()
             parts.append(f"--- {side}\n" + "\n".join(lines[-LOG_LINES:]))

@@ -66,9 +66,7 @@ def _curves(panel: Any, cells: Sequence[Cell]) -> None:
             sizes, ratios = zip(*points, strict=True)
             style = "--" if way == "auto" else "-"
             panel.plot(sizes, [ratio.ratio for ratio in ratios], "o" + style, color=COLOURS[way], label=way)
-            panel.fill_between(
-                sizes, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15
-            )
+            panel.fill_between(sizes, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     sizes = sorted({cell.point.block_bytes / 1024 for cell in here})

@@ -1,4 +1,7 @@
-"""P's process: measures one point after the other. ``python -m bench.push.prefill FD FD``, to the command and to D."""
+"""P's process: measures one point after the other.
+
+A script. Arguments: file descriptors of its ends of two socket pairs, with the command and with D.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ from layerpush.wire import Unpacked, Window, read
 DECODE = "D"
 DRAWS = 2
 """Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
-LAND_TIMEOUT_S = 60.0
+LAND_TIMEOUT_S = 20.0
 OWN = "NIXL_INIT_AGENT"
 
 
@@ -98,7 +101,7 @@ class PrefillEnd:
         end = self._end
         metadata, digest = end.agent.get_agent_metadata(), digest_of(end.memory)
         decode.send(Introduction(metadata, end.memory.data_ptr(), end.ring.data_ptr(), end.device_id, digest))
-        self._agent: str = end.agent.add_remote_agent(self._other.metadata)
+        end.agent.add_remote_agent(self._other.metadata)
         self._geometry: tuple[int, int] | None = None
         self._desk: Desk | None = None
         self._requests = self._writes = 0
@@ -141,7 +144,7 @@ class PrefillEnd:
                 self._desk.close()
             self._geometry = (point.block_bytes, point.layers)
             self._ask(UseCache(*self._geometry))
-            self._desk = Desk(self._end, self._other, self._agent, *self._geometry)
+            self._desk = Desk(self._end, self._other, DECODE, *self._geometry)
             self._desk.calibrate(self._pause)
         return self._desk
 
@@ -186,7 +189,8 @@ class PrefillEnd:
             if outbox.poll(posted):
                 return
             if time.perf_counter() - start > LAND_TIMEOUT_S:
-                raise RuntimeError(f"a WRITE did not land within {LAND_TIMEOUT_S:.0f} s")
+                stages = [part.staged.stage.value if part.staged else "on the wire" for part in posted.parts]
+                raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stages}")
 
     def _ask(self, order: object) -> Any:
         self._decode.send(order)

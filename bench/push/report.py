@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.table import Table
@@ -10,13 +10,19 @@ from rich.text import Text
 
 from bench.push.cells import FIXED, LIMIT, Cell
 
+CONSTANTS: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "us a descriptor": lambda costs: 1e6 * costs["descriptor_s"],
+    "GB/s on the wire": lambda costs: 1e-9 / max(costs["wire_s"], 1e-15),
+    "GB/s copied": lambda costs: 1e-9 / max(costs["gather_s"], 1e-15),
+    "ms of messages": lambda costs: 1e3 * costs["messages_s"],
+}
 COLOURS = {"direct": "cyan", "gathered": "yellow", "packed": "magenta"}
 
 
 def line(cell: Cell) -> str:
     """One point, while a run goes on."""
     times = "  ".join(f"{way} {milliseconds(series.median_s)}" for way, series in cell.ways.items())
-    return f"{cell.link}  {str(cell.point):28} ms: {times} ({cell.chosen})"
+    return f"{cell.link}  {cell.point!s:28} ms: {times} ({cell.chosen})"
 
 
 def maps(cells: Sequence[Cell]) -> Iterator[Table]:
@@ -62,13 +68,12 @@ def model(cells: Sequence[Cell]) -> Table:
     table = Table(title="What auto went by, and median of measured over estimated time", title_justify="left")
     table.add_column("link")
     table.add_column("KiB", justify="right")
-    names = list(cells[0].costs)
-    for name in (*names, *FIXED):
+    for name in (*CONSTANTS, *FIXED):
         table.add_column(name, justify="right")
     keyed = sorted(cells, key=lambda cell: (cell.link, cell.point.block_bytes))
     for (link, size), group in groupby(keyed, key=lambda cell: (cell.link, cell.point.block_bytes)):
         here = list(group)
-        constants = [f"{here[0].costs[name]:.3g}" for name in names]
+        constants = [f"{shown(here[0].costs):.3g}" for shown in CONSTANTS.values()]
         table.add_row(link, f"{size / 1024:g}", *constants, *(_measured_over_estimated(here, plan) for plan in FIXED))
     return table
 

@@ -1,8 +1,9 @@
-"""bench.push: what it draws, what it concludes, what it shows. The processes are in tests/contract/test_bench_push.py."""
+"""bench.push: what it draws, what it concludes, what it shows. Its processes run in the contract tests."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from bench.push.__main__ import app
 from bench.push.cells import WAYS, Cell, Series, summary
 from bench.push.plot import plot
 from bench.push.points import COUNTS, PATTERNS, SIZES, Draw, Point, draw, names, numbers, points, time_left
+from layerpush.prefill.costs import Costs
 from layerpush.prefill.runs import runs
 
 POOL = 256
@@ -83,13 +85,16 @@ def test_lists_of_the_command_line() -> None:
         names("shm,ib", ["shm", "tcp"])
 
 
+COSTS = asdict(Costs(descriptor_s=2e-6))
+
+
 def cell(auto_s: float, packs: bool = True, **fixed: float) -> Cell:
     """Seconds of each way without any noise. ``packs``: there is room for packed WRITEs."""
     seconds = {"direct": 4e-3, "gathered": 3e-3, "packed": 2e-3} | fixed | {"auto": auto_s}
     plans = {way: way for way in WAYS} | {"auto": "gathered", "packed": "packed" if packs else "direct"}
     ways = {way: Series([seconds[way]] * 4, [1e-4] * 4, [plans[way]] * 4) for way in WAYS}
     estimates = {"direct": 1e-3, "gathered": 2e-3, "packed": 5e-3}
-    return Cell("shm", Point(4096, 64, "random"), ways, {"direct": 64}, estimates, {"descriptor_s": 2e-6})
+    return Cell("shm", Point(4096, 64, "random"), ways, {"direct": 64}, estimates, COSTS)
 
 
 def test_the_best_plan_is_the_fastest_possible_one() -> None:
@@ -136,7 +141,7 @@ def test_json_has_every_sample_and_the_estimates() -> None:
 
 def test_the_tables_name_the_misses_with_their_estimates() -> None:
     console = Console(width=200, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
-    cells = [cell(2.3e-3), cell(2.3e-3, packs=False)]
+    cells = [cell(2.3e-3), cell(4.6e-3, packs=False)]
     console.print(*report.maps(cells[:1]), report.misses(cells), report.model(cells))
     text = console.export_text()
     assert "packed 0.50 !!" in text
