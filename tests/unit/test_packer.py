@@ -135,7 +135,7 @@ def test_gathered_blocks_land_where_they_belong() -> None:
 
 def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scattered() -> None:
     pair = Pair()
-    pair.ours.looks.append(3)
+    pair.ours.looks.append(4)
     pair.theirs.looks.append(3)
     staged = pair.pack()
     assert staged is not None
@@ -150,6 +150,23 @@ def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scatte
         assert not pair.has_landed()
     assert pair.run(staged) is WriteState.LANDED
     assert pair.has_landed()
+
+
+def test_what_is_gathered_at_once_is_written_at_once() -> None:
+    pair = Pair()
+    staged = pair.pack()
+    assert staged is not None
+    assert staged.stage is Stage.WRITING
+    assert len(pair.fabric.writes) == 1
+
+
+def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
+    pair = Pair()
+    window = pair.window()
+    pair.fabric.kill("D")
+    with pytest.raises(PeerLostError):
+        pair.pack(window=window)
+    assert len(pair.ours.ring) == len(window.spans) == 0
 
 
 def test_all_memory_comes_back() -> None:
