@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from layerpush.layout import BlockIds
 from layerpush.ring import Ring
 
@@ -12,6 +14,7 @@ PIECE_BYTES = 8192
 pieces."""
 MAX_PIECES = 1023
 """From 1024 descriptors on NIXL spreads a WRITE over several endpoints, and nothing tells when a torn one is over."""
+COOL_BYTES = 8 << 20
 
 
 class Copy(Protocol):
@@ -33,6 +36,11 @@ class Staging(Protocol):
 
     def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         """From byte ``offset`` of the ring to the cache."""
+
+
+def cool() -> None:
+    """Leave nothing in the core's own caches, neither data nor code, as a forward pass does between two WRITEs."""
+    np.full(COOL_BYTES, 1, np.uint8)
 
 
 def whole_pieces(size: int) -> int:

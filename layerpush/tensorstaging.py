@@ -12,7 +12,7 @@ import torch
 
 from layerpush.layout import BlockIds, CacheLayout, LayoutError
 from layerpush.ring import Ring
-from layerpush.staging import PIECE_BYTES, Copy
+from layerpush.staging import PIECE_BYTES, Copy, cool
 from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
 
 MAX_PROGRAMS = 64
@@ -30,13 +30,15 @@ def staging_memory(size: int, device: torch.device) -> torch.Tensor:
 class TensorStaging:
     """A `Staging`. ``slots`` are the cache's regions in descriptor order, each ``uint8 [blocks, block_bytes]``.
 
-    ``memory`` comes from ``staging_memory``. Raises ``LayoutError`` if regions differ in shape.
+    ``memory`` comes from ``staging_memory``. Raises ``LayoutError`` if regions differ in shape, or if it is too small.
     """
 
     def __init__(self, layout: CacheLayout, slots: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
         order = [slot for layer in layout.layers for slot in layer.slots]
         if len({(slots[slot].shape, slots[slot].stride()) for slot in order}) > 1:
             raise LayoutError("the regions of the KV cache differ in the size or the number of their blocks")
+        if memory.numel() < 2 * slots[order[0]].shape[1]:
+            raise LayoutError(f"staging memory of {memory.numel()} bytes has no room for two blocks")
         device = slots[order[0]].device
         self._memory = memory
         self.ring = Ring(memory.numel())
@@ -59,18 +61,27 @@ class TensorStaging:
         scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
         return self._begun(ids)
 
-    def seconds_per_byte(self) -> float:
-        """What it takes to copy a byte between cache and ring, measured now; what the cache holds stays as it is."""
-        count = max(1, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
-        ids = np.arange(count, dtype=np.int32) % self._table.geometry.num_blocks
+    def copy_costs(self) -> tuple[float, float]:
+        """Seconds to copy anything between cache and ring, and for each byte of it, measured now on scattered blocks
+        that no cache of a processor holds. What the KV cache holds stays as it is.
+        """
+        blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
+        ids = np.resize(blocks, max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes))
+        one, all_ = self._seconds(ids[:1]), self._seconds(ids)
+        byte_s = max(all_ - one, 0.0) / ((len(ids) - 1) * self.block_bytes)
+        return max(one - self.block_bytes * byte_s, 0.0), byte_s
+
+    def _seconds(self, ids: BlockIds) -> float:
+        """The least of several tries."""
         fastest = math.inf
         for _ in range(RATE_TRIES):
+            cool()
             start = time.perf_counter()
             copy = self._gather_first(ids)
             while not copy.is_over():
                 time.sleep(0)
             fastest = min(fastest, time.perf_counter() - start)
-        return fastest / (count * self.block_bytes)
+        return fastest
 
     def _gather_first(self, ids: BlockIds) -> Copy:
         table = self._table[0:1]

@@ -321,7 +321,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self._decode_desk.heard(agent, None, now)
             case Unpacked():
                 if self._staging.stager is not None:
-                    self._staging.stager.packer.unpacked(agent, message.number, message.done)
+                    self._staging.stager.unpacked(agent, message.number, message.done)
             case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
                 self._decode_desk.heard(agent, message, now)
 

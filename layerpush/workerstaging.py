@@ -75,12 +75,12 @@ class WorkerStaging:
         except (LayoutError, ValueError) as error:
             logger.info("layerpush packs nothing: %s", error)
             return
-        rate = staging.seconds_per_byte()
-        costs = Costs(gather_s=rate, scatter_s=rate)
         if staging.ring.take(SCRATCH_PIECES * PIECE_BYTES) is None:
             logger.warning("layerpush packs nothing: staging_bytes=%d is too small", staging.ring.capacity_bytes)
             self._staging = None
             return
+        copy_s, byte_s = staging.copy_costs()
+        costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
         worker, size = self._worker, staging.ring.capacity_bytes
         self._blocks = compat.own_ring(worker, staging.base, size, staging.block_bytes)
         self._pieces = compat.own_ring(worker, staging.base, size, PIECE_BYTES)

@@ -67,8 +67,8 @@ class Desk:
         self.link = Link(DECODE, (Route(agent, 0, ours, theirs),), layout.region_blocks, gathered=gathered)
         self.ring = Route(agent, 0, pieces, their_pieces)
         self.packer = Packer(end.transport, layout, self.cache.staging, block_bytes)
-        rate = self.cache.staging.seconds_per_byte()
-        prior = Costs(gather_s=rate, scatter_s=rate)
+        copy_s, byte_s = self.cache.staging.copy_costs()
+        prior = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
         self.stager = Stager(self.packer, layout, "auto", prior)
         self.outboxes = {
             "direct": Outbox(end.transport, layout),
@@ -185,7 +185,7 @@ class PrefillEnd:
             for agent, payload in self._end.transport.notifications():
                 message = read(payload)
                 if isinstance(message, Unpacked):
-                    desk.packer.unpacked(agent, message.number, message.done)
+                    desk.stager.unpacked(agent, message.number, message.done)
             if outbox.poll(posted):
                 return
             if time.perf_counter() - start > LAND_TIMEOUT_S:

@@ -1,7 +1,7 @@
 """What a WRITE to one decode engine costs: measured once, on the scratch bytes of its ring, when it first offers one.
 
 Three WRITEs, again and again: one piece, ``PIECES`` pieces that merge into one descriptor, and as many that do not. The
-fastest of each gives the cost of a descriptor and of a byte; ``docs/design/packing.md`` has the formulas.
+fastest of each gives the cost of a WRITE, of a descriptor and of a byte; ``docs/design/packing.md`` has the formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from layerpush.prefill.costs import Costs
-from layerpush.staging import PIECE_BYTES
+from layerpush.staging import PIECE_BYTES, cool
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
 
 PIECES = 64
@@ -88,6 +88,7 @@ class Calibration:
             return
         self._sample = self._waiting.pop(0)
         ids: DescriptorIds = _IDS[self._sample]
+        cool()
         self._posted = time.perf_counter()
         self._handle = self._transport.post_write(self._route, ids, ids)
 
@@ -97,7 +98,8 @@ class Calibration:
             return None
         descriptor_s = max(apart - merged, 0.0) / (PIECES - 1)
         wire_s = max(merged - small, 0.0) / ((PIECES - 1) * PIECE_BYTES)
-        return replace(self._prior, descriptor_s=descriptor_s, wire_s=wire_s)
+        write_s = max(small - descriptor_s - PIECE_BYTES * wire_s, 0.0)
+        return replace(self._prior, descriptor_s=descriptor_s, wire_s=wire_s, write_s=write_s)
 
     def _forget(self) -> None:
         handle, self._handle = self._handle, None

@@ -1,8 +1,8 @@
 """What a WRITE costs by each plan: estimates from measured constants. Pure.
 
 The model is that of ``docs/design/packing.md``: a WRITE of ``bytes`` in ``runs`` pieces, contiguous on both sides each,
-takes ``runs * descriptor_s + bytes * wire_s`` seconds; to gather or to scatter, ``bytes * copy_s`` more; to pack, the
-way of two notifications, too.
+takes ``write_s + runs * descriptor_s + bytes * wire_s`` seconds; to gather or to scatter, ``copy_s`` and so much for
+each byte more; to pack, the way of two notifications, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds: for a descriptor, for a byte on the wire, for a byte gathered on P, for a byte scattered on D, for the
-    notifications of a packed WRITE there and back.
+    notifications of a packed WRITE there and back; for whatever size, for a copy and for a WRITE.
     """
 
     descriptor_s: float = 3e-6
@@ -56,14 +56,16 @@ class Costs:
     gather_s: float = 1 / 4e9
     scatter_s: float = 1 / 4e9
     messages_s: float = 1e-3
+    copy_s: float = 1e-4
+    write_s: float = 1e-4
 
     def estimate(self, plan: Plan, shape: Shape) -> float:
         """Seconds from the decision until the blocks are in the cache of D."""
-        seconds = shape.runs(plan) * self.descriptor_s + shape.bytes * self.wire_s
+        seconds = self.write_s + shape.runs(plan) * self.descriptor_s + shape.bytes * self.wire_s
         if plan is not Plan.DIRECT:
-            seconds += shape.bytes * self.gather_s
+            seconds += self.copy_s + shape.bytes * self.gather_s
         if plan is Plan.PACKED:
-            seconds += shape.bytes * self.scatter_s + self.messages_s
+            seconds += self.copy_s + shape.bytes * self.scatter_s + self.messages_s
         return seconds
 
     def choose(self, shape: Shape, possible: Iterable[Plan]) -> Plan:

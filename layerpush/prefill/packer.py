@@ -69,6 +69,7 @@ class StagedWrite:
     parts: tuple[Part, ...] = ()
     stage: Stage = Stage.GATHERING
     handle: WriteHandle | None = None
+    asked_at: float | None = None
     ask_at: float = 0.0
     refused: bool = False
 
@@ -116,12 +117,14 @@ class Packer:
         )
         return self._begin(staged, write)
 
-    def unpacked(self, agent: str, number: int, done: bool) -> None:
-        """A decode rank gives back a part of its window."""
+    def unpacked(self, agent: str, number: int, done: bool) -> StagedWrite | None:
+        """A decode rank gives back a part of its window: that of the WRITE that comes back, if one is over by that."""
         staged = self._unpacking.get(number)
-        if staged is not None and staged.route.agent == agent:
-            del self._unpacking[number]
-            staged.stage, staged.refused = Stage.OVER, not done
+        if staged is None or staged.route.agent != agent:
+            return None
+        del self._unpacking[number]
+        staged.stage, staged.refused = Stage.OVER, not done
+        return staged
 
     def poll(self, staged: StagedWrite) -> WriteState:
         """Make progress. Raises ``TransportError`` as a transport does."""
@@ -184,7 +187,9 @@ class Packer:
         """
         assert staged.window is not None
         assert staged.theirs is not None
-        staged.ask_at = time.perf_counter() + UNPACK_RETRY_S
+        now = time.perf_counter()
+        staged.asked_at = staged.asked_at or now
+        staged.ask_at = now + UNPACK_RETRY_S
         offset = staged.window.offer.offset + staged.theirs
         message = Unpack(staged.window.request_id, staged.number, offset, staged.parts)
         self._transport.notify(staged.route.agent, encode(message))

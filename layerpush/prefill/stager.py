@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from layerpush.layout import CacheLayout
@@ -21,6 +24,7 @@ from layerpush.transport.base import DescriptorIds, Route, Transport
 logger = logging.getLogger("vllm.layerpush.stager")
 
 Packing = Literal["auto", "gather", "packed"]
+LESSONS = 8
 
 
 class Stager:
@@ -33,6 +37,8 @@ class Stager:
         self._costs = costs
         self._costs_of: dict[str, Costs] = {}
         self._calibrations: dict[str, Calibration] = {}
+        self._engine_of: dict[str, str] = {}
+        self._lessons: dict[str, deque[float]] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -42,6 +48,7 @@ class Stager:
     def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
         """Find out what a WRITE to a decode engine costs, whose ring can be written to; until then go directly."""
         if self._packing == "auto" and engine_id not in self._costs_of:
+            self._engine_of[ring.agent] = engine_id
             self._calibrations[engine_id] = Calibration(transport, ring, self._costs, time.perf_counter())
 
     def turn(self) -> None:
@@ -61,6 +68,18 @@ class Stager:
                     1e3 * (1 << 20) * costs.gather_s,
                 )
 
+    def unpacked(self, agent: str, number: int, done: bool) -> None:
+        """A decode rank has unpacked a WRITE, or will not; how long that took is learned from."""
+        staged = self.packer.unpacked(agent, number, done)
+        engine_id = self._engine_of.get(agent)
+        costs = self._costs_of.get(engine_id) if engine_id is not None else None
+        if staged is None or not done or engine_id is None or costs is None or staged.asked_at is None:
+            return
+        copied = costs.copy_s + len(staged.local) * PIECE_BYTES * costs.scatter_s
+        lessons = self._lessons.setdefault(engine_id, deque([self._costs.messages_s], maxlen=LESSONS))
+        lessons.append(max(time.perf_counter() - staged.asked_at - copied, 0.0))
+        self._costs_of[engine_id] = replace(costs, messages_s=statistics.median_low(lessons))
+
     def costs_to(self, engine_id: str) -> Costs:
         """What is known by now."""
         return self._costs_of.get(engine_id, self._costs)
@@ -68,6 +87,7 @@ class Stager:
     def forget(self, engine_id: str) -> None:
         """The decode engine is gone."""
         self._costs_of.pop(engine_id, None)
+        self._lessons.pop(engine_id, None)
         calibration = self._calibrations.pop(engine_id, None)
         if calibration is not None:
             calibration.abandon()

@@ -15,7 +15,7 @@ shapes = st.builds(
     st.integers(1, 10000),
     st.integers(0, 10000),
 )
-models = st.builds(Costs, seconds, seconds, seconds, seconds, seconds)
+models = st.builds(Costs, *[seconds] * 7)
 
 
 @given(models, shapes, st.sets(st.sampled_from(Plan)))
@@ -45,8 +45,8 @@ def test_what_pays(shape: Shape, plan: Plan) -> None:
 
 
 def test_the_formula() -> None:
-    costs = Costs(descriptor_s=2.0, wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0)
+    costs = Costs(descriptor_s=2.0, wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
     shape = Shape(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)
-    assert costs.estimate(Plan.DIRECT, shape) == 4 * 2 + 10 * 3
-    assert costs.estimate(Plan.GATHERED, shape) == 2 * 2 + 10 * 3 + 10 * 5
-    assert costs.estimate(Plan.PACKED, shape) == 1 * 2 + 10 * 3 + 10 * 5 + 10 * 7 + 11
+    assert costs.estimate(Plan.DIRECT, shape) == 17 + 4 * 2 + 10 * 3
+    assert costs.estimate(Plan.GATHERED, shape) == 17 + 2 * 2 + 10 * 3 + 13 + 10 * 5
+    assert costs.estimate(Plan.PACKED, shape) == 17 + 1 * 2 + 10 * 3 + 2 * 13 + 10 * 5 + 10 * 7 + 11

@@ -110,7 +110,9 @@ def test_measuring_the_rate_changes_nothing_in_the_cache() -> None:
     before = cache.copy()
     staging, _ = real(cache)
     assert isinstance(staging, TensorStaging)
-    assert 0 < staging.seconds_per_byte() < 1
+    copy_s, byte_s = staging.copy_costs()
+    assert 0 <= copy_s < 1
+    assert 0 <= byte_s < 1
     assert np.array_equal(cache, before)
 
 
