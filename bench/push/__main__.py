@@ -39,6 +39,7 @@ from layerpush.demo.provenance import provenance
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
+MOST_MIB, QUICK_MOST_MIB = 64, 16
 PIPE_WIDTH = 180
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -61,7 +62,10 @@ def main(
         int | None, typer.Option(min=2, show_default=False, help="Samples of each plan at a point. Default: 15.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, counts and rounds: about a minute.")] = False,
-    most_mib: Annotated[int, typer.Option(min=1, help="Leave out WRITEs of more.")] = 64,
+    most_mib: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Leave out WRITEs of more. Default: 64, or 16 if quick."),
+    ] = None,
     staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
     polls: Annotated[
         str, typer.Option(help="engine: both sides look as often as a worker's writer thread. spin: without a pause.")
@@ -120,6 +124,7 @@ def main(
         (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, ["calm", "spin", "off"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
     most = most_mib << 20
     wanted, left_out = points(sizes, counts, patterns, layers, most)
     if not wanted:

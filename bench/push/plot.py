@@ -69,6 +69,8 @@ def _curves(panel: Any, cells: Sequence[Cell]) -> None:
             panel.fill_between(sizes, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
+    for axis in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+        axis("{x:g}")
     sizes = sorted({cell.point.block_bytes / 1024 for cell in here})
     panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
     panel.set(xlabel="KiB per block", ylabel=f"time over direct's, {count} blocks")

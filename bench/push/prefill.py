@@ -35,7 +35,7 @@ from layerpush.prefill.packer import Packer, PushWindow
 from layerpush.prefill.protocol import Segment, Write
 from layerpush.prefill.runs import shape_of
 from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import Link
+from layerpush.prefill.staging import DirectPlanner, Link
 from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.staging import PIECE_BYTES
 from layerpush.transport.base import Route
@@ -127,7 +127,8 @@ class PrefillEnd:
         self._raise_if_wrong(self._ask(CheckRest()), f"after {point}")
         if not desk.cache.is_unused:
             raise WrongBytesError(f"after {point}: not all spans of P's ring were given back")
-        shape = shape_of(self._write(point, draws[0]), desk.cache.layout)
+        pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
+        shape = shape_of(*pairs, point.block_bytes)
         costs = desk.stager.costs_to(DECODE)
         return Cell(
             link,

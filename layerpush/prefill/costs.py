@@ -68,6 +68,12 @@ class Costs:
             seconds += self.copy_s + shape.bytes * self.scatter_s + self.messages_s
         return seconds
 
+    def never_pays(self, descriptors: int) -> bool:
+        """Whether a copy takes longer than so few descriptors could, however they lie. To look at how they do costs a
+        tenth of a small WRITE.
+        """
+        return descriptors * self.descriptor_s <= self.copy_s
+
     def choose(self, shape: Shape, possible: Iterable[Plan]) -> Plan:
         """The plan that is estimated to be the fastest, direct unless another is so by more than the margin."""
         best = min(possible, key=lambda plan: self.estimate(plan, shape), default=Plan.DIRECT)

@@ -57,7 +57,7 @@ class Outbox:
             local, remote = self._planner.descriptors(write, link)
             for route in link.routes if len(local) else ():
                 record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
-                staged = self._stage(write, link, window, remote, record)
+                staged = self._stage(write, link, window, (local, remote), record)
                 if staged is not None:
                     posted.parts.append(RankWrite(staged, record, staged))
                     continue
@@ -116,11 +116,16 @@ class Outbox:
         return True
 
     def _stage(
-        self, write: Write, link: Link, window: PushWindow | None, remote: DescriptorIds, record: WriteRecord
+        self,
+        write: Write,
+        link: Link,
+        window: PushWindow | None,
+        pairs: tuple[DescriptorIds, DescriptorIds],
+        record: WriteRecord,
     ) -> StagedWrite | None:
         if self._stager is None or len(link.routes) > 1 or link.share != 1.0:
             return None
-        return self._stager.begin(write, link, window, remote, record)
+        return self._stager.begin(write, link, window, pairs, record)
 
     def _poll(self, part: RankWrite) -> WriteState:
         if part.staged is None or self._stager is None:

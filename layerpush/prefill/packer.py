@@ -81,17 +81,17 @@ class Packer:
         self._transport = transport
         self._layout = layout
         self._staging = staging
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._numbers = 0
         self._unpacking: dict[int, StagedWrite] = {}
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
         """Begin a WRITE of ``write`` to the decode engine's blocks ``remote``, gathered; None if there is no room."""
-        size = len(remote) * self._block_bytes
-        span = self._staging.ring.take(size, self._block_bytes)
+        size = len(remote) * self.block_bytes
+        span = self._staging.ring.take(size, self.block_bytes)
         if span is None:
             return None
-        first = span // self._block_bytes
+        first = span // self.block_bytes
         local = np.arange(first, first + len(remote), dtype=np.int32)
         return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, [], span), write)
 
@@ -158,7 +158,7 @@ class Packer:
             for part in write.segments:
                 blocks = self._layout.expand(part.source)
                 staged.copies.append(self._staging.gather(part.layers, blocks, offset))
-                offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self._block_bytes
+                offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
             self._post_if_gathered(staged)
         except BaseException:
             self.release(staged)

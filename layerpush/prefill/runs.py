@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from layerpush.layout import CacheLayout
 from layerpush.prefill.costs import Shape
-from layerpush.prefill.protocol import Write
 
 
 def runs(*sides: NDArray[np.int32]) -> int:
@@ -24,16 +23,9 @@ def runs(*sides: NDArray[np.int32]) -> int:
     return 1 + int(np.count_nonzero(breaks))
 
 
-def shape_of(write: Write, layout: CacheLayout) -> Shape:
-    """What ``write`` takes by each plan, in bytes and runs of this engine's memory."""
-    size = direct = gathered = 0
-    for part in write.segments:
-        slots = slots_of(layout, part.layers)
-        source, target = layout.expand(part.source), layout.expand(part.target)
-        size += len(source) * sum(layout.regions[slot].block_bytes for slot in slots)
-        direct += len(slots) * runs(source, target)
-        gathered += len(slots) * runs(target)
-    return Shape(size, direct, gathered)
+def shape_of(local: NDArray[np.int32], remote: NDArray[np.int32], block_bytes: int) -> Shape:
+    """What a WRITE takes by each plan, whose descriptors of ``block_bytes`` bytes each are these, pairwise."""
+    return Shape(len(remote) * block_bytes, runs(local, remote), runs(remote))
 
 
 def slots_of(layout: CacheLayout, layers: slice) -> list[int]:

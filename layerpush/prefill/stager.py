@@ -93,10 +93,20 @@ class Stager:
             calibration.abandon()
 
     def begin(
-        self, write: Write, link: Link, window: PushWindow | None, remote: DescriptorIds, record: WriteRecord
+        self,
+        write: Write,
+        link: Link,
+        window: PushWindow | None,
+        pairs: tuple[DescriptorIds, DescriptorIds],
+        record: WriteRecord,
     ) -> StagedWrite | None:
-        """Begin ``write`` by way of staging memory; None: it goes directly."""
-        shape = shape_of(write, self._layout)
+        """Begin ``write`` by way of staging memory; None: it goes directly. ``pairs`` are its descriptors, here and
+        there.
+        """
+        local, remote = pairs
+        if self._packing == "auto" and self.costs_to(link.engine_id).never_pays(len(remote)):
+            return None
+        shape = shape_of(local, remote, self.packer.block_bytes)
         possible = set(self._possible(write, link, window, shape))
         plan = self._plan(link.engine_id, shape, possible)
         staged = None

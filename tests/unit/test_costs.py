@@ -44,6 +44,12 @@ def test_what_pays(shape: Shape, plan: Plan) -> None:
     assert Costs(descriptor_s=6e-6, wire_s=1 / 5e9, gather_s=1 / 8e9, scatter_s=1 / 8e9).choose(shape, Plan) is plan
 
 
+@given(models, shapes)
+def test_what_never_pays_is_never_chosen(costs: Costs, shape: Shape) -> None:
+    if costs.never_pays(shape.direct_runs):
+        assert costs.choose(shape, Plan) is Plan.DIRECT
+
+
 def test_the_formula() -> None:
     costs = Costs(descriptor_s=2.0, wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
     shape = Shape(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)

@@ -1,0 +1,122 @@
+"""What is learned about the costs of a WRITE: from the calibration, and from WRITEs that were unpacked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerpush.prefill.calibration import PIECES, Calibration
+from layerpush.prefill.costs import Costs
+from layerpush.prefill.runs import runs
+from layerpush.prefill.stager import Stager
+from layerpush.staging import PIECE_BYTES
+from layerpush.transport.base import DescriptorIds, Route, WriteState
+
+ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
+WIRE = Costs(descriptor_s=2e-6, wire_s=1e-10, write_s=3e-4)
+
+
+class Clock:
+    """Time that passes only when a WRITE is on the wire, or when a test says so."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    monkeypatch.setattr("layerpush.prefill.calibration.cool", lambda: None)
+    return clock
+
+
+class Wire:
+    """Each WRITE takes exactly what ``WIRE`` says."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> int:
+        pieces = runs(local, remote)
+        self.clock.now += WIRE.write_s + pieces * WIRE.descriptor_s + len(local) * PIECE_BYTES * WIRE.wire_s
+        return 1
+
+    def poll(self, handle: int) -> WriteState:
+        return WriteState.LANDED
+
+    def release(self, handle: int) -> None: ...
+
+
+class OnePacker:
+    """Says that the WRITE ``staged`` is unpacked."""
+
+    staged: Any = None
+
+    def unpacked(self, agent: str, number: int, done: bool) -> Any:
+        return self.staged
+
+
+def calibrated(clock: Clock, packer: OnePacker) -> Stager:
+    prior = Costs(gather_s=0.0, scatter_s=1e-9, messages_s=1e-3, copy_s=5e-4)
+    stager = Stager(packer, None, "auto", prior)  # type: ignore[arg-type]
+    stager.calibrate(ENGINE, Wire(clock), ROUTE)  # type: ignore[arg-type]
+    while stager.is_busy:
+        stager.turn()
+    return stager
+
+
+def test_the_calibration_finds_the_constants(clock: Clock) -> None:
+    calibration = Calibration(Wire(clock), ROUTE, Costs(copy_s=7.0), clock.now)  # type: ignore[arg-type]
+    while not calibration.is_over:
+        calibration.turn()
+    learned = calibration.costs
+    assert learned is not None
+    assert learned.descriptor_s == pytest.approx(WIRE.descriptor_s)
+    assert learned.wire_s == pytest.approx(WIRE.wire_s)
+    assert learned.write_s == pytest.approx(WIRE.write_s)
+    assert learned.copy_s == 7.0
+
+
+def unpack_in(stager: Stager, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
+    """What the messages are taken to need after a WRITE of ``PIECES`` pieces was unpacked in so long."""
+    packer.staged = SimpleNamespace(asked_at=clock.now, local=range(PIECES))
+    clock.now += seconds
+    stager.unpacked("D", 1, done)
+    return stager.costs_to(ENGINE).messages_s
+
+
+def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
+    packer = OnePacker()
+    stager = calibrated(clock, packer)
+    copied = 5e-4 + PIECES * PIECE_BYTES * 1e-9
+    assert unpack_in(stager, packer, clock, 3e-3 + copied) == 1e-3  # one may be an accident
+    for _ in range(5):
+        learned = unpack_in(stager, packer, clock, 3e-3 + copied)
+    assert learned == pytest.approx(3e-3)
+    assert unpack_in(stager, packer, clock, 80e-3) == pytest.approx(3e-3)
+    for _ in range(20):
+        learned = unpack_in(stager, packer, clock, 2e-3 + copied)
+    assert learned == pytest.approx(2e-3)
+
+
+def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -> None:
+    packer = OnePacker()
+    stager = calibrated(clock, packer)
+    for _ in range(5):
+        assert unpack_in(stager, packer, clock, 1.0, done=False) == 1e-3
+    packer.staged = SimpleNamespace(asked_at=clock.now - 1, local=range(PIECES))
+    for _ in range(5):
+        stager.unpacked("another", 1, done=True)
+    assert stager.costs_to(ENGINE).messages_s == 1e-3
+    for _ in range(5):
+        unpack_in(stager, packer, clock, 1.0)
+    assert stager.costs_to(ENGINE).messages_s > 0.9
+    stager.forget(ENGINE)
+    assert stager.costs_to(ENGINE).messages_s == 1e-3
+    assert unpack_in(stager, packer, clock, 1.0) == 1e-3
