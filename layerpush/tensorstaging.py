@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,12 +17,12 @@ from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_bl
 MAX_PROGRAMS = 64
 """Of a copy on a GPU at a time: a part of its multiprocessors, for prefill and decode need the others."""
 RATE_BYTES = 4 << 20
-RATE_TRIES = 3
+RATE_TRIES = 5
 
 
 def staging_memory(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes that begin where a piece may. Raises ``torch.OutOfMemoryError``."""
-    memory = torch.empty(size + PIECE_BYTES, dtype=torch.uint8, device=device)
+    """``size`` bytes that begin where a piece may, their pages in place. Raises ``torch.OutOfMemoryError``."""
+    memory = torch.zeros(size + PIECE_BYTES, dtype=torch.uint8, device=device)
     return memory[-memory.data_ptr() % PIECE_BYTES :][:size]
 
 
@@ -62,33 +61,29 @@ class TensorStaging:
         return self._begun(ids)
 
     def copy_costs(self) -> tuple[float, float]:
-        """Seconds to copy anything between cache and ring, and for each byte of it, measured now on scattered blocks
-        that no cache of a processor holds. What the KV cache holds stays as it is.
+        """Seconds to copy anything between cache and ring, and for each byte of it: measured now, on scattered blocks
+        that were not touched lately, for so it will be. What the KV cache holds stays as it is.
         """
+        count = max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
         blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
-        ids = np.resize(blocks, max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes))
-        one, all_ = self._seconds(ids[:1]), self._seconds(ids)
-        byte_s = max(all_ - one, 0.0) / ((len(ids) - 1) * self.block_bytes)
+        tries = np.resize(blocks, (RATE_TRIES, count))
+        one = min(self._seconds(turn, ids[:1]) for turn, ids in enumerate(tries))
+        all_ = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
+        byte_s = max(all_ - one, 0.0) / max(count - 2, 1) / self.block_bytes
         return max(one - self.block_bytes * byte_s, 0.0), byte_s
 
-    def _seconds(self, ids: BlockIds) -> float:
-        """The least of several tries."""
-        fastest = math.inf
-        for _ in range(RATE_TRIES):
-            cool()
-            start = time.perf_counter()
-            copy = self._gather_first(ids)
-            while not copy.is_over():
-                time.sleep(0)
-            fastest = min(fastest, time.perf_counter() - start)
-        return fastest
-
-    def _gather_first(self, ids: BlockIds) -> Copy:
-        table = self._table[0:1]
-        wanted = torch.from_numpy(ids).to(table.device)
-        packed = self._memory[: len(ids) * self.block_bytes]
-        gather_blocks(table, wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._begun(wanted)
+    def _seconds(self, turn: int, ids: BlockIds) -> float:
+        """Gather these, each turn to another place."""
+        wanted, size = torch.from_numpy(ids).to(self._table.device), len(ids) * self.block_bytes
+        offset = turn % max(1, self.ring.capacity_bytes // size) * size
+        packed = self._memory[offset : offset + size]
+        cool()
+        start = time.perf_counter()
+        gather_blocks(self._table[0:1], wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
+        copy = self._begun(wanted)
+        while not copy.is_over():
+            time.sleep(0)
+        return time.perf_counter() - start
 
     def _operands(self, layers: slice, blocks: BlockIds, offset: int) -> tuple[LayerTable, torch.Tensor, torch.Tensor]:
         rows = slice(self._rows[layers.start].start, self._rows[layers.stop - 1].stop)

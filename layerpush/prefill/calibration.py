@@ -20,7 +20,7 @@ from layerpush.transport.base import DescriptorIds, Route, Transport, TransportE
 PIECES = 64
 SCRATCH_PIECES = 2 * PIECES
 """At the beginning of every ring: anybody may write there at any time, nobody reads."""
-ROUNDS = 5
+ROUNDS = 8
 BUDGET_S = 0.5
 """After so many seconds what is known has to do."""
 SPIN_S = 2e-3

@@ -149,7 +149,9 @@ def test_the_tables_name_the_misses_with_their_estimates() -> None:
     assert "no room" in text
     assert "1.15 [1.15, 1.15]" in text
     assert report.misses([cell(2e-3)]) is None
-    assert "at 1 of 2 points" in summary([cell(2e-3), cell(2.3e-3)])
+    assert "direct at 1 of 2 points" in summary([cell(2e-3), cell(2.3e-3)])
+    assert "of it, at 0 of 1 points" in summary([cell(2e-3)])
+    assert "of it, at 1 of 1 points" in summary([cell(2e-3, packs=False)])
     assert "gathered" in report.line(cells[0])
 
 
