@@ -168,6 +168,12 @@ def _bench_proxy(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_push(words: Words) -> None:
+    from bench.push.__main__ import app
+
+    _typer(app, words)
+
+
 def _soak(words: Words) -> None:
     from tests.faults.soak.command import app
 
@@ -197,6 +203,7 @@ MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
     "bench": _bench,
     "bench.proxy": _bench_proxy,
+    "bench.push": _bench_push,
     "layerpush": _layerpush,
     "pytest": _pytest,
     "scripts.docgen": _docgen,
