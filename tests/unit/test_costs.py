@@ -50,6 +50,12 @@ def test_what_never_pays_is_never_chosen(costs: Costs, shape: Shape) -> None:
         assert costs.choose(shape, Plan) is Plan.DIRECT
 
 
+def test_a_copy_pays_from_so_many_descriptors_on() -> None:
+    costs = Costs(descriptor_s=1.0, copy_s=10.0)
+    assert costs.never_pays(10)
+    assert not costs.never_pays(11)
+
+
 def test_the_formula() -> None:
     costs = Costs(descriptor_s=2.0, wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
     shape = Shape(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)

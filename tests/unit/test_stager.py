@@ -5,13 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from layerpush.prefill.calibration import PIECES, Calibration
-from layerpush.prefill.costs import Costs
+from layerpush.prefill.costs import Costs, Shape
+from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import runs
 from layerpush.prefill.stager import Stager
+from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES
+from layerpush.trace import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
@@ -81,6 +85,20 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
     assert learned.wire_s == pytest.approx(WIRE.wire_s)
     assert learned.write_s == pytest.approx(WIRE.write_s)
     assert learned.copy_s == 7.0
+
+
+@pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
+def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
+    packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
+    stager = Stager(packer, None, packing, Costs(descriptor_s=1.0, copy_s=10.0))  # type: ignore[arg-type]
+    ids = np.arange(10, dtype=np.int32)
+    record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
+    write = Write(0, 0, 0, 80, ())
+    assert stager.begin(write, link, None, (ids, ids), record) is None
+    assert record.plan == "direct"
+    assert bool(looked) == looks
 
 
 def unpack_in(stager: Stager, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
