@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from layerpush.prefill.costs import Plan
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import slots_of
 from layerpush.ring import Ring
-from layerpush.staging import PIECE_BYTES, Copy, Staging, whole_pieces
+from layerpush.staging import PIECE_BYTES, Copies, Staging, whole_pieces
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
 from layerpush.wire import Part, Unpack, Window, encode
@@ -62,11 +63,11 @@ class StagedWrite:
     local: DescriptorIds
     remote: DescriptorIds
     record: WriteRecord
-    copies: list[Copy]
     ours: int | None
     theirs: int | None = None
     window: PushWindow | None = None
     parts: tuple[Part, ...] = ()
+    copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
     handle: WriteHandle | None = None
     ask_at: float = 0.0
@@ -76,11 +77,19 @@ class StagedWrite:
 class Packer:
     """``gathered`` names our ring as a list of descriptors of one kernel block each, ``pieces`` as one of pieces."""
 
-    def __init__(self, transport: Transport, layout: CacheLayout, staging: Staging, block_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: CacheLayout,
+        staging: Staging,
+        block_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._transport = transport
         self._layout = layout
         self._staging = staging
         self._block_bytes = block_bytes
+        self._clock = clock
         self._numbers = 0
         self._unpacking: dict[int, StagedWrite] = {}
 
@@ -92,7 +101,7 @@ class Packer:
             return None
         first = span // self._block_bytes
         local = np.arange(first, first + len(remote), dtype=np.int32)
-        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, [], span), write)
+        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, span), write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
         """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
@@ -112,7 +121,7 @@ class Packer:
             for part in write.segments
         )
         staged = StagedWrite(
-            self._number(), Plan.PACKED, window.route, local, remote, record, [], ours, theirs, window, parts
+            self._number(), Plan.PACKED, window.route, local, remote, record, ours, theirs, window, parts
         )
         return self._begin(staged, write)
 
@@ -125,7 +134,9 @@ class Packer:
 
     def poll(self, staged: StagedWrite) -> WriteState:
         """Make progress. Raises ``TransportError`` as a transport does."""
-        if staged.stage is Stage.GATHERING and all(copy.is_over() for copy in staged.copies):
+        if staged.stage is Stage.GATHERING and staged.copies.are_over():
+            if staged.copies.failure is not None:
+                raise TransportError(f"blocks could not be gathered: {staged.copies.failure}")
             staged.record.t_post = time.perf_counter()
             staged.handle = self._transport.post_write(staged.route, staged.local, staged.remote)
             staged.record.t_posted = time.perf_counter()
@@ -135,7 +146,7 @@ class Packer:
             if state is not WriteState.LANDED:
                 return state
             self._wrote(staged)
-        if staged.stage is Stage.UNPACKING and time.perf_counter() >= staged.ask_at:
+        if staged.stage is Stage.UNPACKING and self._clock() >= staged.ask_at:
             self._ask(staged)
         if staged.refused:
             raise TransportError("the decode engine did not unpack what it was sent")
@@ -155,14 +166,10 @@ class Packer:
     def _begin(self, staged: StagedWrite, write: Write) -> StagedWrite:
         assert staged.ours is not None
         offset = staged.ours
-        try:
-            for part in write.segments:
-                blocks = self._layout.expand(part.source)
-                staged.copies.append(self._staging.gather(part.layers, blocks, offset))
-                offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self._block_bytes
-        except BaseException:
-            self.release(staged)
-            raise
+        for part in write.segments:
+            blocks = self._layout.expand(part.source)
+            staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
+            offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self._block_bytes
         return staged
 
     def _wrote(self, staged: StagedWrite) -> None:
@@ -179,7 +186,7 @@ class Packer:
         """
         assert staged.window is not None
         assert staged.theirs is not None
-        staged.ask_at = time.perf_counter() + UNPACK_RETRY_S
+        staged.ask_at = self._clock() + UNPACK_RETRY_S
         offset = staged.window.offer.offset + staged.theirs
         message = Unpack(staged.window.request_id, staged.number, offset, staged.parts)
         self._transport.notify(staged.route.agent, encode(message))
