@@ -128,7 +128,7 @@ class Unpacker:
 
     def ended(self) -> list[Answer]:
         """What has been scattered since the last call."""
-        running, over = self._running, []
+        running, over = self._running, list[_Scatter]()
         self._running = []
         for scatter in running:
             (over if scatter.copies.are_over() else self._running).append(scatter)
