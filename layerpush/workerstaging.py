@@ -125,7 +125,11 @@ class WorkerStaging:
                 ring = Route(agent, window.rank, self._pieces, handle)
                 self.stager.calibrate(engine_id, self._worker.transport, ring)
         offer, handle = known
-        if handle is None or (offer.ring, offer.ring_size, offer.device) != (window.ring, window.ring_size, window.device):
+        if handle is None or (offer.ring, offer.ring_size, offer.device) != (
+            window.ring,
+            window.ring_size,
+            window.device,
+        ):
             return None  # a process has one ring for as long as it lives: WRITEs may be on their way to the first
         return Route(agent, window.rank, self._pieces, handle)
 

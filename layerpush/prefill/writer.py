@@ -195,7 +195,7 @@ class PushWriter(PushTable):
             push.record.writes.append(part.record)
 
     def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
-        """Wait for what is on the wire, for shutdown. ``listen`` hands on what decode engines have unpacked. Returns how
+        """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
         many WRITEs had to be left behind.
         """
         deadline = time.perf_counter() + seconds

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import msgspec
 
-
 from layerpush.decode.unpacker import Unpacker, UnpackError
 from layerpush.decode.windows import Windows
 from layerpush.layout import BlockIds
@@ -141,7 +140,9 @@ class PackingRig(Rig):
     def window(self, link: Link, registration: Registration) -> PushWindow | None:
         if registration.window is None:
             return None
-        return PushWindow(registration.window, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id)
+        return PushWindow(
+            registration.window, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id
+        )
 
     def asks(self, prompt: Prompt, decoder: Decoder, first: int = 10, wanted: int | None = None) -> Registration:
         asked = super().asks(prompt, decoder, first, wanted)
@@ -191,5 +192,3 @@ class PackingRig(Rig):
     def assert_unpacked(self, decoder: UnpackingDecoder) -> None:
         assert not decoder.unpacker.is_busy
         assert len(decoder.windows) == len(decoder.staging.ring) == 0
-
-

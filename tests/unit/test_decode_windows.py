@@ -102,7 +102,7 @@ def test_a_window_comes_back_with_the_request(ending: str, speaks: bool) -> None
 
 def test_a_window_comes_back_from_a_prefill_engine_that_is_not_there() -> None:
     world = Unpacking()
-    world.network.listening = {}
+    world.network.broken = ConnectionError("refused")
     world.awaits()
     for _ in range(8):
         world.tick(1.0)
@@ -225,7 +225,8 @@ def test_a_question_of_a_request_that_is_over_is_answered_while_it_is_scattered(
     world.staging.looks.append(3)
     message = world.packed(7)
     world.unpacks(message)
-    _gone(world)
+    _refused(world)
+    world.sent()
     world.unpacks(message)
     assert world.answers() == []
     for _ in range(4):

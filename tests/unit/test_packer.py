@@ -389,9 +389,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("fails", ["at once", "later"])
-def test_a_scatter_that_fails_is_answered_when_the_others_are_over(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     pair.theirs.looks.append(3)
     scatter, calls = pair.theirs.scatter, itertools.count()

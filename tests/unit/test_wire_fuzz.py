@@ -77,7 +77,9 @@ def is_parts(parts: object) -> bool:
 
 
 def is_window(window: Window) -> bool:
-    sizes = is_count(window.ring_size, 1, 2**34) and is_count(window.offset, 0, 2**34) and is_count(window.size, 1, 2**34)
+    sizes = (
+        is_count(window.ring_size, 1, 2**34) and is_count(window.offset, 0, 2**34) and is_count(window.size, 1, 2**34)
+    )
     where = is_count(window.rank, 0, 1023) and is_count(window.ring) and is_count(window.device, 0, 2**16)
     return type(window) is Window and sizes and where and is_clean(window.layout)
 

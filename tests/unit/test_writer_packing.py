@@ -45,7 +45,7 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
     rig, prompt, decoder, wanted = story(packing, Faults(hold_writes={1: 9, 4: 5}))
     for _ in range(3):
         rig.step((prompt, 9))
-    rig.settle()
+        rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert decoder.holds(prompt, wanted, rig.layers)
     assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
@@ -190,7 +190,9 @@ def test_a_refusal_ends_the_push() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
 def test_the_death_of_the_decode_engine_ends_the_push(stage: Stage) -> None:
-    rig, prompt, _, _ = story(faults=Faults(hold_writes=dict.fromkeys(range(9), NEVER if stage is Stage.WRITING else 1)))
+    rig, prompt, _, _ = story(
+        faults=Faults(hold_writes=dict.fromkeys(range(9), NEVER if stage is Stage.WRITING else 1))
+    )
     rig.staging.looks.extend([5] * 9)
     rig.step((prompt, 9))
     rig.until(stage)

@@ -280,7 +280,7 @@ class Rig:
     def layers(self) -> int:
         return len(self.layout.layers)
 
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:  # noqa: ARG002
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
         return None
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:

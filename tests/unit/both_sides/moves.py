@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from layerpush.staging import PIECE_BYTES
 from layerpush.wire import Part, Unpack, encode
-
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import LAYERS, Prompt

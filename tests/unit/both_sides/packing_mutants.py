@@ -101,7 +101,7 @@ def a_new_epoch_does_not_wait_for_what_is_unpacked(patch: Patch) -> None:
 def a_refusal_is_taken_for_done(patch: Patch) -> None:
     unpacked = Packer.unpacked
 
-    def mutated(self: Packer, agent: str, number: int, done: bool) -> None:  # noqa: ARG001
+    def mutated(self: Packer, agent: str, number: int, done: bool) -> None:
         unpacked(self, agent, number, True)
 
     patch.setattr(Packer, "unpacked", mutated)

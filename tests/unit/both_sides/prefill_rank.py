@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from layerpush.prefill.capture import Capture, NoFences
+from layerpush.prefill.costs import Costs
 from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.costs import Costs
 from layerpush.prefill.packer import Packer, PushWindow
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract

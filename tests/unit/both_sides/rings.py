@@ -35,7 +35,7 @@ LOOKS = 12
 
 @dataclass(frozen=True)
 class Packing:
-    """How a world packs. ``plan``: "off", "gather", "packed" or "mixed"; copies are ``slow`` and ``broken`` so often."""
+    """How a world packs. ``plan``: "off", "gather", "packed" or "mixed"; so often are copies ``slow`` and ``broken``."""
 
     plan: str = "off"
     pieces: int = 3
@@ -51,7 +51,7 @@ class Packing:
         drawn: dict[str, object] = {
             "plan": draw.choice(["off", "gather", "packed", "packed", "mixed", "mixed"]),
             "pieces": draw.choice([1, 3, 6]),
-            "windows": draw.choice([1, 2, 4]),
+            "windows": draw.choice([1, 4, 8]),
             "window_pieces": draw.choice([1, 2, 4]),
             "slow": draw.choice([0.0, 0.3, 0.9]),
             "broken": draw.choice([0.0, 0.0, 0.02]),
@@ -170,7 +170,10 @@ class PrefillStaging(WatchedStaging):
         self.rank = rank
         self.lists = {
             "pieces": (PIECE_BYTES, self.pieces("pieces")),
-            "blocks": (rank.piece, rank.transport.describe("blocks", self.memory, self._starts_of_blocks(), rank.piece)),
+            "blocks": (
+                rank.piece,
+                rank.transport.describe("blocks", self.memory, self._starts_of_blocks(), rank.piece),
+            ),
         }
         self.lists["blocks"][1].give_away(range(len(self._starts_of_blocks())))
 
@@ -295,7 +298,7 @@ class MixedStager(Stager):
 
     draw: random.Random
 
-    def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:  # noqa: ARG002
+    def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:
         return self.draw.choice(sorted(possible, key=lambda plan: plan.value))
 
 
