@@ -188,16 +188,18 @@ class DecodeEngine(Process):
             if write.state is WriteState.PENDING and moves and write.target is self.transport:
                 yield write
 
-    def check_blocks(self, ids: AbstractSet[int], deed: str) -> None:
+    def check_blocks(self, ids: AbstractSet[int], deed: str, key: Hashable = None) -> None:
+        """Nothing is on its way into these blocks; with ``key``, into the part of them that it names."""
         for write in self.on_the_wire():
-            if write.route.remote_descriptors != "ring" and ids & set(write.remote.tolist()):
+            into = write.route.remote_descriptors
+            if into != "ring" and key in (None, into) and ids & set(write.remote.tolist()):
                 self.staging.accuse(f"blocks {sorted(ids)} {deed} while {write} is on its way into them")
 
     def check_post(self, key: Hashable, ids: Sequence[int]) -> None:
         """Nothing that is posted here goes where something else is still going on."""
         self.staging.check_post(key, ids)
         if key != "ring":
-            self.check_blocks(set(ids), "are written to again")
+            self.check_blocks(set(ids), "are written to again", key)
 
     def descriptor_ids(self, layers: slice, blocks: list[int]) -> list[int]:
         return [layer * D_BLOCKS + block for layer in range(LAYERS)[layers] for block in blocks]

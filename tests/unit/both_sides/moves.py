@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from layerpush.staging import PIECE_BYTES
 from layerpush.wire import Part, Unpack, encode
-from tests.unit.both_sides.decode import DecodeEngine
+from tests.unit.both_sides.decode import DecodeEngine, Load
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import LAYERS, Prompt
 from tests.unit.both_sides.world import DECODERS, World
@@ -173,11 +173,20 @@ def deafen(world: World, pick: Pick) -> None:
     world.deaf ^= {pick(list(world.engines))}
 
 
-@move(2, lambda world: _computes(world) and any(engine.loads for engine in _decoding(world)))
+def _awaited(world: World) -> list[tuple[DecodeEngine, Load]]:
+    """Loads that are registered, with a window or without."""
+    return [
+        (engine, load)
+        for engine in _decoding(world)
+        for load in engine.loads.values()
+        if load.request_id in engine.desk._awaited
+    ]
+
+
+@move(2, lambda world: _computes(world) and bool(_awaited(world)))
 def claim_too_much(world: World, pick: Pick) -> None:
     """P is wrong about what it was given, and where: it says to have packed what it must not."""
-    engine = pick([engine for engine in _decoding(world) if engine.loads])
-    load = pick(list(engine.loads.values()))
+    engine, load = pick(_awaited(world))
     window = engine.windows.offset_of(load.request_id)
     whole = Part(0, LAYERS, 0, 0, len(load.blocks))
     elsewhere = [at for at in range(0, len(engine.staging.memory) + 2 * PIECE_BYTES, PIECE_BYTES) if at != window]

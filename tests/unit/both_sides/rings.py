@@ -35,7 +35,7 @@ LOOKS = 12
 
 @dataclass(frozen=True)
 class Packing:
-    """How a world packs. ``plan``: "off", "gather", "packed" or "mixed"; so often are copies ``slow`` and ``broken``."""
+    """How a world packs. ``plan``: "off", "gather", "packed" or "mixed"; so many copies are ``slow`` and ``broken``."""
 
     plan: str = "off"
     pieces: int = 3
