@@ -294,3 +294,10 @@ def test_it_looks_often_while_something_is_staged() -> None:
     assert rig.writer.patience <= 5e-4
     assert rig.writer.writes_in_flight("p-1")
     assert rig.writer.engines_in_flight == {"D"}
+
+
+def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
+    rig, *_ = story()
+    assert rig.writer._stager is not None
+    rig.writer._stager._calibrations["E"] = None  # type: ignore[assignment]
+    assert rig.writer.engines_in_flight == {"E"}
