@@ -359,7 +359,7 @@ def test_parts_without_end_are_counted_and_not_looked_up() -> None:
     pair = Pair()
     offer = pair.window().offer
     wanted = registration(range(1, 1 << 16))
-    parts = (part(end=(1 << 16) - 1),) * MAX_PARTS
+    parts = (part(first=1, end=(1 << 16) - 1),) * MAX_PARTS
     tracemalloc.start()
     try:
         with pytest.raises(UnpackError, match="window"):
