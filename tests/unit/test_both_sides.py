@@ -98,7 +98,7 @@ def test_storms_over_staging_memory_end_well(plan: str) -> None:
         plans.update(world.plans)
     assert outcomes["loaded"] > STORMS
     wanted = {"packed": [Plan.PACKED], "gather": [Plan.GATHERED], "mixed": list(Plan)}[plan]
-    assert all(plans[each.value] > STORMS for each in wanted), plans
+    assert all(plans[each.value] > STORMS // 4 for each in wanted), plans
 
 
 @pytest.mark.parametrize("full", [{"pieces": 0}, {"windows": 0}], ids=["no room on P", "no window"])
