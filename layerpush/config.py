@@ -165,6 +165,8 @@ def _choices(annotation: Any) -> str:
     for option in get_args(bare) if get_origin(bare) in (Literal, Union, types.UnionType) else (bare,):
         if isinstance(option, str):
             words.append(f'"{option}"')
+        elif option is int and meta.le is not None:
+            words.append(f"integer from {meta.ge} to {meta.le}")
         elif option is int and meta.ge is not None:
             words.append(f"integer >= {meta.ge}")
         elif get_origin(option) is Annotated:
