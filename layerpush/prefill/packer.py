@@ -72,6 +72,7 @@ class StagedWrite:
     handle: WriteHandle | None = None
     ask_at: float = 0.0
     refused: bool = False
+    halted: bool = False
 
 
 class Packer:
@@ -135,6 +136,8 @@ class Packer:
     def poll(self, staged: StagedWrite) -> WriteState:
         """Make progress. Raises ``TransportError`` as a transport does."""
         if staged.stage is Stage.GATHERING and staged.copies.are_over():
+            if staged.halted:
+                raise TransportError("the push ended before its blocks were written")
             if staged.copies.failure is not None:
                 raise TransportError(f"blocks could not be gathered: {staged.copies.failure}")
             staged.record.t_post = time.perf_counter()
@@ -151,6 +154,10 @@ class Packer:
         if staged.refused:
             raise TransportError("the decode engine did not unpack what it was sent")
         return WriteState.LANDED if staged.stage is Stage.OVER else WriteState.PENDING
+
+    def halt(self, staged: StagedWrite) -> None:
+        """Nobody wants it any more: what is not on the wire yet will not be."""
+        staged.halted = staged.stage is Stage.GATHERING
 
     def release(self, staged: StagedWrite) -> None:
         """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""

@@ -301,3 +301,33 @@ def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
     assert rig.writer._stager is not None
     rig.writer._stager._calibrations["E"] = None  # type: ignore[assignment]
     assert rig.writer.engines_in_flight == {"E"}
+
+
+@pytest.mark.parametrize("how", ["aborted", "withdrawn", "failed"])
+@pytest.mark.parametrize("packing", ["packed", "gather"])
+def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
+    packing: Literal["gather", "packed"], how: str
+) -> None:
+    """Its blocks may have been given to another prompt meanwhile."""
+    rig, prompt, decoder, wanted = story(packing)
+    rig.staging.looks.extend([5] * 9)
+    rig.step((prompt, 9))
+    assert {staged.stage for staged in rig.staged} == {Stage.GATHERING}
+    if how == "aborted":
+        rig.abort(prompt)
+        rig.scribble(prompt.table)
+    elif how == "withdrawn":
+        rig.writer.withdraw("p-1", wanted.key)
+    else:
+        rig.writer.fail("p-1", "something else")
+    rig.writer.turn()
+    assert rig.writer.writes_in_flight("p-1"), "its blocks are still read"
+    rig.settle()
+    assert rig.fabric.writes == []
+    assert rig.host.retractions()[-1][1]
+    assert rig.writer.counters.lost_writes == 0
+    if how != "aborted":
+        rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()
+    rig.assert_unpacked(decoder)
