@@ -111,3 +111,8 @@ def test_no_more_staging_memory_than_peers_would_read_of() -> None:
 def test_windows_do_not_tell_registrations_apart() -> None:
     """Each rank of a decode engine offers its own."""
     assert offering().fingerprint == registration((1, 2)).fingerprint
+
+
+def test_an_offer_is_small() -> None:
+    """NIXL's notifications are slow."""
+    assert len(encode_registration(offering())) - len(encode_registration(registration((1, 2)))) < 200
