@@ -18,8 +18,9 @@ from tests.unit.both_sides.mutants import MUTANTS, Patch, mutant
 
 __all__ = ["MUTANTS"]
 
-SLOW = {"plan": "packed", "slow": 0.9, "broken": 0.0}
+SLOW = {"plan": "packed", "slow": 0.9, "broken": 0.0, "windows": 8, "window_pieces": 1, "pieces": 6}
 BROKEN = {"plan": "packed", "broken": 0.3}
+ENDLESS = {**SLOW, "slow": 0.5, "looks": 80}
 
 
 # The prefill side.
@@ -120,7 +121,7 @@ def a_question_is_asked_once_only(patch: Patch) -> None:
 # The decode side.
 
 
-@mutant(packing=SLOW)
+@mutant(packing=ENDLESS)
 def a_window_is_given_to_others_while_it_is_read_from(patch: Patch) -> None:
     def close(self: Windows, request_id: str) -> None:
         window = self._windows.pop(request_id, None)
@@ -148,7 +149,7 @@ def a_window_is_never_closed(patch: Patch) -> None:
     patch.setattr(Unpacker, "close", lambda self, request_id: None)
 
 
-@mutant(packing=SLOW)
+@mutant(packing=ENDLESS)
 def an_outcome_does_not_wait_for_what_is_scattered(patch: Patch) -> None:
     patch.setattr(Unpacker, "after", lambda self, request_id, call: call())
 

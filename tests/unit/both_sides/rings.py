@@ -42,6 +42,7 @@ class Packing:
     windows: int = 2
     window_pieces: int = 2
     slow: float = 0.0
+    looks: int = LOOKS
     broken: float = 0.0
     seed: int = 0
 
@@ -131,7 +132,7 @@ class WatchedStaging(NumpyStaging):
         fate = draw.random()
         if fate < packing.broken / 2:
             raise RuntimeError("no memory for block ids")
-        self.looks.append(draw.randint(1, LOOKS) if draw.random() < packing.slow else 0)
+        self.looks.append(draw.randint(1, packing.looks) if draw.random() < packing.slow else 0)
         self.running.append(running)
 
         def ended() -> None:
