@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,39 @@ class Copy(Protocol):
     """Blocks on their way between cache and ring."""
 
     def is_over(self) -> bool:
-        """Whether every byte is where it belongs. Waits for nothing."""
+        """Whether every byte is where it belongs. Waits for nothing. What it raises ends the copy."""
+
+
+class Copies:
+    """Copies that belong together. ``failure`` says why one of them did not happen, if so."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._running: list[Copy] = []
+
+    def begin(self, start: Callable[[], Copy]) -> None:
+        """One more, unless one before it has failed."""
+        if self.failure is not None:
+            return
+        try:
+            self._running.append(start())
+        except Exception as error:  # noqa: BLE001  a device's or its driver's: what was begun before still has to end
+            self._fail(error)
+
+    def are_over(self) -> bool:
+        """Whether all have ended, well or not: nothing reads or writes for them any more. Waits for nothing."""
+        self._running = [copy for copy in self._running if not self._is_over(copy)]
+        return not self._running
+
+    def _is_over(self, copy: Copy) -> bool:
+        try:
+            return copy.is_over()
+        except Exception as error:  # noqa: BLE001  a device that reports an error runs nothing any more
+            self._fail(error)
+            return True
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
 
 
 class Staging(Protocol):

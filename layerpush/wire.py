@@ -35,6 +35,8 @@ MAX_HOST_CHARS = 255
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
+MAX_RING_BYTES = 1 << 34
+"""P makes a table of all pieces of a ring that it may write to."""
 NULL_BLOCK = 0
 
 # What could forge a line of a log or hide a part of one: control characters, line ends, changes of direction.
@@ -66,10 +68,10 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: Annotated[int, Meta(ge=0, le=1023)]
     ring: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    ring_size: Annotated[int, Meta(ge=1, le=2**48)]
+    ring_size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
     device: Annotated[int, Meta(ge=0, le=2**16)]
-    offset: Annotated[int, Meta(ge=0, le=2**48)]
-    size: Annotated[int, Meta(ge=1, le=2**48)]
+    offset: Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)]
+    size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
     layout: Name
 
 

@@ -320,10 +320,17 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             case Pong():
                 self._decode_desk.heard(agent, None, now)
             case Unpacked():
-                if self._staging.stager is not None:
-                    self._staging.stager.unpacked(agent, message.number, message.done)
+                self._staging.unpacked(agent, message)
             case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
                 self._decode_desk.heard(agent, message, now)
+
+    def _hear_answers(self) -> None:
+        """What decode engines have unpacked, and nothing else: nothing new is begun at shutdown."""
+        for agent, payload in self._arrived():
+            with contextlib.suppress(WireError):
+                message = read(payload)
+                if isinstance(message, Unpacked):
+                    self._staging.unpacked(agent, message)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
         try:
@@ -428,7 +435,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        return self.writer.engines_in_use | self._decode_desk.engines_in_use
+        return self.writer.engines_in_use | self._staging.engines_in_flight | self._decode_desk.engines_in_use
 
     def shutdown(self) -> None:
         thread = getattr(self, "_push_writer_thread", None)
@@ -439,10 +446,10 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             thread.join(timeout=SHUTDOWN_DRAIN_S)
             if self._writer is not None and not thread.is_alive():
                 self._writer.fail_all("the prefill engine shuts down")
-                left = self._writer.drain(SHUTDOWN_DRAIN_S)
+                left = self._writer.drain(SHUTDOWN_DRAIN_S, self._hear_answers)
                 if left:
                     logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
-        if hasattr(self, "_staging"):
+        if hasattr(self, "_staging") and (thread is None or not thread.is_alive()):
             self._staging.close()
         if hasattr(self, "_prober"):
             self._prober.close()

@@ -24,7 +24,7 @@ from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES
 from layerpush.tensorstaging import TensorStaging, staging_memory
 from layerpush.transport.base import Route
-from layerpush.wire import Window
+from layerpush.wire import Unpacked, Window
 
 if TYPE_CHECKING:
     from layerpush.compat.worker import WatchedPushWorker
@@ -50,6 +50,11 @@ class WorkerStaging:
         self._rings: dict[str, tuple[Window, Any]] = {}
 
     @property
+    def engines_in_flight(self) -> set[str]:
+        """Decode engines that WRITEs are timed to. Any thread."""
+        return set() if self.stager is None else self.stager.engines_in_flight
+
+    @property
     def rings(self) -> tuple[Any, ...]:
         return () if self._staging is None else (self._staging.ring,)
 
@@ -63,7 +68,11 @@ class WorkerStaging:
         except torch.OutOfMemoryError as error:
             logger.warning("layerpush packs nothing: no memory for staging_bytes=%d: %s", size, error)
             return
-        compat.register_ring(self._worker, self._memory.data_ptr(), size)
+        try:
+            compat.register_ring(self._worker, self._memory.data_ptr(), size)
+        except Exception as error:  # noqa: BLE001  NIXL's; the KV cache may be registered all the same
+            logger.warning("layerpush packs nothing: staging memory cannot be registered: %s", error)
+            self._memory = None
 
     def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
         """When the KV cache is registered, and can be told apart by layer."""
@@ -71,16 +80,20 @@ class WorkerStaging:
             return
         try:
             views = compat.slot_views(self._worker, kv_caches)
-            staging = self._staging = TensorStaging(layout, views, self._memory)
+            staging = TensorStaging(layout, views, self._memory)
         except (LayoutError, ValueError) as error:
             logger.info("layerpush packs nothing: %s", error)
             return
+        try:
+            copy_s, byte_s = staging.copy_costs()
+        except Exception as error:  # noqa: BLE001  Triton's or a device's: whoever cannot copy does not pack
+            logger.warning("layerpush packs nothing: blocks cannot be copied on this device: %s", error)
+            return
+        costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
         if staging.ring.take(SCRATCH_PIECES * PIECE_BYTES) is None:
             logger.warning("layerpush packs nothing: staging_bytes=%d is too small", staging.ring.capacity_bytes)
-            self._staging = None
             return
-        copy_s, byte_s = staging.copy_costs()
-        costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
+        self._staging = staging
         worker, size = self._worker, staging.ring.capacity_bytes
         self._blocks = compat.own_ring(worker, staging.base, size, staging.block_bytes)
         self._pieces = compat.own_ring(worker, staging.base, size, PIECE_BYTES)
@@ -101,8 +114,7 @@ class WorkerStaging:
         if self.stager is None:
             return None
         known = self._rings.get(engine_id)
-        if known is None or (known[0].ring, known[0].ring_size) != (window.ring, window.ring_size):
-            self.disconnected(engine_id)
+        if known is None:
             try:
                 handle = compat.peer_ring(self._worker, agent, window)
             except Exception as error:  # noqa: BLE001  NIXL's; its memory is not what it says, so nothing is packed for it
@@ -112,15 +124,27 @@ class WorkerStaging:
             if handle is not None:
                 ring = Route(agent, window.rank, self._pieces, handle)
                 self.stager.calibrate(engine_id, self._worker.transport, ring)
-        return None if known[1] is None else Route(agent, window.rank, self._pieces, known[1])
+        offer, handle = known
+        if handle is None or (offer.ring, offer.ring_size, offer.device) != (
+            window.ring,
+            window.ring_size,
+            window.device,
+        ):
+            return None  # a process has one ring for as long as it lives: WRITEs may be on their way to the first
+        return Route(agent, window.rank, self._pieces, handle)
+
+    def unpacked(self, agent: str, message: Unpacked) -> None:
+        """A decode rank has answered."""
+        if self.stager is not None:
+            self.stager.unpacked(agent, message.number, message.done)
 
     def disconnected(self, engine_id: str) -> None:
         """What was known of a decode engine is void."""
+        if self.stager is not None:
+            self.stager.forget(engine_id)  # its WRITEs, before where they go
         _, handle = self._rings.pop(engine_id, (None, None))
         if handle is not None:
-            compat.release_ring(self._worker, handle)
-        if self.stager is not None:
-            self.stager.forget(engine_id)
+            self._release(handle)
 
     def close(self) -> None:
         """Before NIXL goes."""
@@ -128,5 +152,11 @@ class WorkerStaging:
             self.disconnected(engine_id)
         for handle in (self._blocks, self._pieces):
             if handle is not None:
-                compat.release_ring(self._worker, handle)
+                self._release(handle)
         self._blocks = self._pieces = None
+
+    def _release(self, handle: Any) -> None:
+        try:
+            compat.release_ring(self._worker, handle)
+        except Exception as error:  # noqa: BLE001  NIXL's; it gives the list back with its agent
+            logger.warning("NIXL keeps a list of descriptors of a ring: %s", error)

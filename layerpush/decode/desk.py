@@ -15,7 +15,7 @@ from layerpush.decode import protocol, watch
 from layerpush.decode.loads import Awaited, Loads
 from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succeed, Unpark
 from layerpush.decode.session import DecodeSession
-from layerpush.decode.unpacker import Unpacker, UnpackError
+from layerpush.decode.unpacker import Answer, Unpacker, UnpackError
 from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address, Peers, Probe
 from layerpush.stats import LoadCounters
@@ -29,6 +29,7 @@ from layerpush.wire import (
     Ping,
     Registration,
     Unpack,
+    WireError,
     encode,
     encode_completion,
     encode_heartbeat,
@@ -107,7 +108,12 @@ class DecodeDesk:
             return
         if self.unpacker is not None and (address.tp_size, address.pp_size) == (self._world_size, 1):
             registration = replace(registration, window=self.unpacker.offer(registration.request_id))
-        payload = encode_registration(registration, **extra)
+        try:
+            payload = encode_registration(registration, **extra)
+        except WireError:
+            if self.unpacker is not None:
+                self.unpacker.close(registration.request_id)
+            raise
         session = DecodeSession(registration.request_id, patience_s=self._patience_s)
         record = self._record(registration.request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
@@ -149,7 +155,7 @@ class DecodeDesk:
         awaited = self._awaited.get(message.request_id)
         if awaited is None or awaited.session.state is State.REGISTERING:
             if isinstance(message, Unpack) and awaited is None and self.unpacker is not None:
-                self._peers.notify(sender, encode(self.unpacker.refuse(sender, message).message))
+                self._answer(self.unpacker.refuse(sender, message))
             elif not isinstance(message, Cancelled):
                 self._keep(sender, message, now)
             return
@@ -198,7 +204,7 @@ class DecodeDesk:
         for order in self._watch.due(now):
             self._obey(order, now)
         for answer in self.unpacker.ended() if self.unpacker is not None else ():
-            self._peers.notify(answer.agent, encode(answer.message))
+            self._answer(answer)
         for _ in range(len(self._early)):
             deadline, sender, message = self._early.popleft()
             if deadline > now and len(self._early) < HELD:
@@ -338,13 +344,20 @@ class DecodeDesk:
             return
         answer = self.unpacker.again(sender, message)
         try:
-            if answer is None:
+            if answer is None and sender in awaited.session.open_agents:
                 self.unpacker.unpack(sender, message, awaited.registration)
+            elif answer is None:
+                answer = self.unpacker.refuse(sender, message)
         except UnpackError as error:
             self._complaints.add("unpack", f"what agent {sender} packed for {message.request_id}: {error}", now)
             answer = self.unpacker.refuse(sender, message)
         if answer is not None:
             self._send(awaited.address.engine_id, sender, encode(answer.message), now)
+
+    def _answer(self, answer: Answer | None) -> None:
+        """One that is lost is asked for again."""
+        if answer is not None:
+            self._peers.notify(answer.agent, encode(answer.message))
 
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails speaks against the agent, unless we have no connection that it could fail on."""

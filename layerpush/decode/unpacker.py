@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from layerpush.decode.windows import Windows
 from layerpush.layout import CacheLayout
-from layerpush.staging import Copy, Staging
+from layerpush.staging import PIECE_BYTES, Copies, Staging
 from layerpush.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Window
+
+logger = logging.getLogger("vllm.layerpush.unpacker")
 
 ANSWERS_KEPT = 4096
 
@@ -31,12 +35,11 @@ class _Scatter:
     request_id: str
     agent: str
     number: int
-    copies: list[Copy]
-    broken: bool = False
+    copies: Copies
 
 
 class Unpacker:
-    """Writer thread only. ``ring`` is the address of the staging ring, ``copy_rate`` bytes scattered in a second."""
+    """Writer thread only. ``ring`` is the address of the staging ring, on device ``device``."""
 
     def __init__(
         self, staging: Staging, windows: Windows, layout: CacheLayout, rank: int, ring: int, device: int
@@ -93,69 +96,78 @@ class Unpacker:
 
         Raises ``UnpackError``, when nothing has been scattered.
         """
-        if (agent, message.number) in self._answered or any(
-            (scatter.agent, scatter.number) == (agent, message.number) for scatter in self._running
-        ):
+        if (agent, message.number) in self._answered or self._is_running(agent, message.number):
             return
-        blocks = [self._blocks(part, registration) for part in message.parts]
-        sizes = [
-            len(wanted) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
-            for wanted, part in zip(blocks, message.parts, strict=True)
-        ]
+        sizes = [self._size_of(part, registration) for part in message.parts]
+        if message.offset % PIECE_BYTES:
+            raise UnpackError(f"byte {message.offset} is not where a piece begins")
         if not self._windows.holds(message.request_id, message.offset, sum(sizes)):
             raise UnpackError(f"{sum(sizes)} bytes from {message.offset} on are not all in the window of the request")
-        scatter = _Scatter(message.request_id, agent, message.number, [])
+        blocks = [_blocks(part, registration) for part in message.parts]
+        scatter = _Scatter(message.request_id, agent, message.number, Copies())
         self._windows.read_begun(message.request_id)
         self._running.append(scatter)
         offset = message.offset
-        try:
-            for wanted, part, size in zip(blocks, message.parts, sizes, strict=True):
-                layers = slice(part.first_layer, part.end_layer)
-                scatter.copies.append(self._staging.scatter(layers, self._layout.expand(wanted), offset))
-                offset += size
-        except BaseException:
-            scatter.broken = True
-            raise
+        for wanted, part, size in zip(blocks, message.parts, sizes, strict=True):
+            layers, ids = slice(part.first_layer, part.end_layer), self._layout.expand(wanted)
+            scatter.copies.begin(partial(self._staging.scatter, layers, ids, offset))
+            offset += size
 
     def again(self, agent: str, message: Unpack) -> Answer | None:
         """What this message was answered with, if it was."""
         done = self._answered.get((agent, message.number))
         return None if done is None else Answer(agent, Unpacked(message.number, done))
 
-    def refuse(self, agent: str, message: Unpack) -> Answer:
-        """Nothing will be scattered for this message."""
-        return self._answer(agent, message.number, done=False)
+    def refuse(self, agent: str, message: Unpack) -> Answer | None:
+        """Nothing will be scattered for this message, unless it was before: then it is answered as it was. None: it is
+        being scattered.
+        """
+        if self._is_running(agent, message.number):
+            return None
+        return self.again(agent, message) or self._answer(agent, message.number, done=False)
 
     def ended(self) -> list[Answer]:
         """What has been scattered since the last call."""
-        over = [scatter for scatter in self._running if all(copy.is_over() for copy in scatter.copies)]
-        self._running = [scatter for scatter in self._running if scatter not in over]
+        running, over = self._running, list[_Scatter]()
+        self._running = []
+        for scatter in running:
+            (over if scatter.copies.are_over() else self._running).append(scatter)
         for scatter in over:
             self._windows.read_ended(scatter.request_id)
+            if scatter.copies.failure is not None:
+                logger.error("blocks of %s were not unpacked: %s", scatter.request_id, scatter.copies.failure)
         waiting, self._later = self._later, []
         for request_id, call in waiting:
             self.after(request_id, call)
-        return [self._answer(scatter.agent, scatter.number, done=not scatter.broken) for scatter in over]
+        return [self._answer(scatter.agent, scatter.number, done=scatter.copies.failure is None) for scatter in over]
 
     def _is_unpacking(self, request_id: str) -> bool:
         return any(scatter.request_id == request_id for scatter in self._running)
 
-    def _blocks(self, part: Part, registration: Registration) -> tuple[int, ...]:
+    def _is_running(self, agent: str, number: int) -> bool:
+        return any((scatter.agent, scatter.number) == (agent, number) for scatter in self._running)
+
+    def _size_of(self, part: Part, registration: Registration) -> int:
+        """Bytes of a part. Raises ``UnpackError`` if it is none of this registration."""
         layers = self._layout.layers[part.first_layer : part.end_layer]
         if part.end_layer > len(self._layout.layers) or not layers:
             raise UnpackError(f"layers {part.first_layer}-{part.end_layer - 1} of {len(self._layout.layers)}")
         if any(layer.group != part.group for layer in layers) or part.group >= len(registration.local_block_ids):
             raise UnpackError(f"layers {part.first_layer}-{part.end_layer - 1} are not all of group {part.group}")
-        registered = registration.local_block_ids[part.group]
-        if not part.first < part.end <= len(registered):
-            raise UnpackError(f"blocks {part.first}-{part.end - 1} of {len(registered)} that were registered")
-        wanted = registered[part.first : part.end]
-        if NULL_BLOCK in wanted:
-            raise UnpackError(f"blocks {part.first}-{part.end - 1} are not all this request's")
-        return wanted
+        registered = len(registration.local_block_ids[part.group])
+        if not part.first < part.end <= registered:
+            raise UnpackError(f"blocks {part.first}-{part.end - 1} of {registered} that were registered")
+        return (part.end - part.first) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
 
     def _answer(self, agent: str, number: int, *, done: bool) -> Answer:
         self._answered[agent, number] = done
         while len(self._answered) > ANSWERS_KEPT:
             self._answered.popitem(last=False)
         return Answer(agent, Unpacked(number, done))
+
+
+def _blocks(part: Part, registration: Registration) -> tuple[int, ...]:
+    wanted = registration.local_block_ids[part.group][part.first : part.end]
+    if NULL_BLOCK in wanted:
+        raise UnpackError(f"blocks {part.first}-{part.end - 1} are not all this request's")
+    return wanted

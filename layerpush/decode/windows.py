@@ -32,7 +32,7 @@ class Windows:
 
     def open(self, request_id: str) -> int | None:
         """The offset of a window in the ring. None: there is none left, or the request has one that is in use."""
-        if request_id in self._windows:
+        if request_id in self._windows or not self.size:
             return None
         offset = self._ring.take(self.size, PIECE_BYTES)
         if offset is not None:
@@ -40,9 +40,11 @@ class Windows:
         return offset
 
     def holds(self, request_id: str, offset: int, size: int) -> bool:
-        """Whether these bytes of the ring are all in the request's window."""
+        """Whether these bytes of the ring are all in the request's window, and somebody may write there."""
         window = self._windows.get(request_id)
-        return window is not None and window.offset <= offset and offset + size <= window.offset + self.size
+        if window is None or window.closed:
+            return False
+        return window.offset <= offset and offset + size <= window.offset + self.size
 
     def read_begun(self, request_id: str) -> None:
         """Blocks are copied out of the window."""

@@ -7,6 +7,7 @@ fastest of each gives the cost of a WRITE, of a descriptor and of a byte; ``docs
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import time
 from dataclasses import replace
@@ -16,6 +17,8 @@ import numpy as np
 from layerpush.prefill.costs import Costs
 from layerpush.staging import PIECE_BYTES, cool
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
+
+logger = logging.getLogger("vllm.layerpush.stager")
 
 PIECES = 64
 SCRATCH_PIECES = 2 * PIECES
@@ -60,11 +63,13 @@ class Calibration:
         """Go on for a moment. A WRITE that is on the wire is waited for, however long that takes."""
         if self.is_over:
             return
-        spin_until = time.perf_counter() + SPIN_S
+        spin_until = min(time.perf_counter() + SPIN_S, self._deadline)
         try:
+            self._step()
             while not self.is_over and time.perf_counter() < spin_until:
                 self._step()
-        except TransportError:
+        except Exception as error:  # noqa: BLE001  a transport that breaks its contract: WRITEs to this engine go directly
+            logger.warning("layerpush cannot time WRITEs to %s: %s", self._route.agent, error)
             self._forget()
             self.is_over = True
 

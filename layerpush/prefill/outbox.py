@@ -90,6 +90,12 @@ class Outbox:
             self.release(part)
         return not pending
 
+    def halt(self, write: PostedWrite) -> None:
+        """Its push has ended: what is not on the wire yet need not be."""
+        for part in write.parts:
+            if part.staged is not None and self._stager is not None:
+                self._stager.packer.halt(part.staged)
+
     def release(self, part: RankWrite) -> None:
         if not self._released(part):
             self._unreleased.append(part)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from layerpush.prefill.costs import Plan
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import slots_of
 from layerpush.ring import Ring
-from layerpush.staging import PIECE_BYTES, Copy, Staging, whole_pieces
+from layerpush.staging import PIECE_BYTES, Copies, Staging, whole_pieces
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
 from layerpush.wire import Part, Unpack, Window, encode
@@ -62,26 +63,35 @@ class StagedWrite:
     local: DescriptorIds
     remote: DescriptorIds
     record: WriteRecord
-    copies: list[Copy]
     ours: int | None
     theirs: int | None = None
     window: PushWindow | None = None
     parts: tuple[Part, ...] = ()
+    copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
     handle: WriteHandle | None = None
     asked_at: float | None = None
     ask_at: float = 0.0
     refused: bool = False
+    halted: bool = False
 
 
 class Packer:
     """``gathered`` names our ring as a list of descriptors of one kernel block each, ``pieces`` as one of pieces."""
 
-    def __init__(self, transport: Transport, layout: CacheLayout, staging: Staging, block_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: CacheLayout,
+        staging: Staging,
+        block_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._transport = transport
         self._layout = layout
         self._staging = staging
         self.block_bytes = block_bytes
+        self._clock = clock
         self._numbers = 0
         self._unpacking: dict[int, StagedWrite] = {}
 
@@ -93,7 +103,7 @@ class Packer:
             return None
         first = span // self.block_bytes
         local = np.arange(first, first + len(remote), dtype=np.int32)
-        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, [], span), write)
+        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, span), write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
         """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
@@ -113,7 +123,7 @@ class Packer:
             for part in write.segments
         )
         staged = StagedWrite(
-            self._number(), Plan.PACKED, window.route, local, remote, record, [], ours, theirs, window, parts
+            self._number(), Plan.PACKED, window.route, local, remote, record, ours, theirs, window, parts
         )
         return self._begin(staged, write)
 
@@ -134,11 +144,15 @@ class Packer:
             if state is not WriteState.LANDED:
                 return state
             self._wrote(staged)
-        if staged.stage is Stage.UNPACKING and time.perf_counter() >= staged.ask_at:
+        if staged.stage is Stage.UNPACKING and self._clock() >= staged.ask_at:
             self._ask(staged)
         if staged.refused:
             raise TransportError("the decode engine did not unpack what it was sent")
         return WriteState.LANDED if staged.stage is Stage.OVER else WriteState.PENDING
+
+    def halt(self, staged: StagedWrite) -> None:
+        """Nobody wants it any more: what is not on the wire yet will not be."""
+        staged.halted = staged.stage is Stage.GATHERING
 
     def release(self, staged: StagedWrite) -> None:
         """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
@@ -154,24 +168,29 @@ class Packer:
     def _begin(self, staged: StagedWrite, write: Write) -> StagedWrite:
         assert staged.ours is not None
         offset = staged.ours
+        for part in write.segments:
+            blocks = self._layout.expand(part.source)
+            staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
+            offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
         try:
-            for part in write.segments:
-                blocks = self._layout.expand(part.source)
-                staged.copies.append(self._staging.gather(part.layers, blocks, offset))
-                offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
-            self._post_if_gathered(staged)
+            self._post_if_gathered(staged)  # on a CPU: the writer's next turn would come later than many a WRITE ends
         except BaseException:
             self.release(staged)
             raise
         return staged
 
     def _post_if_gathered(self, staged: StagedWrite) -> None:
-        """On a CPU that is at once: to wait for the writer's next turn would take longer than many a WRITE."""
-        if staged.stage is Stage.GATHERING and all(copy.is_over() for copy in staged.copies):
-            staged.record.t_post = time.perf_counter()
-            staged.handle = self._transport.post_write(staged.route, staged.local, staged.remote)
-            staged.record.t_posted = time.perf_counter()
-            staged.stage = Stage.WRITING
+        """What this raises comes when no copy runs any more."""
+        if staged.stage is not Stage.GATHERING or not staged.copies.are_over():
+            return
+        if staged.halted:
+            raise TransportError("the push ended before its blocks were written")
+        if staged.copies.failure is not None:
+            raise TransportError(f"blocks could not be gathered: {staged.copies.failure}")
+        staged.record.t_post = time.perf_counter()
+        staged.handle = self._transport.post_write(staged.route, staged.local, staged.remote)
+        staged.record.t_posted = time.perf_counter()
+        staged.stage = Stage.WRITING
 
     def _wrote(self, staged: StagedWrite) -> None:
         if staged.plan is Plan.PACKED:
@@ -187,7 +206,7 @@ class Packer:
         """
         assert staged.window is not None
         assert staged.theirs is not None
-        now = time.perf_counter()
+        now = self._clock()
         staged.asked_at = staged.asked_at or now
         staged.ask_at = now + UNPACK_RETRY_S
         offset = staged.window.offer.offset + staged.theirs

@@ -45,6 +45,11 @@ class Stager:
         """Whether WRITEs are being timed."""
         return bool(self._calibrations)
 
+    @property
+    def engines_in_flight(self) -> set[str]:
+        """Decode engines that such a WRITE may be on its way to. Any thread."""
+        return set(self._calibrations)
+
     def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
         """Find out what a WRITE to a decode engine costs, whose ring can be written to; until then go directly."""
         if self._packing == "auto" and engine_id not in self._costs_of:

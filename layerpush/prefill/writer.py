@@ -118,6 +118,11 @@ class PushWriter(PushTable):
             return PEER_POLL_S
         return RELEASE_RETRY_S if self._outbox.has_leftovers else None
 
+    @property
+    def engines_in_flight(self) -> set[str]:
+        timed = set() if self._stager is None else self._stager.engines_in_flight
+        return super().engines_in_flight | timed
+
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
         self._registered(self._pushes[request_id], registration)
@@ -189,10 +194,13 @@ class PushWriter(PushTable):
         if self._trace.enabled:
             push.record.writes.append(part.record)
 
-    def drain(self, seconds: float) -> int:
-        """Wait for what is on the wire, for shutdown. Returns how many WRITEs had to be left behind."""
+    def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
+        """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
+        many WRITEs had to be left behind.
+        """
         deadline = time.perf_counter() + seconds
         while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
+            listen()
             self._poll()
             time.sleep(WRITE_POLL_S)
         left = [part for push in self._pushes.values() for part in push.parts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -23,8 +23,9 @@ from layerpush.metrics.catalog import (
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.recorder import Recorder
 from layerpush.metrics.tally import Tally
+from layerpush.prefill.costs import Plan
 from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.outbox import Outbox, PostedWrite, WritePlan
+from layerpush.prefill.outbox import Outbox, PostedWrite
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import Push
 from layerpush.prefill.session import Session
@@ -101,19 +102,19 @@ def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
 
 def test_writes_are_told_apart_by_their_plan() -> None:
     metered = Metered(policy=Policy(min_write_bytes=1))
-    post, plans = Outbox.post, itertools.cycle(get_args(WritePlan))
+    post, plans = Outbox.post, itertools.cycle(Plan)
 
     def planned(outbox: Outbox, *args: Any) -> PostedWrite:
         posted = post(outbox, *args)
         for part, plan in zip(posted.parts, plans, strict=False):
-            part.plan = plan
+            part.record.plan = plan.value
         return posted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Outbox, "post", planned)
         counted = metered.run().counters[WRITES.key]
     assert counted == dict.fromkeys(WRITES.values, 3)
-    assert tuple(WRITES.values) == get_args(WritePlan)
+    assert tuple(WRITES.values) == tuple(plan.value for plan in Plan)
 
 
 def test_a_failed_write_and_the_push_that_it_fails_are_counted() -> None:

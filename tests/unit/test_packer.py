@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from layerpush.staging import PIECE_BYTES
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
 from layerpush.transport.fake import Bytes, FakeFabric, Faults
-from layerpush.wire import Part, Registration, Unpack, Unpacked, encode, read
+from layerpush.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
 from tests.unit.builders import layout_of, registration
 from tests.unit.staging_rig import NumpyStaging
 
@@ -41,7 +43,8 @@ class Pair:
         self.p.describe("blocks", self.ours.memory, range(0, PIECES * PIECE_BYTES, BLOCK_BYTES), BLOCK_BYTES)
         self.d.describe("ring", self.theirs.memory, pieces, PIECE_BYTES)
         self.d.describe("kv", self.d_cache, range(0, len(self.d_cache), BLOCK_BYTES), BLOCK_BYTES)
-        self.packer = Packer(self.p, self.layout, self.ours, BLOCK_BYTES)
+        self.now = 100.0
+        self.packer = Packer(self.p, self.layout, self.ours, BLOCK_BYTES, lambda: self.now)
         self.windows = Windows(self.theirs.ring, 4 * PIECE_BYTES)
         self.unpacker = Unpacker(self.theirs, self.windows, self.layout, 0, 0, 0)
         self.registration = registration(TARGET)
@@ -102,14 +105,6 @@ class Pair:
             for layer in range(LAYERS)[layers]
             for source, target in zip(SOURCE, TARGET, strict=True)
         )
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The packer's; its first element is the time."""
-    now = [100.0]
-    monkeypatch.setattr("layerpush.prefill.packer.time.perf_counter", lambda: now[0])
-    return now
 
 
 def test_packed_blocks_land_where_they_belong() -> None:
@@ -213,13 +208,13 @@ def test_windows_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("faults", [Faults(drop_notifications={0}), Faults(drop_notifications={1})])
-def test_a_lost_message_is_sent_again(clock: list[float], faults: Faults) -> None:
+def test_a_lost_message_is_sent_again(faults: Faults) -> None:
     """The first notification is the question, the second one the answer."""
     pair = Pair(faults)
     staged = pair.pack()
     assert staged is not None
     assert pair.run(staged) is WriteState.PENDING
-    clock[0] += UNPACK_RETRY_S
+    pair.now += UNPACK_RETRY_S
     assert pair.run(staged) is WriteState.LANDED
     assert pair.has_landed()
 
@@ -264,14 +259,14 @@ def test_a_refusal_fails_the_write() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.WRITING, Stage.UNPACKING])
-def test_the_death_of_the_decode_engine_is_noticed(clock: list[float], stage: Stage) -> None:
+def test_the_death_of_the_decode_engine_is_noticed(stage: Stage) -> None:
     pair = Pair(Faults(hold_writes={0: 5}))
     staged = pair.pack()
     assert staged is not None
     while staged.stage is not stage:
         pair.prefill_turn(staged)
     pair.fabric.kill("D")
-    clock[0] += UNPACK_RETRY_S
+    pair.now += UNPACK_RETRY_S
     with pytest.raises(PeerLostError):
         pair.run(staged)
     pair.packer.release(staged)
@@ -326,7 +321,7 @@ def test_what_was_not_registered_is_not_scattered(bad: Part, why: str) -> None:
     assert not pair.unpacker.is_busy
 
 
-@pytest.mark.parametrize("shift", [-1, 4 * PIECE_BYTES - 4 * BLOCK_BYTES * LAYERS + 1, 10 * PIECE_BYTES])
+@pytest.mark.parametrize("shift", [-PIECE_BYTES, 3 * PIECE_BYTES, 4 * PIECE_BYTES, 10 * PIECE_BYTES, 1 << 62])
 def test_nothing_outside_of_the_window_is_scattered(shift: int) -> None:
     pair = Pair()
     pair.window("d-0")
@@ -354,3 +349,112 @@ def test_many_writes_at_once() -> None:
         pair.decode_turn()
     assert waiting == []
     assert pair.has_landed()
+
+
+@pytest.mark.parametrize("shift", [-1, 1, BLOCK_BYTES])
+def test_nothing_is_scattered_from_the_middle_of_a_piece(shift: int) -> None:
+    """Kernels are fast, or work at all, from certain addresses on."""
+    pair = Pair()
+    offer = pair.window().offer
+    offset = offer.offset + PIECE_BYTES + shift
+    with pytest.raises(UnpackError, match="piece"):
+        pair.unpacker.unpack("P", Unpack("d-1", 1, offset, (part(end_layer=1, end=1),)), pair.registration)
+
+
+def test_a_window_that_is_closed_is_not_for_reading() -> None:
+    pair = Pair()
+    pair.theirs.looks.append(50)
+    offer = pair.window().offer
+    pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, (part(),)), pair.registration)
+    pair.unpacker.close("d-1")
+    with pytest.raises(UnpackError, match="window"):
+        pair.unpacker.unpack("P", Unpack("d-1", 2, offer.offset, (part(),)), pair.registration)
+
+
+def test_parts_without_end_are_counted_and_not_looked_up() -> None:
+    """As many as a message may have, each of as many blocks as a registration may have: there is no room for that."""
+    pair = Pair()
+    offer = pair.window().offer
+    wanted = registration(range(1, 1 << 16))
+    parts = (part(first=1, end=(1 << 16) - 1),) * MAX_PARTS
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnpackError, match="window"):
+            pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, parts), wanted)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_scattered_is_not_refused_meanwhile() -> None:
+    """The request may be over on this side while the same question comes again."""
+    pair = Pair()
+    pair.theirs.looks.append(2)
+    message = Unpack("d-1", 1, pair.window().offer.offset, (part(),))
+    pair.unpacker.unpack("P", message, pair.registration)
+    assert pair.unpacker.refuse("P", message) is None
+    answers = [answer for _ in range(4) for answer in pair.unpacker.ended()]
+    assert [answer.message for answer in answers] == [Unpacked(1, True)]
+    again = pair.unpacker.refuse("P", message)
+    assert again is not None
+    assert again.message == Unpacked(1, True)
+
+
+class Broken:
+    def is_over(self) -> bool:
+        raise RuntimeError("an error of the device")
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.theirs.looks.append(3)
+    scatter, calls = pair.theirs.scatter, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            return scatter(*args)
+        if fails == "at once":
+            raise RuntimeError("no memory")
+        return Broken()
+
+    monkeypatch.setattr(pair.theirs, "scatter", failing)
+    offer = pair.window().offer
+    message = Unpack("d-1", 1, offer.offset, (part(end_layer=1), part(first_layer=1)))
+    pair.unpacker.unpack("P", message, pair.registration)
+    pair.unpacker.close("d-1")
+    assert [pair.unpacker.ended() for _ in range(3)] == [[], [], []]
+    assert len(pair.theirs.ring) == 1
+    (answer,) = pair.unpacker.ended()
+    assert answer.message == Unpacked(1, False)
+    assert len(pair.theirs.ring) == 0
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair()
+    pair.ours.looks.append(3)
+    gather, calls = pair.ours.gather, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            return gather(*args)
+        if fails == "at once":
+            raise RuntimeError("no memory")
+        return Broken()
+
+    monkeypatch.setattr(pair.ours, "gather", failing)
+    segments = (*pair.write(slice(0, 1)).segments, *pair.write(slice(1, 3)).segments)
+    window = pair.window()
+    staged = pair.pack(Write(0, 0, 0, 12 * BLOCK_BYTES, segments), window)
+    assert staged is not None
+    assert [pair.packer.poll(staged) for _ in range(3)] == [WriteState.PENDING] * 3
+    assert len(pair.ours.ring) == 1
+    with pytest.raises(TransportError, match="could not be gathered: RuntimeError"):
+        pair.packer.poll(staged)
+    for _ in range(2):
+        pair.packer.release(staged)
+    assert len(pair.ours.ring) == len(window.spans) == 0
+    assert not pair.fabric.writes

@@ -62,3 +62,14 @@ def test_what_lies_in_a_window(windows: Windows, offset: int, size: int, holds: 
 def test_closing_what_was_never_opened(windows: Windows) -> None:
     windows.close("nobody")
     assert len(windows) == 0
+
+
+def test_a_window_that_is_closed_holds_nothing(windows: Windows) -> None:
+    windows.open("a")
+    windows.read_begun("a")
+    windows.close("a")
+    assert not windows.holds("a", 0, 8)
+
+
+def test_a_ring_too_small_for_windows_has_none() -> None:
+    assert Windows(Ring(3 * SIZE), 0).open("a") is None

@@ -1,0 +1,199 @@
+"""A worker's staging memory, against a NIXL that only notes what it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from layerpush import compat
+from layerpush.config import LayerPushConfig
+from layerpush.staging import PIECE_BYTES
+from layerpush.tensorstaging import TensorStaging
+from layerpush.transport.base import WriteState
+from layerpush.wire import Window
+from layerpush.workerstaging import WorkerStaging
+from tests.unit.builders import layout_of
+
+BLOCKS, BLOCK_BYTES = 64, 256
+LAYOUT = layout_of([0, 0], BLOCKS, BLOCK_BYTES)
+OFFER = Window(
+    rank=0, ring=1 << 40, ring_size=256 * PIECE_BYTES, device=0, offset=0, size=PIECE_BYTES, layout=LAYOUT.digest
+)
+
+
+class Nixl:
+    """``broken`` are the calls that fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.prepared: list[str] = []
+        self.released: list[Any] = []
+        self.broken: set[str] = set()
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.broken:
+            raise RuntimeError(f"{name} fails")
+
+    def get_reg_descs(self, rows: Any, memory: str) -> Any:
+        return rows, memory
+
+    def get_xfer_descs(self, rows: Any, memory: str) -> Any:
+        return rows, memory
+
+    def register_memory(self, *_: Any, **__: Any) -> None:
+        self._called("register_memory")
+
+    def prep_xfer_dlist(self, agent: str, _: Any) -> str:
+        self._called("prep_xfer_dlist")
+        self.prepared.append(agent)
+        return f"list {len(self.prepared)}"
+
+    def release_dlist_handle(self, handle: Any) -> None:
+        self.released.append(handle)
+        self._called("release_dlist_handle")
+
+
+class Wire:
+    """WRITEs that do not end."""
+
+    def __init__(self, nixl: Nixl) -> None:
+        self.nixl = nixl
+
+    def post_write(self, *_: Any) -> str:
+        return "a WRITE"
+
+    def poll(self, _: Any) -> WriteState:
+        return WriteState.PENDING
+
+    def release(self, handle: Any) -> None:
+        self.nixl.released.append(handle)
+
+
+class Place:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.nixl = Nixl()
+        self.worker = SimpleNamespace(
+            nixl_wrapper=self.nixl,
+            nixl_memory_type="DRAM",
+            nixl_backends=["UCX"],
+            device_id=0,
+            tp_rank=0,
+            _registered_descs=[],
+            transport=Wire(self.nixl),
+        )
+        self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
+        monkeypatch.setattr(compat, "slot_views", lambda _, caches: list(caches.values()))
+        self.staging = WorkerStaging(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
+
+    def start(self) -> WorkerStaging:
+        self.staging.allocate(torch.device("cpu"))
+        self.staging.build(LAYOUT, self.caches)
+        return self.staging
+
+    def packs(self) -> bool:
+        return self.staging.stager is not None
+
+
+def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    staging = place.start()
+    assert place.packs()
+    assert len(place.worker._registered_descs) == 1
+    assert place.nixl.prepared == ["NIXL_INIT_AGENT"] * 2
+    assert staging.unpacker is not None
+    offer = staging.unpacker.offer("d-1")
+    assert offer is not None
+    assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
+    (ring,) = staging.rings
+    assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    "config", [{"packing": "off"}, {"layerwise": False}, {"staging_bytes": 0}, {"staging_bytes": PIECE_BYTES}]
+)
+def test_without_room_or_wish_nothing_is_packed(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch, **config)
+    place.start()
+    assert not place.packs()
+    assert place.staging.unpacker is None
+    assert place.staging.rings == ()
+    assert place.staging.ring_of("D", "d-0", OFFER) is None
+    place.staging.close()
+
+
+def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever registers must not suffer from it."""
+    place = Place(monkeypatch, staging_bytes=130 * PIECE_BYTES)
+    staging = place.start()
+    assert place.packs()
+    assert staging.unpacker is not None
+    assert staging.unpacker.offer("d-1") is None
+
+
+def test_memory_that_cannot_be_registered_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    place.nixl.broken.add("register_memory")
+    place.start()
+    assert not place.packs()
+
+
+def test_a_device_that_cannot_copy_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TensorStaging) -> float:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(TensorStaging, "seconds_per_byte", broken)
+    place = Place(monkeypatch)
+    place.start()
+    assert not place.packs()
+    assert place.staging.rings == ()
+
+
+def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WRITEs may be on their way to the first while a second one is offered."""
+    place = Place(monkeypatch)
+    staging = place.start()
+    first = staging.ring_of("D", "d-0", OFFER)
+    assert first is not None
+    assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, offset=PIECE_BYTES)) == first
+    for change in ({"ring": 1 << 41}, {"ring_size": PIECE_BYTES}, {"device": 1}):
+        assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, **change)) is None
+    assert staging.ring_of("D", "d-0", OFFER) == first
+    assert place.nixl.released == []
+    staging.disconnected("D")
+    assert place.nixl.released == [first.remote_descriptors]
+    again = staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, ring=1 << 41))
+    assert again is not None
+    assert again.remote_descriptors != first.remote_descriptors
+
+
+def test_a_ring_that_is_not_there_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    staging = place.start()
+    place.nixl.broken.add("prep_xfer_dlist")
+    before = place.nixl.calls.count("prep_xfer_dlist")
+    for _ in range(3):
+        assert staging.ring_of("D", "d-0", OFFER) is None
+    assert place.nixl.calls.count("prep_xfer_dlist") == before + 1
+
+
+def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The WRITE's handle goes first, then the list that it was made from."""
+    place = Place(monkeypatch)
+    staging = place.start()
+    ring = staging.ring_of("D", "d-0", OFFER)
+    assert ring is not None
+    assert staging.stager is not None
+    staging.stager.turn()
+    assert staging.engines_in_flight == {"D"}
+    place.nixl.broken.add("release_dlist_handle")
+    staging.disconnected("D")
+    assert place.nixl.released == ["a WRITE", ring.remote_descriptors]
+    assert staging.engines_in_flight == set()
+    staging.close()
+    staging.close()
+    assert len(place.nixl.released) == 4
