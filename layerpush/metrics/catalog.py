@@ -79,6 +79,7 @@ PUSHES = Metric(
         "fallback": "completed; pushed whole because it could not be pushed by layer, or the prompt was short",
         "late_registration": "completed; pushed whole because D registered only after prefill had finished",
         "failed": "D was not told that it is complete; the log says why",
+        "unclaimed": "no D had registered when P gave the blocks up: its request may have left while D's still waited",
         "cancelled": "P's request was aborted, or D wanted its blocks back",
     },
 )

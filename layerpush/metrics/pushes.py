@@ -57,6 +57,8 @@ class PushMeter(PushCounters):
                 self._recorder.observe((EXPOSED, exposed_s))
 
     def _outcome(self, push: PushRecord) -> str:
+        if push.outcome == "failed" and push.decode_request_id is None:
+            return "unclaimed"
         if push.outcome != "completed":
             return push.outcome
         if push.mode != "request":

@@ -81,6 +81,15 @@ class Done:
     blocks: tuple[list[int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """``event`` takes a request's blocks away. ``armed`` is the first step that was armed for it, 0 if none was."""
+
+    request_id: str
+    event: Event
+    armed: int
+
+
 StepEvent = Armed | LayerSaved | Swept
 
 
@@ -98,8 +107,9 @@ class Capture:
         self._armed = False
         self._step = 0
         self._void: dict[str, int] = {}
-        self._revoked: deque[tuple[str, Event]] = deque()
+        self._revoked: deque[Revoked] = deque()
         self._done: deque[Done] = deque()
+        self._first_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._void_lock = threading.Lock()  # held for a few dict operations, never across a call
         self.dropped = 0
@@ -110,7 +120,9 @@ class Capture:
         self._step += 1
         self._armed = bool(plan.chunks)
         if plan.chunks:
-            self._last_step.update((chunk.request_id, self._step) for chunk in plan.chunks)
+            for chunk in plan.chunks:
+                self._first_step.setdefault(chunk.request_id, self._step)
+                self._last_step[chunk.request_id] = self._step
             self._put(Armed(self._step, plan.chunks, time.perf_counter()), None)
 
     def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
@@ -127,10 +139,11 @@ class Capture:
 
     def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
+        self._first_step.pop(request_id, None)
         self._done.append(Done(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
         self._wake()
 
-    def revoked(self) -> Iterator[tuple[str, Event]]:
+    def revoked(self) -> Iterator[Revoked]:
         """Take what was revoked since the last call. Writer thread."""
         while self._revoked:
             yield self._revoked.popleft()
@@ -190,7 +203,7 @@ class Capture:
     def _revoke(self, request_id: str, event: Event) -> None:
         with self._void_lock:
             self._void[request_id] = self._step + 1
-            self._revoked.append((request_id, event))
+            self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))
         self._wake()
 
     def _put(self, event: StepEvent, fence: Fence | None) -> None:

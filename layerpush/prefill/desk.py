@@ -29,6 +29,7 @@ ENDED_S = 60.0
 MAX_REASON = 400
 PROBES = 5
 NO_REQUEST = "no such request came to the prefill engine"
+OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 
 Key = tuple[str, str]
 Answer = Accepted | Fail | Cancelled
@@ -87,10 +88,14 @@ class PrefillDesk:
             self._answer(registration, answer, now)
         if any(registration.key in known for known in (self._over, self._served, self._ledger)):
             return  # another rank's, or the same once more
-        request_id = self.match(registration, self._writer.waiting())
+        waiting = self._writer.waiting()
+        request_id = self.match(registration, waiting)
         if request_id is not None:
             self._served.note(registration.key, request_id)
             self._writer.register(request_id, registration)
+            return
+        if any(self._is_misnamed(registration, candidate) for candidate in waiting):
+            self._refuse(registration, OTHER_PROMPT, now)
             return
         reason = self._bad_end(registration, now)
         if reason is not None and registration.layerpush:
@@ -128,6 +133,8 @@ class PrefillDesk:
     def take(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
         self._bad_ends.pop(self._naming.base(request_id), None)
+        for misnamed in self._ledger.drop_if(lambda entry: self._is_misnamed(entry, request_id)):
+            self._refuse(misnamed, OTHER_PROMPT, now)
         registration = self._ledger.take(request_id, now)
         if registration is not None:
             self._served.note(registration.key, request_id)
@@ -215,10 +222,16 @@ class PrefillDesk:
         return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
 
     def _is_for(self, registration: Registration, request_id: str) -> bool:
+        return not self._prompts_differ(registration, request_id) and self._naming.agree(registration, request_id)
+
+    def _is_misnamed(self, registration: Registration, request_id: str) -> bool:
+        """Whether this very request was named, of another prompt: no other one will come."""
+        named = registration.prefill_request_id == request_id and request_id in self._naming.names(registration)
+        return named and self._prompts_differ(registration, request_id)
+
+    def _prompts_differ(self, registration: Registration, request_id: str) -> bool:
         digest = self._digests.get(request_id)
-        if digest is not None and registration.prompt_digest not in (None, digest):
-            return False
-        return self._naming.agree(registration, request_id)
+        return digest is not None and registration.prompt_digest not in (None, digest)
 
     def _bad_end(self, registration: Registration, now: float) -> str | None:
         for base in map(self._naming.base, self._naming.names(registration)):

@@ -68,6 +68,13 @@ class Ledger:
         current = [entry for deadline, entry in self._entries.values() if deadline > now]
         return [entry for entry in current if self._is_for(entry, request_id)]
 
+    def drop_if(self, condition: Callable[[Registration], bool]) -> list[Registration]:
+        """Forget and return every registration of which this is true."""
+        dropped = [entry for _, entry in self._entries.values() if condition(entry)]
+        for entry in dropped:
+            del self._entries[entry.key]
+        return dropped
+
     def drop(self, key: Key) -> Registration | None:
         """Forget a registration, and return it if it was kept."""
         entry = self._entries.pop(key, None)

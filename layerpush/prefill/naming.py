@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from layerpush.wire import Registration
 
-_NUMBERS = re.compile(r"^\d+_|-\d+$")
-"""What vLLM puts around a router's id: which of several answers, and which of several prompts."""
+_ANSWER = re.compile(r"^\d+_")
+_PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
+"""What vLLM puts around a router's id: which of several answers, and, in completions, which of several prompts."""
 
 
 class Naming:
@@ -35,4 +36,8 @@ class Naming:
 
     def _are_siblings(self, one: str, other: str) -> bool:
         first, second = self.base(one), self.base(other)
-        return first != second and _NUMBERS.sub("", first) == _NUMBERS.sub("", second)
+        return first != second and _stem(first) == _stem(second)
+
+
+def _stem(base: str) -> str:
+    return _PROMPT.sub(r"\1", _ANSWER.sub("", base))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from layerpush.prefill.plan import ChunkPlan
 from layerpush.wire import Registration
@@ -127,10 +128,14 @@ class Finished(Event):
 class Aborted(Event):
     """The scheduler dropped the request and freed its blocks."""
 
+    reason: ClassVar[str] = "aborted"
+
 
 @dataclass(frozen=True, slots=True)
 class Evicted(Event):
     """The lease is over: the blocks are free."""
+
+    reason: ClassVar[str] = "its lease ran out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from layerpush.listener import listen
 from layerpush.metrics.reporter import Reporter
 from layerpush.metrics.sources import watch_complaints, watch_quarantine
 from layerpush.prefill.plan import PromptProgress, StepPlan
+from layerpush.prefill.settling import NEXT_REPORT_S
 from layerpush.wire import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._traces_requests = compat.traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._awaited: AwaitedPushes | None = None
-        self._workers_settle = False
+        self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
@@ -117,7 +118,8 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
         self.awaited.reported(connector_output.finished_recving or (), report)
-        self._workers_settle = report is not None and report.settling
+        if report is not None and report.settling:  # a step of which nothing is reported does not come here
+            self._workers_settle_until = time.perf_counter() + NEXT_REPORT_S
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request.request_id, None)
@@ -130,6 +132,10 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
 
     def has_pending_push_work(self) -> bool:
         return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
+
+    @property
+    def _workers_settle(self) -> bool:
+        return time.perf_counter() < self._workers_settle_until
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         if not self._prompts:

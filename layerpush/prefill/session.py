@@ -199,7 +199,7 @@ class Session:
         self._dropped = True
         if not self.told and self.failure is None:
             self.cancelled = isinstance(event, protocol.Aborted)
-            self.failure = "aborted" if self.cancelled else "its lease ran out"
+            self.failure = event.reason
         if self.in_flight:
             return S.DRAINING
         return S.CLOSED if self.state in (S.TOLD, S.ABANDONED) else self._drained(actions)

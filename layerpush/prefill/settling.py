@@ -4,6 +4,8 @@ from __future__ import annotations
 
 SETTLE_S = 1.0
 """How long an engine without requests goes on stepping to hear of them."""
+NEXT_REPORT_S = 0.1
+"""After so long without another report that says so, its workers need no more steps."""
 
 
 class Settling:

@@ -227,11 +227,15 @@ class PushWriter(PushTable):
         self._capture.forget_void()
 
     def _absorb_revoked(self) -> None:
-        for request_id, event in self._capture.revoked():
+        for revoked in self._capture.revoked():
+            request_id, event = revoked.request_id, revoked.event
             push = self._pushes.get(request_id)
-            if push is None and isinstance(event, Aborted):
-                self._host.ended(request_id, "aborted")
-            elif push is not None and push.session.accepts(type(event)):
+            if push is None and isinstance(event, Aborted | Evicted):
+                if revoked.armed > self._current:
+                    push = self._open(request_id, streams=True)  # dropped before its first step was seen: it counts
+                else:
+                    self._host.ended(request_id, event.reason)
+            if push is not None and push.session.accepts(type(event)):
                 logger.info("push of %s: %s", request_id, type(event).__name__.lower())
                 self._dispatch(push, event)
 

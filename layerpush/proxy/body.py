@@ -122,6 +122,8 @@ class RequestBody:
             extra: dict[str, msgspec.Raw] = _DECODER.decode(self._fields.get(_EXTRA, b"{}"))
         except msgspec.DecodeError:
             return  # the engines say what is wrong with it
+        except UnicodeDecodeError as error:  # their parsers may read it in another way than ours
+            raise BodyError(f"{_EXTRA} is not valid UTF-8: {error}") from None
         if extra.pop(_PARAMS, None) is not None:
             self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(extra))
 

@@ -128,7 +128,7 @@ class Dispatcher:
             pushed = prefill.done() and not prefill.cancelled() and prefill.exception() is None
             if pushed or failure.gone or failure.broken:
                 raise AttemptFailedError(failure, frozenset({attempt.decode})) from failure
-            raise AttemptFailedError(failure, frozenset({instance}), frozenset({attempt.decode})) from failure
+            raise AttemptFailedError(failure, frozenset(), frozenset({instance, attempt.decode})) from failure
 
     async def _sequentially(self, attempt: Attempt, request_id: str) -> Answer:
         assert attempt.prefill is not None

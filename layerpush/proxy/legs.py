@@ -57,6 +57,11 @@ class LegFailedError(Exception):
         return self.reason == "exhausted"
 
     @property
+    def refused(self) -> bool:
+        """It answered that it cannot now, and would say so again."""
+        return self.reason in ("status", "error_event")
+
+    @property
     def broken(self) -> bool:
         """A connection ended early. The engine may have died, or only closed one that it thought idle."""
         return self.reason == "disconnect"

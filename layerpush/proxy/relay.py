@@ -36,6 +36,7 @@ class Relay(Response):
         self._began = began
         self._avoid: set[Instance] = set()
         self._spare: set[Instance] = set()
+        self._refused_by: set[tuple[Instance | None, Instance]] = set()
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         client = Client(send)
@@ -77,12 +78,17 @@ class Relay(Response):
 
     async def _answer(self, client: Client) -> str:
         failure: AttemptFailedError | None = None
-        for attempts_left in range(self._proxy.settings.retry_max_retries, -1, -1):
+        for _ in range(1 + self._proxy.settings.retry_max_retries):
             decode = await self._pick("decode", failure)
             prefill = None if self._body.alone else await self._pick("prefill", failure)
             if decode is None or (prefill is None and not self._body.alone):
                 break
             if failure is not None:
+                if (prefill, decode) in self._refused_by:
+                    break
+                logger.warning(
+                    "another attempt, with %s", " and ".join(str(each) for each in (prefill, decode) if each)
+                )
                 self._proxy.metrics.retries.inc()
             attempt = Attempt(
                 self._body, self._to_engines, prefill, decode, client.comment, self._proxy.settings.sequential
@@ -93,7 +99,9 @@ class Relay(Response):
                     answer = await self._proxy.dispatcher.send(attempt)
                 except AttemptFailedError as error:
                     failure = error
-                    self._note(error, attempts_left)
+                    self._note(error)
+                    if error.cause.refused:
+                        self._refused_by.add((prefill, decode))
                     continue
                 waited_s = asyncio.get_running_loop().time() - self._began
                 self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
@@ -111,7 +119,7 @@ class Relay(Response):
             raise fleet.none_left(role)
         return chosen
 
-    def _note(self, error: AttemptFailedError, attempts_left: int) -> None:
+    def _note(self, error: AttemptFailedError) -> None:
         """An engine that failed is not asked again, or only if there is no other, where it may do better next time."""
         cause = error.cause
         self._proxy.metrics.leg_failed(cause)
@@ -119,7 +127,7 @@ class Relay(Response):
         forgiven = {cause.instance} if cause.gone or cause.broken else set()
         self._avoid |= error.avoid - forgiven
         self._spare |= error.spare | forgiven
-        logger.warning("%s%s", cause, "; another attempt" if attempts_left else "")
+        logger.warning("%s", cause)
 
     async def _give_up(self, client: Client, failure: AttemptFailedError | None) -> str:
         """What the client gets is D's own answer, if there is one, else what went wrong."""

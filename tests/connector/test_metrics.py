@@ -138,7 +138,7 @@ def test_a_push_that_nobody_wanted_is_told_by_an_engine_that_falls_idle(engine: 
     run(p, STEPS)
     run_dry(p)
     scrape = scraped(front_end, p)
-    assert scrape.value("pushes_total", engine="0", outcome="failed") == 1
+    assert scrape.value("pushes_total", engine="0", outcome="unclaimed") == 1
     assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
 
 

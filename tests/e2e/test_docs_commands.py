@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from layerpush.demo.ports import PortAllocator
-from tests.docblocks import ROOT
-from tests.e2e.docsrig import Machine, answer, block, loads
+from tests.docblocks import ROOT, Block
+from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.proxyrig import _model_with_tokenizer, get
 
 patient = pytest.mark.timeout(1200)
@@ -27,6 +27,15 @@ ON_P, ON_D = (f"export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.{number}" for number i
 def machine(tmp_path: Path) -> Iterator[Machine]:
     with contextlib.ExitStack() as stack:
         yield Machine(tmp_path, _model_with_tokenizer(tmp_path / "model"), PortAllocator(range(19200, 19400)), stack)
+
+
+def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Server:
+    """Ready; where it asks P who that is, D has had what P computed for that."""
+    asks = "--prefill-identity" not in command.text
+    with loads(at_d, int(asks)):
+        proxy = machine.start(command, name)
+        proxy.await_healthy(machine.url("127.0.0.1:8000"))
+    return proxy
 
 
 def test_what_stands_twice_is_the_same() -> None:
@@ -52,8 +61,7 @@ def test_the_readme_and_the_contract(machine: Machine) -> None:
         block(PROXY, "layerpush proxy --port 8000", 1),
     ]
     for number, command in enumerate(proxies):
-        proxy = machine.start(command, f"proxy-{number}")
-        proxy.await_healthy(machine.url("127.0.0.1:8000"))
+        proxy = started_proxy(machine, command, f"proxy-{number}", at_d)
         with loads(at_d, 2):
             assert answer(machine.run(block(QUICKSTART, "curl")))
             assert answer(machine.run(block(PROXY, "curl")))
@@ -68,9 +76,9 @@ def test_the_quickstart_by_hand(machine: Machine) -> None:
     d = machine.start(block(QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"), "D", shared)
     p.await_healthy(machine.url("127.0.0.1:8100"))
     d.await_healthy(machine.url("127.0.0.1:8200"))
-    proxy = machine.start(block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy")
-    proxy.await_healthy(machine.url("127.0.0.1:8000"))
-    with loads(machine.url("127.0.0.1:8200"), 1):
+    at_d = machine.url("127.0.0.1:8200")
+    started_proxy(machine, block(QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"), "proxy", at_d)
+    with loads(at_d, 1):
         assert answer(machine.run(block(QUICKSTART, "curl")))
 
 
@@ -80,9 +88,9 @@ def test_the_deployment(machine: Machine) -> None:
     p, d = machine.start(block(DEPLOYMENT, ON_P), "P"), machine.start(block(DEPLOYMENT, ON_D), "D")
     p.await_healthy(machine.url("10.0.0.1:8000"))
     d.await_healthy(machine.url("10.0.0.2:8000"))
-    proxy = machine.start(block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy")
-    proxy.await_healthy(machine.url("127.0.0.1:8000"))
-    with loads(machine.url("10.0.0.2:8000"), 1):
+    at_d = machine.url("10.0.0.2:8000")
+    started_proxy(machine, block(DEPLOYMENT, "layerpush proxy --host 0.0.0.0"), "proxy", at_d)
+    with loads(at_d, 1):
         assert answer(machine.run(block(QUICKSTART, "curl")))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from layerpush.prefill import capture
-from layerpush.prefill.capture import Armed, Capture, LayerSaved, NoFences, StepEvent, Swept
+from layerpush.prefill.capture import Armed, Capture, LayerSaved, NoFences, Revoked, StepEvent, Swept
 from layerpush.prefill.plan import StepPlan
 from layerpush.prefill.protocol import Aborted, Evicted, Preempted
 from tests.unit.builders import chunks_of
@@ -91,7 +91,7 @@ def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
     source.layer_saved("layers.0")
     source.sweep()
     assert taken(source) == []
-    assert list(source.revoked()) == [("p-1", Preempted()), ("p-2", Aborted())]
+    assert list(source.revoked()) == [Revoked("p-1", Preempted(), 0), Revoked("p-2", Aborted(), 0)]
     assert list(source.revoked()) == []
     assert wakes.count == 2
 
@@ -101,7 +101,7 @@ def test_what_takes_blocks_away_outruns_fences() -> None:
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.arm(StepPlan(), ["p-1"])
-    assert list(source.revoked()) == [("p-1", Aborted())]
+    assert list(source.revoked()) == [Revoked("p-1", Aborted(), armed=1)]
     assert source.is_void("p-1", step=1)
 
 
@@ -115,9 +115,19 @@ def test_a_step_is_void_only_for_what_was_armed_before() -> None:
     assert not source.is_void("p-2", first)
     source.forget_void()
     assert source.is_void("p-1", first), "forgotten while a revocation was still to be taken"
-    assert list(source.revoked()) == [("p-1", Aborted())]
+    assert list(source.revoked()) == [Revoked("p-1", Aborted(), armed=1)]
     source.forget_void()
     assert not source.is_void("p-1", first)
+
+
+def test_a_revocation_names_the_first_step_since_the_last() -> None:
+    source = Capture(NAMES, Wakes(), NoFences())
+    for _ in range(2):
+        source.arm(PLAN)
+    source.arm(PLAN, ["p-1"])
+    source.arm(StepPlan(preempted=("p-1",)))
+    source.revoke(aborted=["p-1"])
+    assert [revoked.armed for revoked in source.revoked()] == [1, 3, 0]
 
 
 def test_the_end_of_a_lease_voids_everything_so_far() -> None:
@@ -130,7 +140,7 @@ def test_the_end_of_a_lease_voids_everything_so_far() -> None:
     (done,) = source.done(swept=armed.step)
     assert source.is_void("p-1", armed.step)
     assert source.is_void("p-1", done.step)
-    assert list(source.revoked()) == [("p-1", Evicted())]
+    assert list(source.revoked()) == [Revoked("p-1", Evicted(), 0)]
 
 
 def test_finished_comes_after_the_steps_of_its_request() -> None:

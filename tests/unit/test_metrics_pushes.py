@@ -94,6 +94,15 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     assert tally.observed(EXPOSED).count == 1
 
 
+def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
+    metered = Metered(registered=False)
+    metered.rig.step((metered.prompt, 27))
+    metered.rig.finish(metered.prompt)
+    metered.rig.expire(metered.prompt)
+    metered.rig.settle()
+    assert pushes(metered.recorder.take()) == {"unclaimed": 1}
+
+
 def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
     push = push_of()
     push.record.t_last_ready, push.registered_at, push.record.t_last_landed = 10.0, 50.0, 50.5
@@ -165,8 +174,17 @@ def test_active_pushes_are_those_that_are_not_over() -> None:
     assert metered.rig.writer.active == 0
 
 
-def record(outcome: str, mode: str, fallback: str | None = None) -> PushRecord:
-    return PushRecord(request_id="p", engine_id="e", rank=0, mode=mode, outcome=outcome, fallback=fallback)
+def record(outcome: str, mode: str, fallback: str | None = None, *, registered: bool = False) -> PushRecord:
+    decode_id = "d" if registered else None
+    return PushRecord(
+        request_id="p",
+        decode_request_id=decode_id,
+        engine_id="e",
+        rank=0,
+        mode=mode,
+        outcome=outcome,
+        fallback=fallback,
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +197,8 @@ def record(outcome: str, mode: str, fallback: str | None = None) -> PushRecord:
         (record("completed", "request", SHORT_PROMPT), "fallback", "short_prompt"),
         (record("completed", "request", ENGINE_FALLBACK), "fallback", "engine"),
         (record("completed", "request", "its block size is 8 tokens, ours 4"), "fallback", "decode_engine"),
-        (record("failed", "request", SHORT_PROMPT), "failed", "short_prompt"),
+        (record("failed", "request", SHORT_PROMPT, registered=True), "failed", "short_prompt"),
+        (record("failed", "layer"), "unclaimed", None),
         (record("cancelled", "layer"), "cancelled", None),
     ],
 )

@@ -235,6 +235,47 @@ def test_a_request_that_is_named_but_has_another_prompt_is_not_meant() -> None:
     world.writer.unclaimed = ["a/p"]
     world.says(asks("b/d", prefill="a/p", digest="two"))
     assert world.writer.registrations == []
+    assert Fail in map(type, world.heard()), "it would wait for ever"
+
+
+def test_a_registration_that_came_before_the_request_that_it_names_is_refused_too() -> None:
+    world = World()
+    world.says(asks("b/d", prefill="a/p", digest="two"))
+    world.digests["a/p"] = "one"
+    assert world.desk.take("a/p", world.now) is None
+    assert Fail in map(type, world.heard())
+    assert world.desk.pending == 0
+
+
+def test_other_prompts_of_a_request_that_is_named_wait_for_their_own() -> None:
+    world = World()
+    world.digests["cmpl-a-0/p"] = "one"
+    world.writer.unclaimed = ["cmpl-a-0/p"]
+    world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
+    assert world.heard() == [Accepted("cmpl-a-1/d")]
+    assert world.desk.pending == 1
+
+
+@pytest.mark.parametrize("digest", ["same", None])
+@pytest.mark.parametrize(
+    ("at_p", "at_d"),
+    [
+        ("chatcmpl-req-1/p", "chatcmpl-req-2/d"),
+        ("cmpl-req-1-0/p", "cmpl-req-2-0/d"),
+        ("req-1/p", "req-2/d"),
+        ("chatcmpl-7/p", "chatcmpl-8/d"),
+        ("cmpl-7-0/p", "cmpl-8-0/d"),
+    ],
+)
+def test_a_router_may_number_its_requests(at_p: str, at_d: str, digest: str | None) -> None:
+    """D was told P's id, which is another one than D's, and there is a request that has D's."""
+    world = World()
+    unrelated = f"{base_id(at_d)}/p"
+    world.writer.unclaimed = [unrelated, at_p]
+    if digest is not None:
+        world.digests.update({at_p: digest, unrelated: digest})
+    world.says(asks(at_d, prefill=at_p, digest=digest))
+    assert [request_id for request_id, _ in world.writer.registrations] == [at_p]
 
 
 @pytest.mark.parametrize("told", ["cmpl-a-0", "cmpl-a-0/p"], ids=["at once", "one after the other"])

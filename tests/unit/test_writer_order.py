@@ -97,6 +97,20 @@ def test_an_abort_does_not_overtake_its_own_step(wait: bool, seen: bool) -> None
     assert not rig.p._live
 
 
+@pytest.mark.parametrize("seen", [False, True], ids=["abort first", "step first"])
+def test_an_aborted_push_counts_once_whether_or_not_its_step_was_seen(seen: bool) -> None:
+    rig, prompt = rig_of()
+    del rig.host.pending[prompt.name]
+    unseen_step(rig, prompt)
+    if seen:
+        rig.writer.turn()
+    rig.abort(prompt)
+    rig.settle()
+    assert [record.outcome for record in rig.trace.records] == ["cancelled"]
+    assert rig.host.endings == {"p-1": ["aborted"]}
+    rig.assert_clean()
+
+
 def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
@@ -190,6 +204,17 @@ def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
     assert rig.host.delegated == {}
     assert rig.host.released == []
     rig.assert_clean()
+
+
+def test_a_request_whose_lease_was_over_before_any_of_it_was_seen_has_ended() -> None:
+    """As in an engine that was stopped for a while."""
+    rig, prompt = rig_of()
+    unseen_step(rig, prompt)
+    rig.capture.finish("p-1", (prompt.blocks,))
+    rig.expire(prompt)
+    rig.settle()
+    assert rig.host.endings == {"p-1": ["its lease ran out"]}
+    assert rig.decoders["D"].told() == [[]]
 
 
 def test_a_prompt_without_plans_that_is_sent_again_after_an_abort_is_heard_of() -> None:

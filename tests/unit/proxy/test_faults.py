@@ -205,6 +205,34 @@ def test_a_d_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
     check()
 
 
+@pytest.mark.parametrize("fault", ["500", "429"])
+def test_a_d_that_refuses_while_p_computes_is_replaced(fault: Fault) -> None:
+    """An overloaded D answers at once; P, of which there is one, has hardly begun."""
+
+    @asynchronous
+    async def check() -> None:
+        async with world(prefills=1, decodes=2) as here:
+            here.p.hold = asyncio.Event()
+            here.decode[0].faults.append(fault)
+            here.decode[1].faults.append(fault)
+            reply = asyncio.create_task(here.post())
+            await until(lambda: sum(len(each.seen) for each in here.decode) == 2, "both D are asked")
+            here.p.hold.set()
+            assert (await reply).status == int(fault)
+            assert len(here.decode[0].seen) == len(here.decode[1].seen) == 1, "nobody is asked twice"
+
+            here.p.hold = asyncio.Event()
+            here.decode[0].faults.append(fault)
+            before = [len(each.seen) for each in here.decode]
+            replies = [asyncio.create_task(here.post()) for _ in range(2)]
+            await until(lambda: not here.decode[0].faults, "one has refused")
+            here.p.hold.set()
+            assert [(await each).status for each in replies] == [200, 200]
+            assert sum(len(each.seen) for each in here.decode) - sum(before) == 3
+
+    check()
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_connection_that_breaks_is_tried_again_with_the_only_engine(role: str) -> None:
     """Such as one that an engine closed at the moment at which it was used again."""

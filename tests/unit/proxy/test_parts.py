@@ -167,6 +167,11 @@ class TestBodies:
     def test_no_params_by_the_back_door(self, extra: object, left: object) -> None:
         assert json.loads(self.body(vllm_xargs=extra).to_decode(None)) == {"vllm_xargs": left}
 
+    def test_what_could_be_read_in_two_ways_is_refused(self) -> None:
+        for key in (b"\xff", b"\xed\xa0\x80"):
+            with pytest.raises(BodyError, match="UTF-8"):
+                RequestBody("completions", b'{"prompt":"a","vllm_xargs":{"' + key + b'":1}}')
+
     def test_sizes(self) -> None:
         assert self.body(prompt=[1, 2, 3]).prompt_tokens == 3
         assert self.body(prompt=[[1, 2], [3, 4]]).prompt_tokens == 4
