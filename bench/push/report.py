@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from bench.push.cells import FIXED, LIMIT, Cell
+from layerpush.prefill.costs import Costs
 
-CONSTANTS: dict[str, Callable[[Mapping[str, float]], float]] = {
-    "us a descriptor": lambda costs: 1e6 * costs["descriptor_s"],
+CONSTANTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "us for each of 1000 descriptors": lambda costs: 1e3 * Costs(scattered=costs["scattered"]).scattered_s(1000),
     "GB/s on the wire": lambda costs: 1e-9 / max(costs["wire_s"], 1e-15),
     "GB/s copied": lambda costs: 1e-9 / max(costs["gather_s"], 1e-15),
     "ms of messages": lambda costs: 1e3 * costs["messages_s"],

@@ -1,16 +1,17 @@
 """What a WRITE to one decode engine costs: measured once, on the scratch bytes of its ring, when it first offers one.
 
-Three WRITEs, again and again: one piece, ``PIECES`` pieces that merge into one descriptor, and as many that do not. The
-fastest of each gives the cost of a WRITE, of a descriptor and of a byte; ``docs/design/packing.md`` has the formulas.
+A few WRITEs, again and again: one piece, all pieces of the scratch bytes, which merge into one descriptor, and some
+numbers of pieces that do not merge. The fastest of each gives the cost of a WRITE, of a byte and of descriptors;
+``docs/design/packing.md`` has the formulas.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,27 +21,32 @@ from layerpush.transport.base import DescriptorIds, Route, Transport, TransportE
 
 logger = logging.getLogger("vllm.layerpush.stager")
 
-PIECES = 64
-SCRATCH_PIECES = 2 * PIECES
+SCRATCH_PIECES = 128
 """At the beginning of every ring: anybody may write there at any time, nobody reads."""
-ROUNDS = 8
+APART = (64, 512, 2048)
+"""NIXL does not treat few and many descriptors alike: from 1024 on it spreads them over its threads."""
+ROUNDS = 5
 BUDGET_S = 0.5
 """After so many seconds what is known has to do."""
 SPIN_S = 2e-3
 """For how long a turn looks at a WRITE without a pause: shorter ones are timed exactly."""
 
 
-class Sample(enum.Enum):
-    SMALL = "one piece"
-    MERGED = "pieces that lie side by side"
-    APART = "pieces that do not"
+@dataclass(frozen=True)
+class Sample:
+    """A WRITE of so many pieces, side by side or apart: then the scratch bytes are written more than once."""
+
+    pieces: int
+    apart: bool = False
+
+    def ids(self) -> DescriptorIds:
+        if not self.apart:
+            return np.arange(self.pieces, dtype=np.int32)
+        return np.resize(np.arange(0, SCRATCH_PIECES, 2, dtype=np.int32), self.pieces)
 
 
-_IDS = {
-    Sample.SMALL: np.arange(1, dtype=np.int32),
-    Sample.MERGED: np.arange(PIECES, dtype=np.int32),
-    Sample.APART: np.arange(0, SCRATCH_PIECES, 2, dtype=np.int32),
-}
+SMALL, MERGED = Sample(1), Sample(SCRATCH_PIECES)
+SAMPLES = (SMALL, MERGED, *(Sample(pieces, apart=True) for pieces in APART))
 
 
 class Calibration:
@@ -53,9 +59,9 @@ class Calibration:
         self._route = route
         self._prior = prior
         self._deadline = now + BUDGET_S
-        self._waiting = [sample for _ in range(ROUNDS) for sample in Sample]
-        self._fastest = dict.fromkeys(Sample, math.inf)
-        self._sample = Sample.SMALL
+        self._waiting = [sample for _ in range(ROUNDS) for sample in SAMPLES]
+        self._fastest = dict.fromkeys(SAMPLES, math.inf)
+        self._sample = SMALL
         self._handle: WriteHandle | None = None
         self._posted = 0.0
 
@@ -92,19 +98,30 @@ class Calibration:
             self.is_over = True
             return
         self._sample = self._waiting.pop(0)
-        ids: DescriptorIds = _IDS[self._sample]
+        if time.perf_counter() + self._at_least_s() > self._deadline:
+            return
+        ids = self._sample.ids()
         cool()
         self._posted = time.perf_counter()
         self._handle = self._transport.post_write(self._route, ids, ids)
 
+    def _at_least_s(self) -> float:
+        """What the bytes of the next sample alone will take, as far as that is known."""
+        merged = self._fastest[MERGED]
+        return 0.0 if math.isinf(merged) else merged * self._sample.pieces / SCRATCH_PIECES
+
     def _learned(self) -> Costs | None:
-        small, merged, apart = (self._fastest[sample] for sample in Sample)
-        if math.isinf(small + merged + apart):
+        small, merged = self._fastest[SMALL], self._fastest[MERGED]
+        apart = {sample.pieces: took for sample, took in self._fastest.items() if sample.apart and took < math.inf}
+        if math.isinf(small + merged) or not apart:
             return None
-        descriptor_s = max(apart - merged, 0.0) / (PIECES - 1)
-        wire_s = max(merged - small, 0.0) / ((PIECES - 1) * PIECE_BYTES)
-        write_s = max(small - descriptor_s - PIECE_BYTES * wire_s, 0.0)
-        return replace(self._prior, descriptor_s=descriptor_s, wire_s=wire_s, write_s=write_s)
+        wire_s = max(merged - small, 0.0) / ((SCRATCH_PIECES - 1) * PIECE_BYTES)
+        few = min(apart)
+        one_s = max(apart[few] - small - (few - 1) * PIECE_BYTES * wire_s, 0.0) / (few - 1)
+        write_s = max(small - one_s - PIECE_BYTES * wire_s, 0.0)
+        seconds = accumulate((took - write_s - n * PIECE_BYTES * wire_s for n, took in apart.items()), max, initial=0.0)
+        scattered = tuple(zip(apart, list(seconds)[1:], strict=True))
+        return replace(self._prior, scattered=scattered, wire_s=wire_s, write_s=write_s)
 
     def _forget(self) -> None:
         handle, self._handle = self._handle, None

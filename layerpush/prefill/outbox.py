@@ -80,6 +80,8 @@ class Outbox:
                 continue
             if state is WriteState.LANDED:
                 part.record.t_landed = time.perf_counter()
+                if part.staged is not None and self._stager is not None:
+                    self._stager.learn(part.staged)
             else:
                 write.lost = write.lost or reason
             ended.append((part, state is WriteState.LANDED))

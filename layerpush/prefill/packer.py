@@ -70,6 +70,7 @@ class StagedWrite:
     copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
     handle: WriteHandle | None = None
+    began_at: float = 0.0
     asked_at: float | None = None
     ask_at: float = 0.0
     refused: bool = False
@@ -167,7 +168,7 @@ class Packer:
 
     def _begin(self, staged: StagedWrite, write: Write) -> StagedWrite:
         assert staged.ours is not None
-        offset = staged.ours
+        offset, staged.began_at = staged.ours, time.perf_counter()
         for part in write.segments:
             blocks = self._layout.expand(part.source)
             staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))

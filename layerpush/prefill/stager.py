@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -13,6 +11,7 @@ from typing import Literal
 from layerpush.layout import CacheLayout
 from layerpush.prefill.calibration import Calibration
 from layerpush.prefill.costs import Costs, Plan, Shape
+from layerpush.prefill.lessons import CopyLessons, Lesson
 from layerpush.prefill.packer import Packer, PushWindow, StagedWrite
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import shape_of
@@ -24,7 +23,6 @@ from layerpush.transport.base import DescriptorIds, Route, Transport
 logger = logging.getLogger("vllm.layerpush.stager")
 
 Packing = Literal["auto", "gather", "packed"]
-LESSONS = 8
 
 
 class Stager:
@@ -38,7 +36,8 @@ class Stager:
         self._costs_of: dict[str, Costs] = {}
         self._calibrations: dict[str, Calibration] = {}
         self._engine_of: dict[str, str] = {}
-        self._lessons: dict[str, deque[float]] = {}
+        self._copies = CopyLessons(costs)
+        self._messages: dict[str, Lesson] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -64,11 +63,11 @@ class Stager:
                 continue
             del self._calibrations[engine_id]
             if calibration.costs is not None:
-                costs = self._costs_of[engine_id] = calibration.costs
+                costs = self._costs_of[engine_id] = self._copies.applied_to(calibration.costs)
                 logger.info(
-                    "layerpush: to decode engine %s a descriptor takes %.1f us, a MiB %.2f ms and %.2f ms to copy",
+                    "layerpush: to decode engine %s 1000 descriptors take %.1f ms, a MiB %.2f ms and %.2f ms to copy",
                     engine_id,
-                    1e6 * costs.descriptor_s,
+                    1e3 * costs.scattered_s(1000),
                     1e3 * (1 << 20) * costs.wire_s,
                     1e3 * (1 << 20) * costs.gather_s,
                 )
@@ -81,9 +80,16 @@ class Stager:
         if staged is None or not done or engine_id is None or costs is None or staged.asked_at is None:
             return
         copied = costs.copy_s + len(staged.local) * PIECE_BYTES * costs.scatter_s
-        lessons = self._lessons.setdefault(engine_id, deque([self._costs.messages_s], maxlen=LESSONS))
-        lessons.append(max(time.perf_counter() - staged.asked_at - copied, 0.0))
-        self._costs_of[engine_id] = replace(costs, messages_s=statistics.median_low(lessons))
+        messages = self._messages.setdefault(engine_id, Lesson(self._costs.messages_s))
+        messages.heard(time.perf_counter() - staged.asked_at - copied)
+        self._costs_of[engine_id] = replace(costs, messages_s=messages.value)
+
+    def learn(self, staged: StagedWrite) -> None:
+        """A WRITE has landed: how long its blocks took to gather is learned from."""
+        self._copies.copied(staged.record.bytes, staged.record.t_post - staged.began_at)
+        self._costs = self._copies.applied_to(self._costs)
+        for engine_id, costs in self._costs_of.items():
+            self._costs_of[engine_id] = self._copies.applied_to(costs)
 
     def costs_to(self, engine_id: str) -> Costs:
         """What is known by now."""
@@ -92,7 +98,7 @@ class Stager:
     def forget(self, engine_id: str) -> None:
         """The decode engine is gone."""
         self._costs_of.pop(engine_id, None)
-        self._lessons.pop(engine_id, None)
+        self._messages.pop(engine_id, None)
         calibration = self._calibrations.pop(engine_id, None)
         if calibration is not None:
             calibration.abandon()

@@ -85,7 +85,7 @@ def test_lists_of_the_command_line() -> None:
         names("shm,ib", ["shm", "tcp"])
 
 
-COSTS = asdict(Costs(descriptor_s=2e-6))
+COSTS = asdict(Costs(scattered=((1000, 2e-3),)))
 
 
 def cell(auto_s: float, packs: bool = True, **fixed: float) -> Cell:

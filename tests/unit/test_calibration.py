@@ -52,7 +52,7 @@ def test_it_learns_what_a_write_costs() -> None:
     calibration = pair.calibration()
     until_over(calibration)
     assert calibration.costs is not None
-    assert calibration.costs.descriptor_s >= 0
+    assert calibration.costs.scattered_s(4096) >= calibration.costs.scattered_s(64) >= 0
     assert calibration.costs.gather_s == Costs().gather_s
     assert not pair.p._live
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.prefill.calibration import PIECES, Calibration
+from layerpush.prefill.calibration import Calibration
 from layerpush.prefill.costs import Costs, Shape
+from layerpush.prefill.lessons import CopyLessons
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import runs
 from layerpush.prefill.stager import Stager
@@ -19,7 +20,8 @@ from layerpush.trace import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
-WIRE = Costs(descriptor_s=2e-6, wire_s=1e-10, write_s=3e-4)
+WIRE = Costs(scattered=((512, 1e-3), (2048, 2e-3)), wire_s=1e-10, write_s=3e-4)
+PIECES = 64
 
 
 class Clock:
@@ -48,7 +50,7 @@ class Wire:
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> int:
         pieces = runs(local, remote)
-        self.clock.now += WIRE.write_s + pieces * WIRE.descriptor_s + len(local) * PIECE_BYTES * WIRE.wire_s
+        self.clock.now += WIRE.write_s + WIRE.scattered_s(pieces) + len(local) * PIECE_BYTES * WIRE.wire_s
         return 1
 
     def poll(self, handle: int) -> WriteState:
@@ -67,7 +69,7 @@ class OnePacker:
 
 
 def calibrated(clock: Clock, packer: OnePacker) -> Stager:
-    prior = Costs(gather_s=0.0, scatter_s=1e-9, messages_s=1e-3, copy_s=5e-4)
+    prior = Costs(gather_s=1e-9, scatter_s=1e-9, messages_s=1e-3, copy_s=5e-4)
     stager = Stager(packer, None, "auto", prior)  # type: ignore[arg-type]
     stager.calibrate(ENGINE, Wire(clock), ROUTE)  # type: ignore[arg-type]
     while stager.is_busy:
@@ -81,7 +83,8 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
         calibration.turn()
     learned = calibration.costs
     assert learned is not None
-    assert learned.descriptor_s == pytest.approx(WIRE.descriptor_s)
+    for descriptors in (1, 64, 512, 2048, 4096):
+        assert learned.scattered_s(descriptors) == pytest.approx(WIRE.scattered_s(descriptors))
     assert learned.wire_s == pytest.approx(WIRE.wire_s)
     assert learned.write_s == pytest.approx(WIRE.write_s)
     assert learned.copy_s == 7.0
@@ -92,7 +95,7 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     looked: list[object] = []
     monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
     packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
-    stager = Stager(packer, None, packing, Costs(descriptor_s=1.0, copy_s=10.0))  # type: ignore[arg-type]
+    stager = Stager(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
     ids = np.arange(10, dtype=np.int32)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     write = Write(0, 0, 0, 80, ())
@@ -138,3 +141,25 @@ def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -
     stager.forget(ENGINE)
     assert stager.costs_to(ENGINE).messages_s == 1e-3
     assert unpack_in(stager, packer, clock, 1.0) == 1e-3
+
+
+def test_copies_teach_what_they_cost() -> None:
+    lessons = CopyLessons(Costs(copy_s=1e-4, gather_s=1e-10))
+    for _ in range(20):
+        lessons.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
+        lessons.copied(16 << 20, 5e-4 + (16 << 20) * 2e-10)
+    learned = lessons.applied_to(Costs(messages_s=7.0))
+    assert learned.copy_s == pytest.approx(5e-4, rel=0.02)
+    assert learned.gather_s == learned.scatter_s == pytest.approx(2e-10, rel=0.02)
+    assert learned.messages_s == 7.0
+    lessons.copied(16 << 10, 1.0)
+    assert lessons.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
+
+
+def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
+    stager = calibrated(clock, OnePacker())
+    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
+    for _ in range(8):
+        stager.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
+    assert stager.costs_to(ENGINE).copy_s == pytest.approx(0.25)
+    assert stager.costs_to("another").copy_s == pytest.approx(0.25)
