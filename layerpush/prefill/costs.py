@@ -78,11 +78,12 @@ class Costs:
         high, high_s = self.scattered[at]
         return low_s + (descriptors - low) * (high_s - low_s) / (high - low)
 
-    def never_pays(self, descriptors: int) -> bool:
-        """Whether a copy takes longer than so few descriptors could, however they lie. To look at how they do costs a
-        tenth of a small WRITE.
+    def never_pays(self, descriptors: int, size: int) -> bool:
+        """Whether no plan that copies ``size`` bytes could be chosen, however so many descriptors lie. To look at how
+        they do costs a tenth of a small WRITE.
         """
-        return self.scattered_s(descriptors) <= self.copy_s
+        best = self.estimate(Plan.GATHERED, Shape(size, descriptors, 1))
+        return best >= MARGIN * self.estimate(Plan.DIRECT, Shape(size, descriptors, 1))
 
     def choose(self, shape: Shape, possible: Iterable[Plan]) -> Plan:
         """The plan that is estimated to be the fastest, direct unless another is so by more than the margin."""

@@ -115,7 +115,8 @@ class Stager:
         there.
         """
         local, remote = pairs
-        if self._packing == "auto" and self.costs_to(link.engine_id).never_pays(len(remote)):
+        size = len(remote) * self.packer.block_bytes
+        if self._packing == "auto" and self.costs_to(link.engine_id).never_pays(len(remote), size):
             return None
         shape = shape_of(local, remote, self.packer.block_bytes)
         possible = set(self._possible(write, link, window, shape))

@@ -52,14 +52,18 @@ def test_what_pays(shape: Shape, plan: Plan) -> None:
 
 @given(models, shapes)
 def test_what_never_pays_is_never_chosen(costs: Costs, shape: Shape) -> None:
-    if costs.never_pays(shape.direct_runs):
+    if costs.never_pays(shape.direct_runs, shape.bytes):
         assert costs.choose(shape, Plan) is Plan.DIRECT
 
 
 def test_a_copy_pays_from_so_many_descriptors_on() -> None:
-    costs = Costs(scattered=((1, 1.0),), copy_s=10.0)
-    assert costs.never_pays(10)
-    assert not costs.never_pays(11)
+    costs = Costs(((1, 1.0),), wire_s=0.0, gather_s=0.5, copy_s=10.0, write_s=0.0)
+    for descriptors in range(1, 40):
+        scattered = Shape(4, descriptors, gathered_runs=1)
+        assert costs.never_pays(descriptors, 4) == (costs.choose(scattered, Plan) is Plan.DIRECT)
+    assert costs.never_pays(14, 4)
+    assert not costs.never_pays(15, 4)
+    assert costs.never_pays(15, 8)
 
 
 def test_the_formula() -> None:
