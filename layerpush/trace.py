@@ -49,7 +49,7 @@ class WriteRecord(msgspec.Struct):
     """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` counts what went to this rank.
 
     ``plan`` is "direct", "gathered" or "packed"; its descriptors merge into ``runs``, and ``estimate_s`` is how many
-    seconds it was estimated to take. None where nothing is packed.
+    seconds it was estimated to take from ``t_planned`` on. None where nothing is packed.
     """
 
     remote_rank: int
@@ -63,6 +63,7 @@ class WriteRecord(msgspec.Struct):
     plan: str = "direct"
     runs: int | None = None
     estimate_s: float | None = None
+    t_planned: float | None = None
 
 
 class PushRecord(msgspec.Struct, kw_only=True):

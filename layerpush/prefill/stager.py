@@ -115,6 +115,7 @@ class Stager:
         there.
         """
         local, remote = pairs
+        record.t_planned = time.perf_counter()
         size = len(remote) * self.packer.block_bytes
         if self._packing == "auto" and self.costs_to(link.engine_id).never_pays(len(remote), size):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from layerpush.metrics.catalog import (
     TRANSFER,
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
+    WRITE_ESTIMATE,
     WRITE_LAYERS,
+    WRITE_SECONDS,
     WRITES,
 )
 from layerpush.metrics.pushes import PushMeter
@@ -117,12 +120,16 @@ def test_writes_are_told_apart_by_their_plan() -> None:
         posted = post(outbox, *args)
         for part, plan in zip(posted.parts, plans, strict=False):
             part.record.plan = plan.value
+            if plan is not Plan.DIRECT:
+                part.record.estimate_s, part.record.t_planned = 5.0, time.perf_counter() - 60
         return posted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Outbox, "post", planned)
-        counted = metered.run().counters[WRITES.key]
-    assert counted == dict.fromkeys(WRITES.values, 3)
+        tally = metered.run()
+    assert tally.counters[WRITES.key] == dict.fromkeys(WRITES.values, 3)
+    assert tally.observed(WRITE_ESTIMATE).total == 6 * 5.0
+    assert (tally.observed(WRITE_SECONDS).count, tally.observed(WRITE_SECONDS).total // 60) == (6, 6)
     assert tuple(WRITES.values) == tuple(plan.value for plan in Plan)
 
 

@@ -72,6 +72,7 @@ def test_one_line_for_a_push(tmp_path: Path) -> None:
             "plan": "direct",
             "runs": None,
             "estimate_s": None,
+            "t_planned": None,
         }
     ]
     assert {"decode_request_id", "decode_engine_id", "fallback", "epoch", "tokens"} <= line.keys()
