@@ -105,7 +105,9 @@ class WorkerStaging:
 
     def with_gathering(self, link: Link) -> Link:
         """``link``, with the way from our ring into the decode engine's cache if there is one."""
-        if self.stager is None or link.refusal is not None or len(link.routes) != 1 or link.share != 1.0:
+        if self.stager is None or link.refusal is not None or len(link.routes) != 1:
+            return link
+        if not compat.has_equal_blocks(self._worker, link.engine_id):
             return link
         return replace(link, gathered=replace(link.routes[0], local_descriptors=self._blocks))
 

@@ -119,6 +119,13 @@ def share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
     return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
 
 
+def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
+    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
+
+
 def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
     """A made-up request with one block per group: shows where upstream would write it."""
     blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)

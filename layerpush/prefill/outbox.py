@@ -131,7 +131,7 @@ class Outbox:
         pairs: tuple[DescriptorIds, DescriptorIds],
         record: WriteRecord,
     ) -> StagedWrite | None:
-        if self._stager is None or len(link.routes) > 1 or link.share != 1.0:
+        if self._stager is None or (link.gathered is None and window is None):
             return None
         return self._stager.begin(write, link, window, pairs, record)
 

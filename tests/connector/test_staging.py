@@ -11,9 +11,10 @@ import torch
 
 from layerpush import compat
 from layerpush.config import LayerPushConfig
+from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES
 from layerpush.tensorstaging import TensorStaging
-from layerpush.transport.base import WriteState
+from layerpush.transport.base import Route, WriteState
 from layerpush.wire import Window
 from layerpush.workerstaging import WorkerStaging
 from tests.unit.builders import layout_of
@@ -126,6 +127,35 @@ def test_without_room_or_wish_nothing_is_packed(config: dict[str, Any], monkeypa
     place.staging.close()
 
 
+@pytest.mark.parametrize(
+    ("theirs", "use_mla", "gathers"), [(2, False, True), (1, False, False), (4, False, False), (1, True, True)]
+)
+def test_only_whole_blocks_are_gathered(
+    theirs: int, use_mla: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our heads of two blocks are no neighbours on D, whatever their ids: those of other ranks lie between them."""
+    place = Place(monkeypatch)
+    place.worker.use_mla = use_mla
+    place.worker.transfer_topo = SimpleNamespace(
+        get_engine_info=lambda _: SimpleNamespace(remote_tp_size=theirs),
+        tp_ratio=lambda size: {1: 2, 2: 1, 4: -2}[size],  # we are two ranks
+    )
+    link = Link("D", (Route("d-0", 0, "cache", "their cache"),), (BLOCKS, BLOCKS))
+    gathered = place.start().with_gathering(link).gathered
+    assert gathered == (Route("d-0", 0, "list 1", "their cache") if gathers else None)
+
+
+def test_a_link_that_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory, blocks that do not fit, several ranks."""
+    routes = tuple(Route(f"d-{rank}", rank, "cache", "their cache") for rank in range(2))
+    for config, link in (
+        ({"packing": "off"}, Link("D", routes[:1], (BLOCKS, BLOCKS))),
+        ({}, Link("D", (), (), refusal="another block size")),
+        ({}, Link("D", routes, (BLOCKS, BLOCKS), share=0.5)),
+    ):
+        assert Place(monkeypatch, **config).start().with_gathering(link) is link
+
+
 def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever registers must not suffer from it."""
     place = Place(monkeypatch, staging_bytes=130 * PIECE_BYTES)
@@ -143,10 +173,10 @@ def test_memory_that_cannot_be_registered_is_done_without(monkeypatch: pytest.Mo
 
 
 def test_a_device_that_cannot_copy_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: TensorStaging) -> float:
+    def broken(self: TensorStaging) -> tuple[float, float]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(TensorStaging, "seconds_per_byte", broken)
+    monkeypatch.setattr(TensorStaging, "copy_costs", broken)
     place = Place(monkeypatch)
     place.start()
     assert not place.packs()
