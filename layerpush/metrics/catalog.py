@@ -251,13 +251,13 @@ RING_BYTES = Metric(
     "staging_ring_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory of the rank that has the most; 0: there is no ring, and so far there never is.",
+    "Staging memory of the rank that has the most; 0: it packs nothing. The log says why if nobody asked for that.",
 )
 RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory that WRITEs use, of the rank that uses the most.",
+    "Of that what is taken, on the rank that uses the most: on P by WRITEs under way, on D by requests' windows.",
 )
 WRITER_LAG = Metric(
     "writer_lag_seconds",
