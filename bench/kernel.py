@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import triton
 import typer
 from rich.console import Console
 
@@ -81,6 +80,12 @@ class Cell:
     def of_copy(self, way: str) -> Ratio:
         """The median rate as a share of the copy's."""
         return ratio_of_medians(self.seconds[COPY], self.seconds[way])
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Cell:
+        """What ``as_json`` has made."""
+        case = Case(written["block_bytes"], written["blocks"], written["ids"])
+        return cls(case, written["direction"], {way: each["seconds"] for way, each in written["ways"].items()})
 
     def as_json(self) -> dict[str, Any]:
         ways = {
@@ -243,11 +248,7 @@ def main(
         rival = Rival(place, seed)
         contention = [rival.measure(int(cap), rounds) for cap in caps.split(",")]
     hardware = {"kind": kind, "name": torch.cuda.get_device_name(place) if kind == "cuda" else None}
-    head = provenance(seed) | {
-        "triton": triton.__version__,
-        "device": hardware,
-        "threads": threads,
-    }
+    head = provenance(seed) | {"device": hardware, "threads": threads}
     settings = {
         "rounds": rounds,
         "max_programs": max_programs,

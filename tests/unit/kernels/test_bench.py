@@ -22,7 +22,8 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     result = CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    assert {"argv", "git_sha", "versions", "machine", "date", "seed", "triton", "device", "rounds"} <= set(written)
+    assert {"argv", "git_sha", "versions", "machine", "date", "seed", "device", "rounds"} <= set(written)
+    assert {"torch", "triton", "ucx"} <= set(written["versions"])
     assert written["left_out"] == written["contention"] == []
     cells = written["cells"]
     assert len(cells) == 2 * 2 * 2 * 2
