@@ -174,6 +174,18 @@ def _bench_push(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_kernel(words: Words) -> None:
+    from bench.kernel import app
+
+    _typer(app, words)
+
+
+def _bench_plot(words: Words) -> None:
+    from bench.plot.__main__ import app
+
+    _typer(app, words)
+
+
 def _soak(words: Words) -> None:
     from tests.faults.soak.command import app
 
@@ -202,6 +214,8 @@ CHECKS: Mapping[str, Callable[[Words], None]] = {
 MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
     "bench": _bench,
+    "bench.kernel": _bench_kernel,
+    "bench.plot": _bench_plot,
     "bench.proxy": _bench_proxy,
     "bench.push": _bench_push,
     "layerpush": _layerpush,

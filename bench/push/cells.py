@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,16 @@ class Cell:
     def ratio(self, way: str, other: str) -> Ratio:
         """Of medians, with its interval."""
         return ratio_of_medians(self.ways[way].seconds, self.ways[other].seconds)
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Cell:
+        """What ``as_json`` has made."""
+        point = Point(**{each.name: written[each.name] for each in fields(Point)})
+        ways = {
+            way: Series(**{each.name: series[each.name] for each in fields(Series)})
+            for way, series in written["ways"].items()
+        }
+        return cls(written["link"], point, ways, written["runs"], written["estimate_s"], written["costs"])
 
     def as_json(self) -> dict[str, Any]:
         auto = {"to_best": asdict(self.auto_to_best), "to_direct": asdict(self.auto_to_direct)}

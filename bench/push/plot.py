@@ -63,10 +63,10 @@ def _curves(panel: Any, cells: Sequence[Cell]) -> None:
         usable = [cell for cell in here if way not in FIXED or way in cell.possible]
         points = [(cell.point.block_bytes / 1024, cell.ratio(way, "direct")) for cell in usable]
         if points:
-            sizes, ratios = zip(*points, strict=True)
+            kib, ratios = zip(*points, strict=True)
             style = "--" if way == "auto" else "-"
-            panel.plot(sizes, [ratio.ratio for ratio in ratios], "o" + style, color=COLOURS[way], label=way)
-            panel.fill_between(sizes, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15)
+            panel.plot(kib, [ratio.ratio for ratio in ratios], "o" + style, color=COLOURS[way], label=way)
+            panel.fill_between(kib, [r.low for r in ratios], [r.high for r in ratios], color=COLOURS[way], alpha=0.15)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     for axis in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):

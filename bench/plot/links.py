@@ -1,0 +1,55 @@
+"""By the speed of an emulated link, for each mode: time to first token and exposed time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.plot.canvas import colours, curve, figure, logarithmic
+from bench.plot.series import ResultError, Series, in_order
+
+
+def speeds(series: Sequence[Series]) -> list[float]:
+    """The link speeds in Gb/s at which something was measured, each once."""
+    return sorted({one.where.gbit for one in series if one.where.gbit is not None})
+
+
+def draw(series: Sequence[Series], path: Path, title: str) -> None:
+    """A row for each prompt length and load. Raises ``ResultError`` for fewer than two speeds."""
+    emulated = [one for one in series if one.where.gbit is not None]
+    if len(speeds(emulated)) < 2:
+        raise ResultError("a sweep of link speeds takes results from two speeds or more")
+    points = sorted({(one.tokens, _rest(one)) for one in emulated})
+    columns = 2 if any(one.exposed_ms for one in emulated) else 1
+    chosen = colours(list(in_order(emulated)))
+    with figure(len(points), columns, path, title) as grid:
+        for row, (tokens, rest) in zip(grid, points, strict=True):
+            here = [one for one in emulated if (one.tokens, _rest(one)) == (tokens, rest)]
+            name = ", ".join(filter(None, (f"{tokens} tokens", rest)))
+            _panel(row[0], here, chosen, "ttft_ms")
+            row[0].set_title(f"{name}: time to first token", loc="left", fontsize="medium")
+            if columns == 2:
+                _panel(row[1], here, chosen, "exposed_ms")
+                row[1].set_title("exposed after prefill", loc="left", fontsize="medium")
+        grid[0][0].legend(fontsize="small")
+
+
+def _rest(one: Series) -> str:
+    """The conditions but for the link."""
+    return str(replace(one.where, link=""))
+
+
+def _panel(panel: Any, series: Sequence[Series], chosen: dict[str, str], what: str) -> None:
+    for mode, same in in_order(series).items():
+        by_speed = sorted((one.where.gbit or 0.0, getattr(one, what)) for one in same if getattr(one, what))
+        if by_speed:
+            gbits, samples = zip(*by_speed, strict=True)
+            curve(panel, gbits, samples, chosen[mode], mode)
+    logarithmic(panel, "x", speeds(series))
+    logarithmic(panel, "y")
+    panel.set_xlabel("Gb/s of the link")
+    panel.set_ylabel("milliseconds")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
