@@ -174,6 +174,12 @@ def _bench_push(words: Words) -> None:
     _typer(app, words)
 
 
+def _gpu_bench(words: Words) -> None:
+    from bench.gpu.__main__ import app
+
+    _typer(app, words)
+
+
 def _bench_kernel(words: Words) -> None:
     from bench.kernel import app
 
@@ -225,6 +231,7 @@ MODULES: Mapping[str, Callable[[Words], None]] = {
 }
 SCRIPTS: Mapping[str, Callable[[Words], None]] = {
     "bench": _bench,
+    "gpu-bench": _gpu_bench,
     "demo": lambda words: _layerpush(["demo", *words]),
     "pages": _docgen,
     "readme-figures": _docgen,
