@@ -44,6 +44,8 @@ def main(
       to whole-request push, and what is exposed after prefill. If there are several speeds of an emulated link, in one
       file or in several that are named together, also the sweep over them.
 
+    - Of `python -m bench.forward`: what is exposed by prompt length, `FILE-exposed.png`, and the same sweep.
+
     - Of `python -m bench.push` and `python -m bench.kernel`: the pictures that these leave beside their JSON.
 
     - Of a folder: the timeline of one request, `timeline.png`. A folder of traces of modes, such as `DIR/trace` after
@@ -75,8 +77,8 @@ def main(
                 typer.echo(f"left out: {error}")
                 continue
             picture = (out or path.parent) / f"{path.stem}.png"
-            kind.draw(result, picture, kinds.title(result, path))
-            typer.echo(str(picture))
+            for drawn in kind.draw(result, picture, kinds.title(result, path)):
+                typer.echo(str(drawn))
             if kind.series is not None:
                 measured += kind.series(result)
                 files += 1

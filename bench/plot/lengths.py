@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,21 @@ from bench.plot.series import Series, in_order, places
 REFERENCES = ("request", "aggregated", "push", "pull")
 """What others are compared with: that of them with which most are, by the bench itself."""
 ASIDE = 1.03
+Panel = Callable[[Any, Mapping[str, Sequence[Series]], Mapping[str, str]], None]
 
 
 def draw(series: Sequence[Series], path: Path, title: str) -> None:
-    """A row for each link and load; columns for the time to first token, the ratios, and what is exposed."""
+    """A row for each link and load; columns for the time to first token, the ratios, and what is exposed, if known."""
     every = places(series)
-    columns = 3 if any(one.exposed_ms for one in series) else 2
+    panels: list[Panel] = [_times, _ratios] if any(one.ttft_ms for one in series) else []
+    panels += [_exposed] if any(one.exposed_ms for one in series) else []
     chosen = colours(list(in_order(series)))
-    with figure(len(every), columns, path, title) as grid:
+    with figure(len(every), len(panels), path, title) as grid:
         for row, where in zip(grid, every, strict=True):
             here = in_order(one for one in series if one.where == where)
-            _times(row[0], here, chosen)
-            _ratios(row[1], here, chosen)
-            if columns == 3:
-                _exposed(row[2], here, chosen)
-            row[0].set_title(f"{where}: time to first token", loc="left", fontsize="medium")
+            for panel, fill in zip(row, panels, strict=True):
+                fill(panel, here, chosen)
+            row[0].set_title(f"{where}: {row[0].get_title('left')}", loc="left", fontsize="medium")
         grid[0][0].legend(fontsize="small")
 
 
@@ -35,6 +35,7 @@ def _times(panel: Any, modes: Mapping[str, Sequence[Series]], chosen: Mapping[st
         curve(panel, [one.tokens for one in same], [one.ttft_ms for one in same], chosen[mode], mode)
     _by_length(panel, modes)
     logarithmic(panel, "y")
+    panel.set_title("time to first token", loc="left", fontsize="medium")
     panel.set_ylabel("milliseconds")
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from bench.plot.canvas import colours, curve, figure, logarithmic
 from bench.plot.series import ResultError, Series, in_order
 
+TITLES = {"ttft_ms": "time to first token", "exposed_ms": "exposed after prefill"}
+
 
 def speeds(series: Sequence[Series]) -> list[float]:
     """The link speeds in Gb/s at which something was measured, each once."""
@@ -22,17 +24,16 @@ def draw(series: Sequence[Series], path: Path, title: str) -> None:
     if len(speeds(emulated)) < 2:
         raise ResultError("a sweep of link speeds takes results from two speeds or more")
     points = sorted({(one.tokens, _rest(one)) for one in emulated})
-    columns = 2 if any(one.exposed_ms for one in emulated) else 1
+    shown = [what for what in TITLES if any(getattr(one, what) for one in emulated)]
     chosen = colours(list(in_order(emulated)))
-    with figure(len(points), columns, path, title) as grid:
+    with figure(len(points), len(shown), path, title) as grid:
         for row, (tokens, rest) in zip(grid, points, strict=True):
             here = [one for one in emulated if (one.tokens, _rest(one)) == (tokens, rest)]
             name = ", ".join(filter(None, (f"{tokens} tokens", rest)))
-            _panel(row[0], here, chosen, "ttft_ms")
-            row[0].set_title(f"{name}: time to first token", loc="left", fontsize="medium")
-            if columns == 2:
-                _panel(row[1], here, chosen, "exposed_ms")
-                row[1].set_title("exposed after prefill", loc="left", fontsize="medium")
+            for panel, what in zip(row, shown, strict=True):
+                _panel(panel, here, chosen, what)
+                panel.set_title(TITLES[what], loc="left", fontsize="medium")
+            row[0].set_title(f"{name}: {TITLES[shown[0]]}", loc="left", fontsize="medium")
         grid[0][0].legend(fontsize="small")
 
 

@@ -39,14 +39,15 @@ class Where:
 
 @dataclass(frozen=True)
 class Series:
-    """Milliseconds of each request; ``exposed_ms`` of those that left a trace. ``ratios`` are those of the median time
-    to first token to other modes', with their intervals, as the bench has found them.
+    """Milliseconds of each request, where known; ``exposed_ms`` of those that left a trace.
+
+    ``ratios`` are those of the median time to first token to other modes', with intervals, as the bench has found them.
     """
 
     where: Where
     mode: str
     tokens: int
-    ttft_ms: tuple[float, ...]
+    ttft_ms: tuple[float, ...] = ()
     exposed_ms: tuple[float, ...] = ()
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
 
@@ -82,6 +83,20 @@ def of_serve(result: Mapping[str, Any]) -> list[Series]:
         for cell in result["cells"]
         for mode, figures in cell["modes"].items()
         if figures["ttft_ms"]
+    ]
+
+
+def of_forward(result: Mapping[str, Any]) -> list[Series]:
+    """From the JSON of ``python -m bench.forward``, which has no first token: what is exposed only."""
+    return [
+        Series(
+            Where(cell["link"], f"{cell['model']}, {cell['ids']} blocks"),
+            mode,
+            cell["tokens"],
+            exposed_ms=tuple(1e3 * each for each in figures["raw"]["exposed_s"]),
+        )
+        for cell in result["cells"]
+        for mode, figures in cell["modes"].items()
     ]
 
 

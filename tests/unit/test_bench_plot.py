@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bench.bootstrap import Ratio
 from bench.plot import __main__ as command
 from bench.plot import canvas, lengths, links, timeline
-from bench.plot.series import ResultError, Series, Where, in_order, of_serve, of_ttft, places
+from bench.plot.series import ResultError, Series, Where, in_order, of_forward, of_serve, of_ttft, places
 from bench.push.cells import Cell
 from tests.unit.test_bench_push import cell as push_cell
 from tests.unit.test_demo_figures import push_line
@@ -150,6 +150,28 @@ def test_series_of_engines_have_their_load_and_all_requests_of_all_rounds() -> N
     assert str(other.where) == "2gbit, 2048 tokens a step, 0.5 per second"
 
 
+def forward_cell(**changes: Any) -> dict[str, Any]:
+    modes = {mode: {"raw": {"exposed_s": [0.001 * factor, 0.003 * factor]}} for mode, factor in MODES_EXPOSED.items()}
+    cell = {"link": "1gbit", "model": "llama-8b", "ids": "random", "tokens": 4096, "ceiling": {}, "modes": modes}
+    return cell | changes
+
+
+MODES_EXPOSED = {"layer": 1, "request": 10}
+
+
+def test_a_synthetic_forward_has_what_is_exposed_and_no_first_token(tmp_path: Path) -> None:
+    cells = [forward_cell(), forward_cell(tokens=8192), forward_cell(link="2gbit")]
+    series = of_forward({"cells": cells})
+    assert series[0] == Series(Where("1gbit", "llama-8b, random blocks"), "layer", 4096, exposed_ms=(1.0, 3.0))
+    (slow, fast) = panels(lengths.draw, series, tmp_path / "a.png", "title")
+    assert curves(slow) == {"layer": [2.0, 2.0], "request": [20.0, 20.0]}
+    assert slow.get_title("left") == "1gbit, llama-8b, random blocks: exposed after prefill"
+    assert curves(fast) == {"layer": [2.0], "request": [20.0]}
+    status, said = run(written(tmp_path / "forward.json", HEAD | {"cells": cells}))
+    assert status == 0, said
+    assert said.split() == [str(tmp_path / f"forward-{what}.png") for what in ("exposed", "links")]
+
+
 def test_engines_over_several_links_become_a_sweep_of_one_file(tmp_path: Path) -> None:
     result = HEAD | {"cells": [serve_cell(), serve_cell(link="500mbit")]}
     status, said = run(written(tmp_path / "serve.json", result))
@@ -178,9 +200,10 @@ def test_one_speed_is_no_sweep(tmp_path: Path) -> None:
 
 def test_a_cell_of_a_push_is_read_back_as_it_was() -> None:
     this = push_cell(2.3e-3)
-    again = Cell.from_json(json.loads(json.dumps(this.as_json())))
-    assert again == this
-    assert again.as_json() == this.as_json()
+    text = json.dumps(this.as_json())
+    again = Cell.from_json(json.loads(text))
+    assert (again.link, again.point, again.ways) == (this.link, this.point, this.ways)
+    assert json.dumps(again.as_json()) == text
 
 
 def test_results_become_pictures_beside_them(tmp_path: Path) -> None:
