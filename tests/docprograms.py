@@ -168,6 +168,12 @@ def _bench_proxy(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_forward(words: Words) -> None:
+    from bench.forward.__main__ import app
+
+    _typer(app, words)
+
+
 def _bench_push(words: Words) -> None:
     from bench.push.__main__ import app
 
@@ -202,6 +208,7 @@ CHECKS: Mapping[str, Callable[[Words], None]] = {
 MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
     "bench": _bench,
+    "bench.forward": _bench_forward,
     "bench.proxy": _bench_proxy,
     "bench.push": _bench_push,
     "layerpush": _layerpush,

@@ -39,7 +39,7 @@ ROUNDS, QUICK_ROUNDS = 6, 3
 MOST_MIB, QUICK_MOST_MIB = 640, 160
 LAYER_MS = 5.0
 POINTS, QUICK_POINTS = 4, 3
-LEAST_NOISE = 32 << 20
+LEAST_NOISE = 64 << 20
 PIPE_WIDTH = 200
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

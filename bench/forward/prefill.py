@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.forward.cases import Case
@@ -31,7 +32,9 @@ from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.tracing.intervals import union_length
 from layerpush.transport.base import Route, WriteState
 
-CEILING_BYTES = 16 << 20
+CEILING_BYTES = 64 << 20
+RUN_UP_BYTES = 2 << 20
+"""Sent before it: more than an emulated link lets through at once after a rest."""
 LAND_TIMEOUT_S = 60.0
 SLOWEST = 20e6
 """Bytes a second that a link has at least; a push that takes longer hangs."""
@@ -194,14 +197,22 @@ class PrefillEnd:
     def _ceiling(self, size: int) -> float:
         """Seconds that one WRITE of one descriptor takes, from ring to ring, when nothing else goes on."""
         self._pusher.rest()
-        end, other = self._end, self._other
+        end = self._end
         end.ring[:size].copy_(self._noise.bytes[:size])
         settle(end.device)
+        self._write_one(min(RUN_UP_BYTES, size))
+        took = self._write_one(size)
+        self._raise_if_wrong(self._ask(CheckCeiling(size)), "the wire's ceiling")
+        return took
+
+    def _write_one(self, size: int) -> float:
+        """Seconds until one descriptor of ``size`` bytes has landed."""
+        end, other = self._end, self._other
         ours = end.descriptors(OWN, end.ring.data_ptr(), size, size, end.device_id)
         theirs = end.descriptors(DECODE, other.ring, size, size, other.device_id)
-        ids = torch.zeros(1, dtype=torch.int32).numpy()
+        first = np.zeros(1, np.int32)
         start = time.perf_counter()
-        handle = end.transport.post_write(Route(DECODE, 0, ours, theirs), ids, ids)
+        handle = end.transport.post_write(Route(DECODE, 0, ours, theirs), first, first)
         while end.transport.poll(handle) is not WriteState.LANDED:
             time.sleep(WRITE_POLL_S)
             if time.perf_counter() - start > LAND_TIMEOUT_S:
@@ -210,7 +221,6 @@ class PrefillEnd:
         end.transport.release(handle)
         for descriptors in (ours, theirs):
             end.release(descriptors)
-        self._raise_if_wrong(self._ask(CheckCeiling(size)), "the wire's ceiling")
         return took
 
     def _names(self, count: int) -> tuple[str, ...]:

@@ -20,6 +20,6 @@ class ForwardSettings(Settings):
 
     layer_s: float = 5e-3
     forward_threads: int = 1
-    noise_bytes: int = 32 << 20
+    noise_bytes: int = 64 << 20
     min_write_bytes: int = 256 << 10
     packing: Packing = "auto"
