@@ -69,6 +69,7 @@ def main(
     chunk_tokens: Annotated[
         int, typer.Option(min=BLOCK_TOKENS, help="Tokens that a step computes: --max-num-batched-tokens.")
     ] = CHUNK_TOKENS,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts that are computed together.")] = 1,
     layer_ms: Annotated[
         float, typer.Option(min=0.5, help="Milliseconds of matrix products that make a layer of a step.")
     ] = LAYER_MS,
@@ -150,7 +151,7 @@ def main(
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
-    cases, left_out = known_cases(chosen, lengths, patterns, chunk_tokens, most_mib << 20)
+    cases, left_out = known_cases(chosen, lengths, patterns, chunk_tokens, most_mib << 20, requests)
     growing = list(growing_cases(QUICK_POINTS if quick else POINTS)) if growth else []
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20

@@ -85,11 +85,16 @@ class Growing:
 
 
 def known_cases(
-    models: Sequence[str], lengths: Sequence[int], patterns: Sequence[str], chunk_tokens: int, most: int
+    models: Sequence[str],
+    lengths: Sequence[int],
+    patterns: Sequence[str],
+    chunk_tokens: int,
+    most: int,
+    requests: int = 1,
 ) -> tuple[list[Case], list[Case]]:
     """Those of up to ``most`` bytes, and those that are left out. One geometry after the other."""
     every = [
-        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, chunk_tokens=chunk_tokens)
+        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens)
         for name, length, ids in itertools.product(models, lengths, patterns)
     ]
     return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]

@@ -26,13 +26,15 @@ LAYERS_TO_HIDE = 16
 class Series:
     """Samples of one mode, round by round. Seconds, but for counts.
 
-    ``forward_s`` from arming the first step to the end of the last; ``end_s`` from there to when the last WRITE had
-    landed; ``exposed_s`` that moment less when the last layer was ready; ``transfer_s`` how long a WRITE was on its
-    way, ``post_s`` how much of it went into posting; ``writer_s`` and ``decode_s`` processor time of P's writer thread
-    and D's process; ``plans`` how the WRITEs went. ``hooks_us`` are all calls of all rounds.
+    ``forward_s`` from before the first step to the end of the last, ``forward_cpu_s`` the processor time of its thread;
+    ``end_s`` from the same moment to when the last WRITE had landed; ``exposed_s`` to then from when the last layer was
+    ready; ``transfer_s`` how long a WRITE was on its way, ``post_s`` how much of it went into posting; ``writer_s`` and
+    ``decode_s`` processor time of P's writer thread and D's process; ``plans`` how the WRITEs went. ``hooks_us`` are
+    all calls of all rounds.
     """
 
     forward_s: list[float] = field(default_factory=list)
+    forward_cpu_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
     transfer_s: list[float] = field(default_factory=list)
@@ -130,6 +132,10 @@ class Cell:
     def slowdown(self, mode: str) -> Ratio:
         return ratio_of_medians(self.series[mode].forward_s, self.series[OFF].forward_s)
 
+    def cpu_slowdown(self, mode: str) -> Ratio:
+        """Of the forward's own processor time: what is not in it went into waiting, for a lock or a processor."""
+        return ratio_of_medians(self.series[mode].forward_cpu_s, self.series[OFF].forward_cpu_s)
+
     def exposed_ratio(self, mode: str, other: str) -> Ratio:
         return ratio_of_medians(self.series[mode].exposed_s, self.series[other].exposed_s)
 
@@ -175,6 +181,7 @@ class Cell:
                 "of_ceiling": self.rate(mode) / self.ceiling,
                 "post_share": self.post_share(mode),
                 "slowdown": asdict(self.slowdown(mode)),
+                "cpu_slowdown": asdict(self.cpu_slowdown(mode)),
                 "end_of_bound": self.end_ratio(mode),
                 **exposed,
                 **self.series[mode].as_json(),

@@ -69,8 +69,8 @@ class Lane:
         pusher: Pusher,
         stager: Stager | None,
     ) -> None:
-        layout, streams = reach.cache.layout, STREAMS[mode]
-        self.layout = layout
+        layout = self.layout = reach.cache.layout
+        streams = self.streams = STREAMS[mode]
         self.kept = Kept(Recorder(), by_layer=streams)
         self.capture = Capture(layout.index_of, pusher.wake, fences_for(reach.cache.slots[0].device))
         self.host = PairHost(reach, transport)

@@ -120,14 +120,15 @@ class PrefillEnd:
         if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s = self._pusher.cpu_s
-        start = time.perf_counter()
-        self._forward(lane, names, case, draws, prompts, series)
+        used, start = time.thread_time(), time.perf_counter()
+        ready = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
+        series.forward_cpu_s.append(time.thread_time() - used)
         if names:
             self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
             self._pusher.rest()
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
-            self._account(lane, series, start)
+            self._account(lane, series, start, ready)
             checked: Checked = self._ask(Check(self._turn, names))
             self._raise_if_wrong(checked.problem, f"{way}, {case}")
             series.decode_s.append(checked.cpu_s)
@@ -140,13 +141,16 @@ class PrefillEnd:
         draws: Sequence[Draw],
         prompts: Prompts,
         series: Series,
-    ) -> None:
-        """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish."""
+    ) -> float:
+        """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
+        that pushes whole requests plans nothing. Returns when the last hook was called.
+        """
         capture, products, turn = lane.capture, self._products, self._turn
         layers = [layer.name for layer in lane.layout.layers]
-        progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in names]
+        planned = names if lane.streams else ()
+        progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
         tables = [[draw.sources] for draw in draws]
-        clock, arm_s, done = time.perf_counter, 0.0, 0
+        clock, arm_s, ready, done = time.perf_counter, 0.0, 0.0, 0
         for scheduled in case.steps:
             chunks = [
                 each.advance(done, scheduled, case.tokens, table)
@@ -163,17 +167,20 @@ class PrefillEnd:
                 products.attention()
                 before = clock()
                 capture.layer_saved(layer)
-                series.hooks_us.append(1e6 * (clock() - before))
+                ready = clock()
+                series.hooks_us.append(1e6 * (ready - before))
                 products.mlp()
             settle(self._end.device)
             capture.sweep()
         series.arm_s.append(arm_s)
         for name, draw in zip(names, draws, strict=bool(names)):
             capture.finish(name, (list(draw.sources),))
+        return ready
 
-    def _account(self, lane: Lane, series: Series, start: float) -> None:
+    def _account(self, lane: Lane, series: Series, start: float, hooked: float) -> None:
+        """A device may compute the last layer after its hook, which ``hooked`` is the time of."""
         kept = lane.kept
-        ready = max(push.t_last_ready or 0.0 for push in kept.pushes)
+        ready = max(push.t_last_ready or hooked for push in kept.pushes)
         landed = [write.t_landed for write in kept.records if write.t_landed is not None]
         series.end_s.append(max(landed) - start)
         series.exposed_s.append(max(landed) - ready)

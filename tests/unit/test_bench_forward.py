@@ -97,6 +97,7 @@ def series(forward_s: float, exposed_s: float = 0.0, end_s: float = 0.0, hook_us
     rounds = 4
     return Series(
         forward_s=[forward_s] * rounds,
+        forward_cpu_s=[0.7] * rounds,
         end_s=[end_s or forward_s + exposed_s] * rounds,
         exposed_s=[exposed_s] * rounds,
         transfer_s=[0.2] * rounds,
