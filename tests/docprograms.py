@@ -168,6 +168,12 @@ def _bench_proxy(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_forward(words: Words) -> None:
+    from bench.forward.__main__ import app
+
+    _typer(app, words)
+
+
 def _bench_push(words: Words) -> None:
     from bench.push.__main__ import app
 
@@ -222,6 +228,7 @@ MODULES: Mapping[str, Callable[[Words], None]] = {
     "bench": _bench,
     "bench.kernel": _bench_kernel,
     "bench.plot": _bench_plot,
+    "bench.forward": _bench_forward,
     "bench.proxy": _bench_proxy,
     "bench.push": _bench_push,
     "layerpush": _layerpush,

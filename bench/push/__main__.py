@@ -15,28 +15,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from bench.pair.lists import names, numbers
+from bench.pair.orders import WrongBytesError
+from bench.pair.processes import Pair, PairError
+from bench.pair.settings import Settings
+from bench.pair.tables import PATTERNS
+from bench.pair.wires import SHM, TCP
 from bench.push.cells import Cell, summary
-from bench.push.orders import WrongBytesError
-from bench.push.pair import Pair, PairError
+from bench.push.orders import Measure
 from bench.push.plot import plot
-from bench.push.points import (
-    COUNTS,
-    PATTERNS,
-    QUICK_COUNTS,
-    QUICK_SIZES,
-    SIZES,
-    Point,
-    names,
-    numbers,
-    points,
-    time_left,
-)
+from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, Point, points, time_left
 from bench.push.report import line, maps, misses, model
-from bench.push.settings import LINKS, Settings
 from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
+LINKS = {wire.name: wire for wire in (SHM, TCP)}
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
 MOST_MIB, QUICK_MOST_MIB = 64, 16
@@ -188,11 +182,11 @@ def measure(
         task = bar.add_task("points", total=len(waiting), left="")
         spent = 0.0
         for link in links:
-            with Pair(link, settings, Path(logs)) as pair:
+            with Pair("bench.push", LINKS[link], settings, Path(logs)) as pair:
                 about[link] = pair.about
                 for point in wanted:
                     began = time.monotonic()
-                    cells.append(pair.measure(point, rounds))
+                    cells.append(pair.ask(Measure(point, rounds)))
                     spent += time.monotonic() - began
                     done.append(waiting.pop(0))
                     left = f"about {time_left(waiting, done, spent) / 60:.1f} min left"

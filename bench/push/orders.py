@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.push.points import Draw, Point
-
-
-class WrongBytesError(Exception):
-    """D's memory is not what it must be. What was measured means nothing."""
+from bench.pair.tables import Draw
+from bench.push.points import Point
 
 
 @dataclass(frozen=True)
@@ -17,45 +14,6 @@ class Measure:
 
     point: Point
     rounds: int
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """From D, and from P: what the other side needs to reach it. ``digest`` is that of P's cache."""
-
-    metadata: bytes
-    memory: int
-    ring: int
-    device_id: int
-    digest: bytes = b""
-
-
-@dataclass(frozen=True)
-class UseCache:
-    """To D: its memory is the cache of so many layers now, with blocks of so many bytes."""
-
-    block_bytes: int
-    layers: int
-
-
-@dataclass(frozen=True)
-class Expect:
-    """To D: the blocks of a request, as a registration names them. Its ``Window`` comes back, if there is one."""
-
-    request_id: str
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Forget:
-    """To D: nothing is written for this request any more."""
-
-    request_id: str
-
-
-@dataclass(frozen=True)
-class Poison:
-    """To D: no byte of the ring is as it was. The blocks are poisoned after each ``Check``."""
 
 
 @dataclass(frozen=True)

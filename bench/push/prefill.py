@@ -5,114 +5,73 @@ A script. Arguments: file descriptors of its ends of two socket pairs, with the 
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench.pair.end import End, digest_of, fill_with_noise
+from bench.pair.meeting import meet_decode, run_prefill
+from bench.pair.orders import Expect, Forget, Introduction, Poison, UseCache, WrongBytesError
+from bench.pair.reach import DECODE, Reach
+from bench.pair.settings import POISON, Settings
+from bench.pair.tables import Draw
 from bench.push.cells import AUTO, FIXED, WAYS, Cell, Series
-from bench.push.decode import digest_of
-from bench.push.end import Cache, End, fill_with_noise
-from bench.push.orders import (
-    Check,
-    CheckRest,
-    Expect,
-    Forget,
-    Introduction,
-    Measure,
-    Poison,
-    UseCache,
-    WrongBytesError,
-)
-from bench.push.points import Draw, Point, draw
-from bench.push.provenance import about_this_process
-from bench.push.settings import POISON, Settings
-from layerpush.prefill.costs import Costs, Plan
+from bench.push.orders import Check, CheckRest, Measure
+from bench.push.points import Point, draw
+from layerpush.prefill.costs import Plan
 from layerpush.prefill.outbox import Outbox, PostedWrite
-from layerpush.prefill.packer import Packer, PushWindow
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.protocol import Segment, Write
 from layerpush.prefill.runs import shape_of
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import DirectPlanner, Link
+from layerpush.prefill.staging import DirectPlanner
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.staging import PIECE_BYTES
-from layerpush.transport.base import Route
-from layerpush.wire import Unpacked, Window, read
+from layerpush.wire import Unpacked, read
 
-DECODE = "D"
 DRAWS = 2
 """Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
 LAND_TIMEOUT_S = 20.0
-OWN = "NIXL_INIT_AGENT"
 
 
 class Desk:
-    """Everything for one geometry: our cache, the ways into D's cache and ring, and an outbox for each plan."""
+    """One geometry: the ways to D, and an outbox for each plan."""
 
-    def __init__(self, end: End, decode: Introduction, agent: str, block_bytes: int, layers: int) -> None:
-        self._end = end
-        self.cache: Cache = end.cache(block_bytes, layers)
-        size, device = len(self.cache.slots) * self.cache.blocks * block_bytes, end.device_id
-        ring, base = end.ring.numel(), end.ring.data_ptr()
-        ours = end.descriptors(OWN, end.memory.data_ptr(), size, block_bytes, device)
-        theirs = end.descriptors(agent, decode.memory, size, block_bytes, decode.device_id)
-        blocks = end.descriptors(OWN, base, ring, block_bytes, device)
-        pieces = end.descriptors(OWN, base, ring, PIECE_BYTES, device)
-        their_pieces = end.descriptors(agent, decode.ring, ring, PIECE_BYTES, decode.device_id)
-        self._prepared: list[Any] = [ours, theirs, blocks, pieces, their_pieces]
+    def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int, pause: float) -> None:
+        self.reach = Reach(end, decode, block_bytes, layers)
+        self.cache, self.link = self.reach.cache, self.reach.link
         layout = self.cache.layout
-        gathered = Route(agent, 0, blocks, theirs)
-        self.link = Link(DECODE, (Route(agent, 0, ours, theirs),), layout.region_blocks, gathered=gathered)
-        self.ring = Route(agent, 0, pieces, their_pieces)
-        self.packer = Packer(end.transport, layout, self.cache.staging, block_bytes)
-        copy_s, byte_s = self.cache.staging.copy_costs()
-        prior = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
-        self.stager = Stager(self.packer, layout, "auto", prior)
+        self.stager = self.reach.stager("auto")
         self.outboxes = {
             "direct": Outbox(end.transport, layout),
-            "gathered": Outbox(end.transport, layout, Stager(self.packer, layout, "gather", prior)),
-            "packed": Outbox(end.transport, layout, Stager(self.packer, layout, "packed", prior)),
+            "gathered": Outbox(end.transport, layout, self.reach.stager("gather")),
+            "packed": Outbox(end.transport, layout, self.reach.stager("packed")),
             AUTO: Outbox(end.transport, layout, self.stager),
         }
-
-    def calibrate(self, pause: float) -> None:
-        """As a worker does when a decode engine first offers its ring."""
-        self.stager.calibrate(DECODE, self._end.transport, self.ring)
-        while self.stager.is_busy:
-            self.stager.turn()
-            time.sleep(pause)
-
-    def close(self) -> None:
-        for descriptors in self._prepared:
-            self._end.release(descriptors)
+        self.reach.calibrate(self.stager, pause)
 
 
 class PrefillEnd:
-    def __init__(self, decode: Connection, settings: Settings) -> None:
+    def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
+        self._link = link
         self._settings = settings
         self._decode = decode
         self._pause = WRITE_POLL_S if settings.polls == "engine" else 0.0
-        decode.send(settings)
         self._end = End("P", settings)
         fill_with_noise(self._end.memory, settings.seed)
-        self._other: Introduction = decode.recv()
-        end = self._end
-        metadata, digest = end.agent.get_agent_metadata(), digest_of(end.memory)
-        decode.send(Introduction(metadata, end.memory.data_ptr(), end.ring.data_ptr(), end.device_id, digest))
-        end.agent.add_remote_agent(self._other.metadata)
+        self._other = meet_decode(self._end, decode, digest_of(self._end.memory))
         self._geometry: tuple[int, int] | None = None
         self._desk: Desk | None = None
         self._requests = self._writes = 0
 
-    def measure(self, link: str, point: Point, rounds: int) -> Cell:
+    def obey(self, order: Measure) -> Cell:
         """Raises ``WrongBytesError`` when a byte is not where it must be."""
+        point = order.point
         desk = self._desk_for(point)
         draws = [draw(point, desk.cache.blocks, self._settings.seed, number) for number in range(DRAWS)]
         windows = [self._expect(desk, each) for each in draws]
         ways = {way: Series() for way in WAYS}
-        for turn in range(-DRAWS, rounds):
+        for turn in range(-DRAWS, order.rounds):
             chosen, window = draws[turn % DRAWS], windows[turn % DRAWS]
             first = turn % len(WAYS)
             for way in WAYS[first:] + WAYS[:first]:
@@ -131,7 +90,7 @@ class PrefillEnd:
         shape = shape_of(*pairs, point.block_bytes)
         costs = desk.stager.costs_to(DECODE)
         return Cell(
-            link,
+            self._link,
             point,
             ways,
             {plan: shape.runs(Plan(plan)) for plan in FIXED},
@@ -142,18 +101,16 @@ class PrefillEnd:
     def _desk_for(self, point: Point) -> Desk:
         if self._desk is None or self._geometry != (point.block_bytes, point.layers):
             if self._desk is not None:
-                self._desk.close()
+                self._desk.reach.close()
             self._geometry = (point.block_bytes, point.layers)
             self._ask(UseCache(*self._geometry))
-            self._desk = Desk(self._end, self._other, DECODE, *self._geometry)
-            self._desk.calibrate(self._pause)
+            self._desk = Desk(self._end, self._other, *self._geometry, self._pause)
         return self._desk
 
     def _expect(self, desk: Desk, chosen: Draw) -> PushWindow | None:
         self._requests += 1
         request_id = f"request-{self._requests}"
-        offer: Window | None = self._ask(Expect(request_id, chosen.targets))
-        return None if offer is None else PushWindow(offer, desk.ring, request_id)
+        return desk.reach.window(self._ask(Expect(request_id, chosen.targets)))
 
     def _write(self, point: Point, chosen: Draw) -> Write:
         self._writes += 1
@@ -202,25 +159,5 @@ class PrefillEnd:
             raise WrongBytesError(f"{where}: {problem}")
 
 
-def main(command_descriptor: int, decode_descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    command, decode = Connection(command_descriptor), Connection(decode_descriptor)
-    try:
-        link, settings = command.recv()
-        end = PrefillEnd(decode, settings)
-        command.send(about_this_process())
-        while True:
-            order = command.recv()
-            assert isinstance(order, Measure)
-            try:
-                command.send(end.measure(link, order.point, order.rounds))
-            except WrongBytesError as error:
-                command.send(error)
-    except (EOFError, ConnectionResetError, BrokenPipeError) as error:
-        if command.poll(0):  # the command hung up: we are done
-            return
-        raise RuntimeError("D's process has ended") from error
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    run_prefill(PrefillEnd, *sys.argv[1:])

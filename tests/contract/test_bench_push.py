@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.contract.commands import SECONDS, children, is_running, start
+from tests.contract.waiting import until
+
 FEW = ["--block-kib", "4", "--blocks", "16", "--ids", "random,contiguous", "--rounds", "2", "--staging-mib", "8"]
-SECONDS = 100
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.push", *FEW, *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow
 def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
     out = tmp_path / "push.json"
-    process = start("--links", "shm,tcp", "--out", str(out))
+    process = start("bench.push", *FEW, "--links", "shm,tcp", "--out", str(out))
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     written = json.loads(out.read_text())
@@ -51,7 +36,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
-    process = start("--links", "tcp", "--corrupt", "--out", str(tmp_path / "push.json"))
+    process = start("bench.push", *FEW, "--links", "tcp", "--corrupt", "--out", str(tmp_path / "push.json"))
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, said
     assert "1 bytes of D's blocks are not P's" in said
@@ -61,21 +46,13 @@ def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_stays(tmp_path: Path, signum: signal.Signals) -> None:
-    process = start("--links", "tcp", "--rounds", "100000", "--out", str(tmp_path / "push.json"))
+    process = start("bench.push", *FEW, "--links", "tcp", "--rounds", "100000", "--out", str(tmp_path / "push.json"))
     try:
-        pair = wait_for(lambda: found if len(found := children(process.pid)) == 2 else None)
+        pair = until(lambda: children(process.pid, 2), SECONDS)
         process.send_signal(signum)
         process.communicate(timeout=SECONDS)
-        wait_for(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in pair))
+        until(lambda: not any(map(is_running, pair)), SECONDS)
     finally:
         process.kill()
     assert process.returncode == (128 + signum if signum == signal.SIGINT else -signum)
     assert not list(tmp_path.iterdir())
-
-
-def wait_for(look):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + SECONDS
-    while not (answer := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return answer

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench.pair.lists import names, numbers
+from bench.pair.tables import PATTERNS, Draw
 from bench.push import report
 from bench.push.__main__ import app
 from bench.push.cells import WAYS, Cell, Series, summary
 from bench.push.plot import plot
-from bench.push.points import COUNTS, PATTERNS, SIZES, Draw, Point, draw, names, numbers, points, time_left
+from bench.push.points import COUNTS, SIZES, Point, draw, points, time_left
 from layerpush.prefill.costs import Costs
 from layerpush.prefill.runs import runs
 

@@ -12,10 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.push.cells import Cell
-from bench.push.orders import Measure, WrongBytesError
-from bench.push.points import Point
-from bench.push.settings import LINKS, Settings
+from bench.pair.orders import WrongBytesError
+from bench.pair.settings import Settings
+from bench.pair.wires import Seat, Wire
 
 ROOT = Path(__file__).parents[2]
 WATCH_S = 0.2
@@ -28,13 +27,15 @@ class PairError(RuntimeError):
 
 
 class Pair:
-    """``with Pair(...) as pair:`` has two processes over ``link``, whose output goes to files in ``logs``.
+    """``with Pair(...) as pair:`` has two processes on ``wire``, whose output goes to files in ``logs``.
 
-    They end with the block, and by themselves if this process is killed. Ctrl-C on the terminal does not reach them.
+    They are the modules ``prefill`` and ``decode`` of ``package``. They end with the block, and by themselves if this
+    process is killed. Ctrl-C on the terminal does not reach them.
     """
 
-    def __init__(self, link: str, settings: Settings, logs: Path) -> None:
-        self._link = link
+    def __init__(self, package: str, wire: Wire, settings: Settings, logs: Path) -> None:
+        self._package = package
+        self._wire = wire
         self._settings = settings
         self._logs = logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -60,13 +61,12 @@ class Pair:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def measure(self, point: Point, rounds: int) -> Cell:
-        """Raises ``WrongBytesError`` or ``PairError``."""
-        self._command.send(Measure(point, rounds))
+    def ask(self, order: object) -> Any:
+        """P's answer. Raises ``WrongBytesError`` or ``PairError``."""
+        self._command.send(order)
         answer = self._answer()
         if isinstance(answer, WrongBytesError):
             raise answer
-        assert isinstance(answer, Cell)
         return answer
 
     def _start(self) -> None:
@@ -75,16 +75,17 @@ class Pair:
             self._command = Connection(here.detach())
             self._spawn("decode", decode)
             self._spawn("prefill", commanded, prefill)
-        self._command.send((self._link, self._settings))
+        self._command.send((self._wire.name, self._settings))
         self.about = self._answer()
 
     def _spawn(self, side: str, *sockets: socket.socket) -> None:
         descriptors = [each.fileno() for each in sockets]
-        with (self._logs / f"{self._link}-{side}.log").open("wb") as log:
+        seat = self._wire.seats[side]
+        with self._log(side).open("wb") as log:
             self._processes[side] = subprocess.Popen(
-                [sys.executable, "-m", f"bench.push.{side}", *map(str, descriptors)],
+                [*seat.command_prefix, sys.executable, "-m", f"{self._package}.{side}", *map(str, descriptors)],
                 cwd=ROOT,
-                env=self._environment(),
+                env=_environment(seat),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -92,10 +93,8 @@ class Pair:
                 start_new_session=True,
             )
 
-    def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-        paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return inherited | LINKS[self._link] | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    def _log(self, side: str) -> Path:
+        return self._logs / f"{self._wire.name}-{side}.log"
 
     def _answer(self) -> Any:
         """What P says next."""
@@ -113,8 +112,14 @@ class Pair:
                 process.wait(1.0)
         ended = {side: status for side, process in self._processes.items() if (status := process.poll()) is not None}
         how = ", ".join(f"{side} ended with {status}" for side, status in ended.items())
-        parts = [f"over {self._link}: {how or 'P hung up'}"]
+        parts = [f"over {self._wire.name}: {how or 'P hung up'}"]
         for side in self._processes:
-            lines = (self._logs / f"{self._link}-{side}.log").read_text(errors="replace").splitlines()
+            lines = self._log(side).read_text(errors="replace").splitlines()
             parts.append(f"--- {side}\n" + "\n".join(lines[-LOG_LINES:]))
         return "\n".join(parts)
+
+
+def _environment(seat: Seat) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return inherited | dict(seat.environment) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

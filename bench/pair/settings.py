@@ -8,11 +8,6 @@ from typing import Literal
 Progress = Literal["calm", "spin", "off"]
 Polls = Literal["engine", "spin"]
 
-LINKS: dict[str, dict[str, str]] = {
-    "shm": {"UCX_TLS": "sm,tcp,self", "UCX_NET_DEVICES": "lo"},
-    "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
-}
-"""UCX's settings, by the name of the link. NIXL needs TCP to get to know its peer; UCX then takes the faster one."""
 POISON = 0xEE
 """What no block of P holds anywhere."""
 

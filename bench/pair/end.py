@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.push.settings import POISON, Settings
+from bench.pair.settings import POISON, Settings
 from layerpush.calm import delay_progress_thread
 from layerpush.layout import CacheLayout, LayerSlots, Region
 from layerpush.prefill.calibration import SCRATCH_PIECES
@@ -18,6 +19,7 @@ from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
 
 MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
+LOOK_BYTES = 32 << 20
 SCRATCH_BYTES = SCRATCH_PIECES * PIECE_BYTES
 
 
@@ -84,6 +86,15 @@ def fill_with_noise(memory: torch.Tensor, seed: int) -> None:
     """The same bytes in every process, none of them the poison."""
     generator = torch.Generator(memory.device).manual_seed(seed)
     memory.random_(0, POISON, generator=generator)
+
+
+def strays(memory: torch.Tensor) -> int:
+    """How many bytes of it are not poison. Looks at a piece at a time: a copy of it all may not fit."""
+    return sum(int((piece != POISON).sum()) for piece in memory.split(LOOK_BYTES))
+
+
+def digest_of(memory: torch.Tensor) -> bytes:
+    return hashlib.blake2b(memory.cpu().numpy(), digest_size=16).digest()
 
 
 def _agent(name: str, settings: Settings) -> Any:
