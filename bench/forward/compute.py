@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bench.forward.kv import Noise
-from bench.pair.end import Cache
+from bench.pair.end import Cache, settle
 from bench.pair.tables import Draw
 from layerpush_kernels import LayerTable, layer_table, scatter_blocks
 
@@ -75,9 +75,3 @@ class Prompts:
         whole = self._noise.layer(turn, layer, size * sum(map(len, self._sources)))
         for first, ids in places:
             scatter_blocks(whole[first * size : (first + len(ids)) * size], ids, self._table[layer : layer + 1])
-
-
-def settle(device: torch.device) -> None:
-    """Wait for what was begun on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ import torch
 from bench.forward.kv import Noise
 from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Register
 from bench.forward.settings import ForwardSettings
-from bench.pair.end import Cache, End, digest_of, strays
+from bench.pair.end import Cache, End, digest_of, settle, strays
 from bench.pair.meeting import meet_prefill, run_decode
 from bench.pair.orders import UseCache
 from bench.pair.settings import POISON
@@ -45,7 +45,9 @@ class DecodeEnd:
         while True:
             self._turn()
             if self._prefill.poll(NOTIFICATION_POLL_S):
-                self._prefill.send(self._obey(self._prefill.recv()))
+                answer = self._obey(self._prefill.recv())
+                settle(self._end.device)
+                self._prefill.send(answer)
 
     def _turn(self) -> None:
         for sender, payload in self._end.transport.notifications():

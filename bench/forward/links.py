@@ -6,14 +6,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from bench.pair.wires import SHM, TCP, Seat, Wire
+from bench.pair.wires import CUDA_IPC, SHM, TCP, Seat, Wire
 from layerpush.demo.engines import Place
 from layerpush.demo.interrupts import Interrupts
 from layerpush.demo.link import check_emulation
 from layerpush.demo.workspace import places_of
 
 LOOPBACK = Wire("loopback", TCP.seats)
-CUDA_IPC = Wire.on_one_host("cuda_ipc", "cuda_ipc,cuda_copy,sm,tcp,self")
 REAL = {wire.name: wire for wire in (SHM, LOOPBACK, CUDA_IPC)}
 NEEDS_CUDA = {CUDA_IPC.name}
 RATE = re.compile(r"\d+(\.\d+)?(k|m|g)bit")

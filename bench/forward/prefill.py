@@ -16,13 +16,13 @@ import torch
 
 from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
-from bench.forward.compute import Products, Prompts, settle
+from bench.forward.compute import Products, Prompts
 from bench.forward.kv import Noise
 from bench.forward.lane import STREAMS, Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Measure, Register
 from bench.forward.settings import ForwardSettings
-from bench.pair.end import End, digest_of
+from bench.pair.end import End, digest_of, settle
 from bench.pair.meeting import meet_decode, run_prefill
 from bench.pair.orders import UseCache, WrongBytesError
 from bench.pair.reach import DECODE, OWN, Reach

@@ -97,6 +97,12 @@ def digest_of(memory: torch.Tensor) -> bytes:
     return hashlib.blake2b(memory.cpu().numpy(), digest_size=16).digest()
 
 
+def settle(device: torch.device) -> None:
+    """Wait for what was begun on the device: the other process is told of it only then, and may write there next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _agent(name: str, settings: Settings) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 

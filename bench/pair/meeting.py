@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from bench.pair.end import End
 from bench.pair.orders import Introduction, WrongBytesError
-from bench.pair.provenance import about_this_process
 from bench.pair.settings import Settings
+from layerpush.demo.ucx import of_this_process
 
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 
@@ -53,7 +53,7 @@ def run_prefill(make: Callable[[str, Connection, Any], Obeying], command_end: st
         link, settings = command.recv()
         decode.send(settings)
         end = make(link, decode, settings)
-        command.send(about_this_process())
+        command.send(of_this_process())
         while True:
             order = command.recv()
             try:

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 WATCH_S = 0.2
 STOP_TIMEOUT_S = 5.0
 LOG_LINES = 15
+NOT_INHERITED = ("UCX_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Memory in torch's expandable segments cannot be shared by CUDA IPC."""
 
 
 class PairError(RuntimeError):
@@ -120,6 +122,6 @@ class Pair:
 
 
 def _environment(seat: Seat) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return inherited | dict(seat.environment) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -20,7 +20,7 @@ from bench.pair.orders import WrongBytesError
 from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
 from bench.pair.tables import PATTERNS
-from bench.pair.wires import SHM, TCP
+from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
 from bench.push.orders import Measure
 from bench.push.plot import plot
@@ -30,7 +30,8 @@ from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
-LINKS = {wire.name: wire for wire in (SHM, TCP)}
+LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
+"""What there is between two processes, by the device that has their memory."""
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
 MOST_MIB, QUICK_MOST_MIB = 64, 16
@@ -41,7 +42,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def main(
-    links: Annotated[str, typer.Option(help="shm: shared memory and CMA. tcp: TCP over loopback.")] = "shm,tcp",
+    links: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="shm: shared memory and CMA. tcp: TCP over loopback. cuda_ipc: between two processes on one GPU, with "
+            "--device cuda. Default: all that the device has.",
+        ),
+    ] = None,
     block_kib: Annotated[
         str | None, typer.Option(show_default=False, help="KiB of a block in one layer. Default: 2,4,8,16,32,64,256.")
     ] = None,
@@ -68,6 +76,7 @@ def main(
         str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
     ] = "calm",
     threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where caches and rings are.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
     corrupt: Annotated[
         bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
@@ -108,16 +117,21 @@ def main(
     - python -m bench.push --links shm --block-kib 8,16 --blocks 1024 --ids random --rounds 40
 
     - python -m bench.push --out bench/results/push.json
+
+    - python -m bench.push --device cuda --progress spin --out push-gpu.json
     """
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     try:
-        wanted_links = names(links, list(LINKS))
+        (device,) = names(device, list(LINKS))
+        wanted_links = names(links or ",".join(LINKS[device]), list(LINKS[device]))
         sizes = [kib << 10 for kib in numbers(block_kib)] if block_kib else list(QUICK_SIZES if quick else SIZES)
         counts = numbers(blocks) if blocks else list(QUICK_COUNTS if quick else COUNTS)
         patterns = names(ids, list(PATTERNS))
         (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, ["calm", "spin", "off"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if device == "cuda":
+        _need_cuda()
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
     most = most_mib << 20
     wanted, left_out = points(sizes, counts, patterns, layers, most)
@@ -127,6 +141,7 @@ def main(
         seed=seed,
         cache_bytes=2 * max(point.bytes for point in wanted),
         staging_bytes=staging_mib << 20,
+        device=device,
         agent_threads=threads,
         progress=progress,  # type: ignore[arg-type]
         polls=polls,  # type: ignore[arg-type]
@@ -162,10 +177,21 @@ def main(
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(head | body, indent=1) + "\n")
-        plot(cells, path.with_suffix(".png"), "A WRITE between two processes on one machine, by plan")
+        plot(cells, path.with_suffix(".png"), _title(settings))
         console.print(
             f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out"
         )
+
+
+def _need_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
+
+
+def _title(settings: Settings) -> str:
+    return f"A WRITE between two processes on one {'GPU' if settings.device == 'cuda' else 'machine'}, by plan"
 
 
 def measure(
@@ -182,7 +208,7 @@ def measure(
         task = bar.add_task("points", total=len(waiting), left="")
         spent = 0.0
         for link in links:
-            with Pair("bench.push", LINKS[link], settings, Path(logs)) as pair:
+            with Pair("bench.push", LINKS[settings.device][link], settings, Path(logs)) as pair:
                 about[link] = pair.about
                 for point in wanted:
                     began = time.monotonic()

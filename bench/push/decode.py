@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from bench.pair.end import Cache, End, digest_of, fill_with_noise, shaped, strays
+from bench.pair.end import Cache, End, digest_of, fill_with_noise, settle, shaped, strays
 from bench.pair.meeting import meet_prefill, run_decode
 from bench.pair.orders import Expect, Forget, Poison, UseCache
 from bench.pair.settings import POISON, Settings
@@ -43,7 +43,9 @@ class DecodeEnd:
         while True:
             self._turn()
             if self._commands.poll(self._pause):
-                self._commands.send(self._obey(self._commands.recv()))
+                answer = self._obey(self._commands.recv())
+                settle(self._end.device)
+                self._commands.send(answer)
 
     def _turn(self) -> None:
         for sender, payload in self._end.transport.notifications():

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.pair.end import End, digest_of, fill_with_noise
+from bench.pair.end import End, digest_of, fill_with_noise, settle
 from bench.pair.meeting import meet_decode, run_prefill
 from bench.pair.orders import Expect, Forget, Introduction, Poison, UseCache, WrongBytesError
 from bench.pair.reach import DECODE, Reach
@@ -124,6 +124,7 @@ class PrefillEnd:
         """Seconds from the decision until all has landed, and until it was posted, and the plan that was taken."""
         self._decode.send(Poison())
         self._end.ring.fill_(POISON)
+        settle(self._end.device)
         self._decode.recv()
         write, outbox = self._write(point, chosen), desk.outboxes[way]
         start = time.perf_counter()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench.pair import processes
+from bench.pair.end import settle
 from bench.pair.lists import names, numbers
 from bench.pair.tables import PATTERNS, Draw
 from bench.push import report
-from bench.push.__main__ import app
+from bench.push.__main__ import LINKS, app
 from bench.push.cells import WAYS, Cell, Series, summary
 from bench.push.plot import plot
 from bench.push.points import COUNTS, SIZES, Point, draw, points, time_left
@@ -166,6 +170,9 @@ def test_the_picture(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--links", "ib"], "none of shm, tcp"),
+        (["--device", "gpu"], "none of cpu, cuda"),
+        (["--device", "cuda", "--links", "shm"], "none of cuda_ipc"),
+        (["--links", "cuda_ipc"], "none of shm, tcp"),
         (["--ids", "sorted"], "none of contiguous"),
         (["--blocks", "none"], "positive whole number"),
         (["--block-kib", "256", "--blocks", "4096"], "--most-mib"),
@@ -182,3 +189,28 @@ def test_help_teaches() -> None:
     text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
     for word in ("direct", "gathered", "packed", "auto", "poison", "python -m bench.push --quick", "--corrupt"):
         assert word in text
+
+
+def test_memory_of_a_gpu_needs_a_gpu() -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["--device", "cuda"])
+    assert result.exit_code == 2
+    assert "torch finds no CUDA device here" in result.output
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
+def test_what_was_begun_on_a_gpu_is_waited_for(device: str, waits: int) -> None:
+    with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+        settle(torch.device(device))
+    assert synchronize.call_count == waits
+
+
+def test_processes_get_their_links_settings_and_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "ib")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for device, links in LINKS.items():
+        for name, wire in links.items():
+            for seat in wire.seats.values():
+                found = processes._environment(seat)
+                assert ("cuda_ipc" in found["UCX_TLS"].split(",")) == (device == "cuda"), name
+                assert "PYTORCH_CUDA_ALLOC_CONF" not in found
