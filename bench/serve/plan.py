@@ -138,5 +138,3 @@ def seconds_left(plan: Plan, waiting: Sequence[Call], done: Sequence[tuple[Call,
         return sum(same) / len(same) if same else pace * plan.weight(call)
 
     return sum(map(expected, waiting))
-
-
