@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
 ROUND_RESAMPLES = 2_000
+BLOCK_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -106,5 +107,6 @@ def _draws(rounds: int, seed: int, resamples: int) -> NDArray[np.int64]:
 
 
 def _medians(samples: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One for each draw, and not all at once: many samples would take much memory."""
-    return np.array([np.median(samples[draw]) for draw in draws])
+    """One for each draw, a block of draws at a time: all at once, many samples would take much memory."""
+    blocks = np.array_split(draws, max(1, len(draws) * samples.size // BLOCK_SAMPLES))
+    return np.concatenate([np.median(samples[block].reshape(len(block), -1), axis=1) for block in blocks])

@@ -158,13 +158,13 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
         for each in (url, *(parts[name] for name in ("prefill", "decode") if name in parts)):
             if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).netloc:
                 raise ValueError(f"--at {text}: {each!r} is no URL; write http://HOST:PORT")
-        prefill = url if mode == AGGREGATED else parts.get("prefill")
         trace = Path(parts["trace"]) if "trace" in parts else None
         if trace is not None and not trace.is_dir():
             raise ValueError(f"--at {text}: there is no directory {trace}; it is P's trace_dir")
-        targets[mode] = Target(
-            mode, url.rstrip("/"), prefill, parts.get("decode") if mode == "pull" else prefill, trace
-        )
+        urls = {name: parts[name].rstrip("/") for name in ("prefill", "decode") if name in parts}
+        prefill = url.rstrip("/") if mode == AGGREGATED else urls.get("prefill")
+        transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
+        targets[mode] = Target(mode, url.rstrip("/"), prefill, transfers, trace)
     if AGGREGATED not in targets:
         raise ValueError(f"--at: {AGGREGATED}=URL is missing; its answers are what all others are compared with")
     return targets
