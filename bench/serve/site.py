@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from layerpush.demo.interrupts import Interrupts
 from layerpush.demo.workspace import places_of
 
 PARTS = ("prefill", "decode", "trace")
+DISPATCH_PATIENCE_S = 60.0
+LOOK_S = 0.2
 
 
 class SiteError(RuntimeError):
@@ -170,10 +173,17 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
     return targets
 
 
-def check_dispatch(mode: str, proxy: str) -> None:
-    """See that the proxy goes about requests as the mode means it. Raises ``SiteError``."""
+def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
+    """See that the proxy goes about requests as the mode means it, once it has heard who P is. Raises ``SiteError``."""
+    wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
+    while (found := _dispatch(proxy)) != wanted:
+        if time.monotonic() > deadline:
+            raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {wanted}; see its log")
+        time.sleep(LOOK_S)
+
+
+def _dispatch(proxy: str) -> str:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{proxy}/health", timeout=10) as response:
         (found,) = {each["dispatch"] for each in json.load(response)["engines"] if each["role"] == "prefill"}
-    if found != dispatch_of(mode):
-        raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {dispatch_of(mode)}; see its log")
+    return str(found)

@@ -178,11 +178,18 @@ def test_a_proxy_that_goes_about_it_in_another_way_is_refused() -> None:
     with served(health("concurrent")) as url:
         check_dispatch("layer", url)
         with pytest.raises(SiteError, match="pull: the proxy asks P and D in concurrent dispatch, not sequential"):
-            check_dispatch("pull", url)
+            check_dispatch("pull", url, patience_s=0)
     with served(health("sequential")) as url:
         check_dispatch("pull", url)
         with pytest.raises(SiteError, match="sequential dispatch, not concurrent"):
-            check_dispatch("push", url)
+            check_dispatch("push", url, patience_s=0)
+
+
+def test_a_proxy_that_has_not_heard_yet_who_p_is_is_waited_for() -> None:
+    looks = iter(["sequential", "sequential", "concurrent"])
+    with served(lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": next(looks)}]})) as url:
+        check_dispatch("layer", url)
+    assert not list(looks)
 
 
 def metrics(total: float, count: int) -> str:
