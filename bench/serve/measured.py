@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from bench.serve.plan import Call
+from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
 from layerpush.demo.trace_figures import Figures
 
 
@@ -51,6 +52,20 @@ class Measured(msgspec.Struct, kw_only=True):
     def tokens_per_s(self) -> list[float]:
         """Of answers."""
         return [sum(self.answer_tokens) / self.duration_s]
+
+    def add_prefills(self, prefills: Histogram | None) -> None:
+        """What P, or the aggregated engine, says of all requests together."""
+        if prefills is not None and prefills.mean is not None:
+            self.prefill_ms = [1e3 * prefills.mean]
+
+    def add_transfers(self, since: Mapping[str, Histogram]) -> None:
+        """What NIXL has counted for all requests together."""
+        if since and since[TRANSFER].count:
+            requests = len(self.ttft_ms)
+            self.transfer_ms = [1e3 * since[TRANSFER].total / requests]
+            self.writes = [since[TRANSFER].count / requests]
+            self.descriptors = [since[DESCRIPTORS].total / requests]
+            self.bytes = [since[BYTES].total / requests]
 
     def add_figures(self, figures: Sequence[Figures]) -> None:
         """What the trace of P says of each request."""

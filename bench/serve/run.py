@@ -14,12 +14,10 @@ from bench.serve.parts import Parts
 from bench.serve.plan import Call, Plan, Setup, seconds_left
 from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.results import Wrong, by_cell
-from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, grown, histograms, thread_cpu_s
+from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
 from layerpush.demo.trace_figures import TraceError
 from layerpush.threadname import WRITER
-
-NIXL = (TRANSFER, BYTES, DESCRIPTORS)
 
 
 class WrongAnswersError(Exception):
@@ -108,18 +106,16 @@ class Run:
 
     def _call(self, call: Call, target: Target) -> Measured:
         requests = self.plan.prompts(call)
-        prefills = histograms(target.prefill, [PREFILL]) if target.prefill else None
-        transfers = histograms(target.transfers, NIXL) if target.transfers and target.trace is None else None
+        prefills = Meter(target.prefill, [PREFILL])
+        transfers = Meter(target.transfers if target.trace is None else None, [TRANSFER, BYTES, DESCRIPTORS])
         cpu_s = thread_cpu_s(target.processes(), WRITER)
         words = arguments(self.plan, call, target.url, self.site.model)
         result = measured(call, words, self.parts.starts, self.client.run(words, call.key, self.site.check))
-        if target.prefill and prefills:
-            mean = grown(target.prefill, prefills, PREFILL, requests)[PREFILL].mean
-            result.prefill_ms = None if mean is None else [1e3 * mean]
-        if target.transfers and transfers:
-            _add_transfers(result, grown(target.transfers, transfers, TRANSFER, requests), requests)
+        result.add_prefills(prefills.since(requests).get(PREFILL))
+        result.add_transfers(transfers.since(requests))
         if target.mode in self._pushes:
             self._add_pushes(result, self._pushes[target.mode], requests)
+        result.problems += [*prefills.problems, *transfers.problems]
         cpu_after_s = thread_cpu_s(target.processes(), WRITER)
         if cpu_s is not None and cpu_after_s is not None:
             result.writer_cpu_ms = [1e3 * (cpu_after_s - cpu_s) / requests]
@@ -151,14 +147,3 @@ class Run:
         if left is None:
             return None
         return left + starts * sum(self._start_s) / len(self._start_s)
-
-
-def _add_transfers(result: Measured, since: dict[str, Histogram], requests: int) -> None:
-    """What NIXL has counted meanwhile: means only."""
-    if since[TRANSFER].mean is None:
-        result.problems.append("the engine has not counted a transfer")
-        return
-    result.transfer_ms = [1e3 * since[TRANSFER].total / requests]
-    result.writes = [since[TRANSFER].count / requests]
-    result.descriptors = [since[DESCRIPTORS].total / requests]
-    result.bytes = [since[BYTES].total / requests]

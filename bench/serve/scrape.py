@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import urllib.request
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,19 +58,42 @@ def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
     return found
 
 
-def grown(
-    url: str, earlier: dict[str, Histogram], name: str, by: int, patience_s: float = PATIENCE_S
-) -> dict[str, Histogram]:
-    """What has been observed since ``earlier``. Waits a little until ``name`` has ``by`` observations more: engines
-    report from time to time.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        now = histograms(url, earlier)
-        since = {each: now[each].since(earlier[each]) for each in earlier}
-        if since[name].count >= by or time.monotonic() > deadline:
-            return since
-        time.sleep(LOOK_S)
+class Meter:
+    """Histograms at ``url`` from now on; of nobody, where that is None. The first of ``names`` counts requests."""
+
+    def __init__(self, url: str | None, names: Sequence[str], patience_s: float = PATIENCE_S) -> None:
+        self.problems: list[str] = []
+        self._url = url
+        self._names = names
+        self._patience_s = patience_s
+        self._before = self._look()
+
+    def since(self, requests: int) -> dict[str, Histogram]:
+        """What has been observed meanwhile; empty where nobody can be asked.
+
+        Waits a little until there are so many observations: engines report from time to time.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while self._before:
+            now = self._look()
+            since = {name: now[name].since(self._before[name]) for name in now}
+            count = since[self._names[0]].count if since else 0
+            if count >= requests or not since:
+                return since
+            if time.monotonic() > deadline:
+                self.problems.append(f"{self._url}/metrics counts {count:g} of {requests} {self._names[0]}")
+                return since
+            time.sleep(LOOK_S)
+        return {}
+
+    def _look(self) -> dict[str, Histogram]:
+        if self._url is None:
+            return {}
+        try:
+            return histograms(self._url, self._names)
+        except OSError as error:  # times of requests are worth having without
+            self.problems.append(f"{self._url}/metrics: {error}")
+            return {}
 
 
 def thread_cpu_s(pids: Iterable[int], name: str, proc: Path = Path("/proc")) -> float | None:

@@ -17,11 +17,12 @@ import pytest
 from bench.serve.lineup import Lineup, Model, longest_prompt
 from bench.serve.plan import AGGREGATED, MODES
 from bench.serve.pushes import Pushes, figures_of_ranks
-from bench.serve.scrape import PREFILL, Histogram, grown, parsed, thread_cpu_s
+from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, parsed, thread_cpu_s
 from bench.serve.site import SiteError, check_dispatch, given
 from layerpush.demo.engines import Place
 from layerpush.threadname import name_this_thread
 from layerpush.trace import PushRecord, WriteRecord
+from tests.unit.serve_rig import call
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
 EVERY = list(MODES)
@@ -208,12 +209,39 @@ def test_histograms_are_summed_over_engines() -> None:
 
 
 def test_observations_that_come_late_are_waited_for() -> None:
-    looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(7.0, 3)])
+    looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(4.0, 2), metrics(7.0, 3)])
     with served(lambda: next(looks)) as url:
-        since = grown(url, {PREFILL: Histogram(1.0, 1)}, PREFILL, by=2, patience_s=60)
-    assert since[PREFILL] == Histogram(6.0, 2)
+        meter = Meter(url, [PREFILL], patience_s=60)
+        assert meter.since(2) == {PREFILL: Histogram(6.0, 2)}
+    assert meter.problems == []
+
+
+def test_observations_that_never_come_are_told() -> None:
     with served(lambda: metrics(1.0, 1)) as url:
-        assert grown(url, {PREFILL: Histogram(1.0, 1)}, PREFILL, by=2, patience_s=0)[PREFILL].mean is None
+        meter = Meter(url, [PREFILL], patience_s=0)
+        assert meter.since(2)[PREFILL].mean is None
+    assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
+
+
+def test_servers_without_metrics_are_measured_all_the_same() -> None:
+    assert Meter(None, [PREFILL]).since(2) == {}
+    with served(lambda: "") as url:
+        pass
+    meter = Meter(url, [PREFILL], patience_s=60)  # nobody listens any more
+    assert meter.since(2) == {}
+    (problem,) = meter.problems
+    assert problem.startswith(f"{url}/metrics: ")
+
+
+def test_what_engines_count_becomes_figures_of_a_request() -> None:
+    this = call("push", 0, [0.5, 0.5])
+    this.add_prefills(None)
+    this.add_transfers({})
+    assert (this.prefill_ms, this.transfer_ms) == (None, None)
+    this.add_prefills(Histogram(0.8, 2))
+    this.add_transfers({TRANSFER: Histogram(0.1, 2), BYTES: Histogram(4096.0, 2), DESCRIPTORS: Histogram(64.0, 2)})
+    assert this.prefill_ms == [400.0]
+    assert (this.transfer_ms, this.writes, this.descriptors, this.bytes) == ([50.0], [1.0], [32.0], [2048.0])
 
 
 def test_cpu_time_of_a_thread_by_its_name() -> None:
