@@ -18,7 +18,7 @@ from layerpush.demo.ports import PortAllocator
 from tests.contract.waiting import until
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 150
+SECONDS = 280
 PORTS = PortAllocator()
 
 
@@ -45,7 +45,7 @@ def healthy(url: str) -> bool:
 
 def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
     tokenizer = write_tokenizer(tmp_path / "words", 512, 4096)
-    words = ["--model", str(tokenizer), "--lengths", "64,128", "--rounds", "2", "--requests", "2", *arguments]
+    words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", "2", "--requests", "2", *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "bench.serve", *words],
         cwd=ROOT,
@@ -59,7 +59,7 @@ def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(SECONDS + 20)
 def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
@@ -68,12 +68,10 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     assert status == 0, said
     written = json.loads(out.read_text())
     assert {"argv", "git_sha", "versions", "machine", "seed", "settings", "answers", "cells"} <= set(written)
-    assert written["answers"] == {"compared": 24, "wrong": 0}
+    assert written["answers"] == {"compared": 12, "wrong": 0}
     assert [(cell["prompt_tokens"], cell["concurrency"], cell["requests"]) for cell in written["cells"]] == [
         (64, 1, 2),
         (64, 2, 4),
-        (128, 1, 2),
-        (128, 2, 4),
     ]
     for cell in written["cells"]:
         for mode in ("aggregated", "layer"):
@@ -88,7 +86,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(SECONDS + 20)
 def test_an_answer_that_differs_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub("other") as other:
