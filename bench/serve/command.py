@@ -172,7 +172,8 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
     model = choices.engine_model()
     if model is None:
         path = write_model(model_cache(), DEMO_SHAPE)
-        tokenizer = write_tokenizer(work / "tokenizer", DEMO_SHAPE.vocabulary, DEMO_SHAPE.max_positions)
+        words, longest = DEMO_SHAPE.vocabulary, DEMO_SHAPE.max_positions
+        tokenizer = write_tokenizer(work / "tokenizer", words, longest, DEMO_SHAPE.config())
         model = Model(path, tokenizer, DEMO_SHAPE.max_positions)
 
     def lineup(setup: Setup, places: tuple[Place, Place], traces: Path) -> Lineup:

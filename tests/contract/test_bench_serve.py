@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve.tokenizer import write_tokenizer
+from layerpush.demo.cluster import DEMO_SHAPE
 from layerpush.demo.ports import PortAllocator
 from tests.contract.waiting import until
 
@@ -44,7 +45,7 @@ def healthy(url: str) -> bool:
 
 
 def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    tokenizer = write_tokenizer(tmp_path / "words", 512, 4096)
+    tokenizer = write_tokenizer(tmp_path / "words", 512, 4096, DEMO_SHAPE.config())
     words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", "2", "--requests", "2", *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "bench.serve", *words],
