@@ -44,6 +44,7 @@ from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
 from layerpush.spans import SpannedTrace, Spans
+from layerpush.threadname import WRITER, name_this_thread
 from layerpush.trace import LoadRecord
 from layerpush.transport.base import Route, TransportError
 from layerpush.wire import (
@@ -251,6 +252,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     # Writer thread: the loop.
 
     def _push_writer_loop(self) -> None:
+        name_this_thread(WRITER)
         self._prepared.wait()
         self._guarded("using the device", None, self.use_device)
         while not self._push_writer_stop.is_set():

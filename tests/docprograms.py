@@ -198,6 +198,12 @@ def _bench_plot(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_serve(words: Words) -> None:
+    from bench.serve.__main__ import app
+
+    _typer(app, words)
+
+
 def _soak(words: Words) -> None:
     from tests.faults.soak.command import app
 
@@ -231,6 +237,7 @@ MODULES: Mapping[str, Callable[[Words], None]] = {
     "bench.forward": _bench_forward,
     "bench.proxy": _bench_proxy,
     "bench.push": _bench_push,
+    "bench.serve": _bench_serve,
     "layerpush": _layerpush,
     "pytest": _pytest,
     "scripts.docgen": _docgen,
