@@ -232,6 +232,7 @@ CHECKS: Mapping[str, Callable[[Words], None]] = {
 MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
     "bench": _bench,
+    "bench.gpu": _gpu_bench,
     "bench.kernel": _bench_kernel,
     "bench.plot": _bench_plot,
     "bench.forward": _bench_forward,

@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 import typer
 
+from bench.serve.tokenizer import write_tokenizer
 from layerpush.demo.model import ModelShape
 
 LLAMA_8B = ModelShape(
@@ -41,7 +42,10 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 
 
 def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
-    """False if it is there already. Weights depend on shape and kind of device. One file a layer: memory for one."""
+    """With a tokenizer. False if it is there already. Weights depend on shape and kind of device.
+
+    Each layer is a file of its own, so that it takes the memory of one layer only.
+    """
     stamp = json.dumps({"format": FORMAT, "device": device.type, **asdict(shape)}, sort_keys=True)
     mark = target / STAMP
     if mark.is_file() and mark.read_text() == stamp:
@@ -52,6 +56,7 @@ def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
     fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         _write_weights(fresh, shape, device)
+        write_tokenizer(fresh, shape.vocabulary, shape.max_positions)
         (fresh / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
         (fresh / STAMP).write_text(stamp)
         fresh.chmod(0o755)

@@ -20,7 +20,17 @@ NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
     "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
     "push": (*COMMON_MODULES, "nixl", "msgspec"),
     "forward": (*COMMON_MODULES, "nixl", "msgspec"),
-    "serve": (*COMMON_MODULES, "nixl", "msgspec", "vllm", "aiohttp", "fastapi", "safetensors", "tokenizers"),
+    "serve": (
+        *COMMON_MODULES,
+        "nixl",
+        "msgspec",
+        "vllm",
+        "aiohttp",
+        "fastapi",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+    ),
 }
 MIB = 1 << 20
 
@@ -74,6 +84,7 @@ USABLE = 0.94
 LONG = 65536
 LENGTHS = (8192, 16384, 32768, 65536, 98304)
 ANSWER_ROOM = 1024
+STEP_TOKENS = 8192
 
 
 def engines_for(gpu_mib: int) -> list[Engines]:
@@ -132,7 +143,8 @@ def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
         name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
         result, logs = out / f"{name}.json", out / f"{name}-logs"
         steps.append(Step(name, (*_measure(engines, room.model, result, logs), *options), share=0.8 / len(runs)))
-        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), "--out", str(out))))
+        traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
+        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), str(traces), "--out", str(out))))
     return steps
 
 
@@ -146,7 +158,7 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[s
     return (
         *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes),
         *("--lengths", ",".join(map(str, engines.lengths)), "--rounds", "3", "--requests", "2"),
-        *("--max-num-batched-tokens", "8192", "--engine-args", " ".join(arguments)),
+        *("--max-num-batched-tokens", str(STEP_TOKENS), "--engine-args", " ".join(arguments)),
         *("--engine-env", f"UCX_TLS={TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
         *("--out", str(result), "--keep-logs", str(logs)),
     )

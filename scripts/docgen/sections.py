@@ -11,6 +11,7 @@ from layerpush.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
     figures,
+    forwardfigures,
     kernelfigures,
     limits,
     messages,
@@ -19,6 +20,7 @@ from scripts.docgen import (
     protocol,
     pushfigures,
     refusals,
+    servefigures,
     soakrun,
     versions,
 )
@@ -45,6 +47,8 @@ SECTIONS: Mapping[str, Section] = {
     "demo-figures": Section((README, BENCHMARKS), figures.demo),
     "bench-figures": Section((README, BENCHMARKS), figures.bench),
     "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
+    "serve-figures": Section((BENCHMARKS,), servefigures.tables),
+    "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
     "push-summary": Section((README, PACKING), pushfigures.summary),
     "push-figures": Section((BENCHMARKS,), pushfigures.tables),
     "kernel-figures": Section((BENCHMARKS,), kernelfigures.tables),

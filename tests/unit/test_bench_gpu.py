@@ -27,6 +27,7 @@ from bench.gpu.parts import (
     MODEL_BYTES,
     NEEDED_MODULES,
     PARTS,
+    STEP_TOKENS,
     Room,
     Step,
     TooSmallError,
@@ -35,6 +36,8 @@ from bench.gpu.parts import (
 )
 from bench.gpu.running import Ending, Ran, Runner
 from layerpush.demo.model import ModelShape
+from tests.docblocks import Command
+from tests.docprograms import check
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu-bench"
@@ -60,6 +63,17 @@ def test_every_part_leaves_its_result_in_the_folder() -> None:
 def test_every_part_is_described_and_knows_its_modules() -> None:
     assert set(PARTS) == set(NEEDED_MODULES)
     assert all(steps(part) for part in PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("gpu_mib", [H200, H100])
+def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
+    """Pictures are drawn of what is there by then."""
+    for name in ("serve", "serve-layer", "serve-request"):
+        (tmp_path / f"{name}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
+        (tmp_path / f"{name}.json").touch()
+    for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
+        check(Command(("python", *step.arguments), ()))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -391,6 +405,7 @@ def test_the_model_is_made_once_with_the_same_weights(tmp_path: Path) -> None:
     assert write_model(tmp_path / "b", SMALL, torch.device("cpu"))
     config = json.loads((tmp_path / "a/config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "a/tokenizer.json").exists()
     assert config == json.loads(json.dumps(config_of(SMALL)))
     index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {name for name, _, _ in SMALL.tensors()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.docgen import conditions, kernelfigures, pushfigures
+from scripts.docgen import conditions, forwardfigures, kernelfigures, pushfigures, servefigures
 from scripts.docgen.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -138,6 +138,8 @@ def test_on_a_gpu_the_kernel_table_says_what_it_costs_the_neighbour(tmp_path: Pa
         (pushfigures.tables, "python -m bench.push"),
         (pushfigures.summary, "python -m bench.push"),
         (kernelfigures.tables, "python -m bench.kernel"),
+        (servefigures.tables, "python -m bench.serve"),
+        (forwardfigures.tables, "python -m bench.forward"),
     ],
 )
 def test_without_a_result_the_page_says_how_to_get_one(
@@ -155,3 +157,83 @@ def test_all_figures_are_put_into_the_pages_by_one_command() -> None:
     script = (ROOT / "scripts/readme-figures").read_text()
     shown = {marker for marker in SECTIONS if re.search(r"-figures$|^soak-|^push-", marker)}
     assert shown == set(re.findall(r"[\w-]+-(?:figures|summary|tables)\b", script.split("exec")[1]))
+
+
+def timed(p50: float) -> dict[str, Any]:
+    return {"p50": p50, "low": p50, "high": p50, "raw": [[p50]]}
+
+
+def serve_cell(tokens: int, **changes: Any) -> dict[str, Any]:
+    modes = {
+        "aggregated": {"ttft_ms": timed(100.0), "exposed_ms": None},
+        "pull": {"ttft_ms": timed(120.0), "exposed_ms": None},
+        "request": {"ttft_ms": timed(110.0), "exposed_ms": timed(10.0)},
+        "layer": {"ttft_ms": timed(101.0), "exposed_ms": timed(0.5)},
+    }
+    ratios = {"ttft_ms": {"layer/aggregated": ratio(1.01)}, "exposed_ms": {"layer/request": ratio(0.05)}}
+    cell = {
+        "link": "loopback",
+        "max_num_batched_tokens": 512,
+        "prompt_tokens": tokens,
+        "concurrency": 1,
+        "request_rate": None,
+        "rounds": 5,
+        "modes": modes,
+        "ratios": ratios,
+    }
+    return cell | changes
+
+
+def serve_result(*cells: dict[str, Any], wrong: int = 0) -> dict[str, Any]:
+    return HEAD | {"answers": {"compared": 1234, "wrong": wrong}, "cells": list(cells)}
+
+
+def test_engines_have_a_table_of_first_tokens_and_one_of_what_is_exposed(tmp_path: Path) -> None:
+    cells = [serve_cell(4096), serve_cell(1024), serve_cell(1024, link="1gbit", concurrency=None, request_rate=0.5)]
+    text = servefigures.tables(write(tmp_path, servefigures.RESULT, serve_result(*cells)))
+    lines = text.splitlines()
+    assert lines[0] == "Loopback, 1 at a time, 512 tokens a step. Time to first token:"
+    assert "Link emulated at 1gbit, 0.5 requests per second, 512 tokens a step. Time to first token:" in lines
+    assert lines[2] == "| tokens | `aggregated` | `pull` | `request` | `layer` |"
+    first = "| 100.0 ms | 120.0 ms | 110.0 ms | 101.0 ms (1.010 [0.960, 1.060]) |"
+    assert lines[4:6] == [f"| 1024 {first}", f"| 4096 {first}"]
+    assert "| tokens | `request` | `layer` |" in lines
+    assert "| 1024 | 10.0 ms | 0.5 ms (0.050 [0.000, 0.100]) |" in lines
+    assert "1,234 answers compared" in lines[-1]
+
+
+def test_engines_with_wrong_answers_are_not_published(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="wrong answers"):
+        servefigures.tables(write(tmp_path, servefigures.RESULT, serve_result(serve_cell(1024), wrong=1)))
+
+
+def forward_cell(**changes: Any) -> dict[str, Any]:
+    layer = {
+        "exposed_s_median": 0.0005,
+        "exposed_of_request": ratio(0.05),
+        "slowdown": ratio(1.02),
+        "hook_us": {"p50": 3.21},
+    }
+    cell = {
+        "model": "llama-8b",
+        "link": "loopback",
+        "ids": "random",
+        "tokens": 4096,
+        "load": 0.4567,
+        "exposed_limit": 0.0625,
+        "misses": ["a hook takes 12 us"],
+        "modes": {"layer": layer, "request": {"exposed_s_median": 0.01}},
+    }
+    return cell | changes
+
+
+def test_a_forward_has_a_row_for_each_case(tmp_path: Path) -> None:
+    beyond = forward_cell(exposed_limit=None, misses=[], link="500mbit")
+    only_request = forward_cell(modes={"request": {"exposed_s_median": 0.01}}, misses=[])
+    for cells, row in (
+        ([forward_cell(), beyond], "0.5 ms | 10.0 ms | 0.050 | 0.062 | 1.020 [0.970, 1.070] | 3.2 µs |"),
+        ([only_request], "10.0 ms |  |  |  |  |"),
+    ):
+        text = forwardfigures.tables(write(tmp_path, forwardfigures.RESULT, HEAD | {"cells": cells}))
+        assert text.splitlines()[2] == f"| llama-8b | loopback | random | 4096 | 0.46 | {row}"
+        assert f"In {len(cells) - 1} of {len(cells)} cases" in text
