@@ -56,7 +56,7 @@ def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
     fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         _write_weights(fresh, shape, device)
-        write_tokenizer(fresh, shape.vocabulary, shape.max_positions)
+        write_tokenizer(fresh, shape.vocabulary, shape.max_positions, config_of(shape))
         (fresh / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
         (fresh / STAMP).write_text(stamp)
         fresh.chmod(0o755)
