@@ -92,7 +92,7 @@ def kernel_result(**changes: Any) -> dict[str, Any]:
             "blocks": blocks,
             "ids": ids,
             "direction": direction,
-            "ways": {"copy": way(5, 1), "layerpush": way(4.444, 0.89), torchs: way(3, 0.6)},
+            "ways": {"copy": way(5, 1), "layerpush": way(4.444 if ids == "random" else 5, 0.89), torchs: way(3, 0.6)},
         }
         for kib, blocks in ((4, 64), (8, 64), (16, 1024), (256, 512))
         for ids in ("random", "contiguous")
