@@ -64,6 +64,7 @@ class TensorStaging:
         """Seconds to copy anything between cache and ring, and for each byte of it: measured now, on scattered blocks
         that were not touched lately, for so it will be. What the KV cache holds stays as it is.
         """
+        self._compile_scatter()
         count = max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
         blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
         tries = np.resize(blocks, (RATE_TRIES, count))
@@ -71,6 +72,15 @@ class TensorStaging:
         all_ = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
         byte_s = max(all_ - one, 0.0) / max(count - 2, 1) / self.block_bytes
         return max(one - self.block_bytes * byte_s, 0.0), byte_s
+
+    def _compile_scatter(self) -> None:
+        """In the middle of serving it would keep the writer thread, and the GIL, for seconds. Copies nothing."""
+        if self._stream is None:
+            return
+        nothing = torch.tensor([-1], dtype=torch.int32, device=self._table.device)
+        packed = self._memory[: self.block_bytes]
+        scatter_blocks(packed, nothing, self._table[0:1], stream=self._stream, max_programs=MAX_PROGRAMS)
+        self._stream.synchronize()
 
     def _seconds(self, turn: int, ids: BlockIds) -> float:
         """Gather these, each turn to another place."""

@@ -35,7 +35,7 @@ MAX_HOST_CHARS = 255
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
-MAX_RING_BYTES = 1 << 34
+MAX_RING_BYTES = 1 << 30
 """P makes a table of all pieces of a ring that it may write to."""
 NULL_BLOCK = 0
 

@@ -63,13 +63,15 @@ class WorkerStaging:
         size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
         if self._config.packing == "off" or not self._config.layerwise or not size:
             return
+        if compat.engine_fallback(self._worker) is not None:
+            return  # said elsewhere: nothing is pushed by layer
         try:
             self._memory = staging_memory(size, device)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
             logger.warning("layerpush packs nothing: no memory for staging_bytes=%d: %s", size, error)
             return
         try:
-            compat.register_ring(self._worker, self._memory.data_ptr(), size)
+            compat.register_ring(self._worker, self._memory.data_ptr(), size, device.index or 0)
         except Exception as error:  # noqa: BLE001  NIXL's; the KV cache may be registered all the same
             logger.warning("layerpush packs nothing: staging memory cannot be registered: %s", error)
             self._memory = None
@@ -93,10 +95,14 @@ class WorkerStaging:
         if staging.ring.take(SCRATCH_PIECES * PIECE_BYTES) is None:
             logger.warning("layerpush packs nothing: staging_bytes=%d is too small", staging.ring.capacity_bytes)
             return
-        self._staging = staging
         worker, size = self._worker, staging.ring.capacity_bytes
-        self._blocks = compat.own_ring(worker, staging.base, size, staging.block_bytes)
-        self._pieces = compat.own_ring(worker, staging.base, size, PIECE_BYTES)
+        try:
+            self._blocks = compat.own_ring(worker, staging.base, size, staging.block_bytes)
+            self._pieces = compat.own_ring(worker, staging.base, size, PIECE_BYTES)
+        except Exception as error:  # noqa: BLE001  NIXL's; the KV cache is registered all the same
+            logger.warning("layerpush packs nothing: NIXL does not know the staging memory: %s", error)
+            return
+        self._staging = staging
         packer = Packer(worker.transport, layout, staging, staging.block_bytes)
         assert self._config.packing != "off"
         self.stager = Stager(packer, layout, self._config.packing, costs)

@@ -20,9 +20,11 @@ class Worker(Protocol):
     _registered_descs: list[Any]
 
 
-def register_ring(worker: Worker, base: int, size: int) -> None:
-    """Make a ring known to NIXL. Before the KV cache is registered: peers get to know of both at once."""
-    descriptors = worker.nixl_wrapper.get_reg_descs([(base, size, worker.device_id, "")], worker.nixl_memory_type)
+def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
+    """Make a ring known to NIXL. Before the KV cache is registered: peers get to know of both at once. The worker's own
+    ``device_id`` is 0 until then, whatever its device.
+    """
+    descriptors = worker.nixl_wrapper.get_reg_descs([(base, size, device, "")], worker.nixl_memory_type)
     worker.nixl_wrapper.register_memory(descriptors, backends=worker.nixl_backends)
     worker._registered_descs.append(descriptors)
 

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from layerpush.decode.windows import Windows
@@ -17,6 +17,8 @@ from layerpush.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Win
 logger = logging.getLogger("vllm.layerpush.unpacker")
 
 ANSWERS_KEPT = 4096
+"""Of one agent: it cannot push another one's answers out."""
+AGENTS_KEPT = 1024
 
 
 class UnpackError(ValueError):
@@ -56,9 +58,10 @@ class Unpacker:
             size=windows.size,
             layout=layout.digest,
         )
+        self._expand = lru_cache(maxsize=64)(layout.expand)
         self._running: list[_Scatter] = []
         self._later: list[tuple[str, Callable[[], None]]] = []
-        self._answered: OrderedDict[tuple[str, int], bool] = OrderedDict()
+        self._answered: OrderedDict[str, OrderedDict[int, bool]] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
@@ -96,7 +99,7 @@ class Unpacker:
 
         Raises ``UnpackError``, when nothing has been scattered.
         """
-        if (agent, message.number) in self._answered or self._is_running(agent, message.number):
+        if self.again(agent, message) is not None or self._is_running(agent, message.number):
             return
         sizes = [self._size_of(part, registration) for part in message.parts]
         if message.offset % PIECE_BYTES:
@@ -109,13 +112,13 @@ class Unpacker:
         self._running.append(scatter)
         offset = message.offset
         for wanted, part, size in zip(blocks, message.parts, sizes, strict=True):
-            layers, ids = slice(part.first_layer, part.end_layer), self._layout.expand(wanted)
+            layers, ids = slice(part.first_layer, part.end_layer), self._expand(wanted)
             scatter.copies.begin(partial(self._staging.scatter, layers, ids, offset))
             offset += size
 
     def again(self, agent: str, message: Unpack) -> Answer | None:
         """What this message was answered with, if it was."""
-        done = self._answered.get((agent, message.number))
+        done = self._answered.get(agent, OrderedDict()).get(message.number)
         return None if done is None else Answer(agent, Unpacked(message.number, done))
 
     def refuse(self, agent: str, message: Unpack) -> Answer | None:
@@ -160,8 +163,12 @@ class Unpacker:
         return (part.end - part.first) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
 
     def _answer(self, agent: str, number: int, *, done: bool) -> Answer:
-        self._answered[agent, number] = done
-        while len(self._answered) > ANSWERS_KEPT:
+        answers = self._answered.setdefault(agent, OrderedDict())
+        answers[number] = done
+        self._answered.move_to_end(agent)
+        while len(answers) > ANSWERS_KEPT:
+            answers.popitem(last=False)
+        while len(self._answered) > AGENTS_KEPT:
             self._answered.popitem(last=False)
         return Answer(agent, Unpacked(number, done))
 

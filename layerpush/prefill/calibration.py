@@ -59,6 +59,7 @@ class Calibration:
         self._route = route
         self._prior = prior
         self._deadline = now + BUDGET_S
+        self._left = now
         self._waiting = [sample for _ in range(ROUNDS) for sample in SAMPLES]
         self._fastest = dict.fromkeys(SAMPLES, math.inf)
         self._sample = SMALL
@@ -69,7 +70,10 @@ class Calibration:
         """Go on for a moment. A WRITE that is on the wire is waited for, however long that takes."""
         if self.is_over:
             return
-        spin_until = min(time.perf_counter() + SPIN_S, self._deadline)
+        began = time.perf_counter()
+        if self._handle is None:
+            self._deadline += began - self._left  # what the writer did meanwhile takes nothing from the budget
+        spin_until = min(began + SPIN_S, self._deadline)
         try:
             self._step()
             while not self.is_over and time.perf_counter() < spin_until:
@@ -78,6 +82,7 @@ class Calibration:
             logger.warning("layerpush cannot time WRITEs to %s: %s", self._route.agent, error)
             self._forget()
             self.is_over = True
+        self._left = time.perf_counter()
 
     def abandon(self) -> None:
         """The decode engine is gone."""
@@ -87,9 +92,12 @@ class Calibration:
     def _step(self) -> None:
         if self._handle is None:
             self._begin()
-        elif self._transport.poll(self._handle) is WriteState.LANDED:
+            return
+        state = self._transport.poll(self._handle)
+        if state is WriteState.LANDED:
             took = time.perf_counter() - self._posted
             self._fastest[self._sample] = min(self._fastest[self._sample], took)
+        if state is not WriteState.PENDING:
             self._forget()
 
     def _begin(self) -> None:

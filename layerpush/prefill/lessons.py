@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from layerpush.prefill.costs import Costs
 
 KEPT = 8
+PRIOR = 3
+FORGOTTEN_S = 10.0
+"""A plan that is not chosen teaches nothing: what was learned last is no reason to leave it out for ever."""
 
 
 class Lesson:
-    """The median of the last few observations. What was known before is the first of them."""
+    """The median of the last few observations; what was known before counts as three of them, so that two accidents
+    are not believed.
+    """
 
-    def __init__(self, known: float) -> None:
-        self._observed = deque([known], maxlen=KEPT)
+    def __init__(self, known: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._known = known
+        self._clock = clock
+        self._heard_at = clock()
+        self._observed = deque([known] * PRIOR, maxlen=KEPT)
 
     @property
     def value(self) -> float:
+        if self._clock() - self._heard_at > FORGOTTEN_S:
+            self._observed = deque([self._known] * PRIOR, maxlen=KEPT)
         return statistics.median_low(self._observed)
 
     def heard(self, observed: float) -> None:
         self._observed.append(max(observed, 0.0))
+        self._heard_at = self._clock()
 
 
 class CopyLessons:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -93,6 +93,7 @@ class Packer:
         self._staging = staging
         self.block_bytes = block_bytes
         self._clock = clock
+        self._expand = lru_cache(maxsize=64)(layout.expand)
         self._numbers = 0
         self._unpacking: dict[int, StagedWrite] = {}
 
@@ -170,7 +171,7 @@ class Packer:
         assert staged.ours is not None
         offset, staged.began_at = staged.ours, time.perf_counter()
         for part in write.segments:
-            blocks = self._layout.expand(part.source)
+            blocks = self._expand(part.source)
             staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
         try:

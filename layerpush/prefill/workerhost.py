@@ -96,8 +96,10 @@ class WorkerHost:
         return link
 
     def window(self, link: Link, registration: Registration) -> PushWindow | None:
-        offer = registration.window
-        if offer is None or self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+            return None
+        offer = self.desk.window(registration, link.routes[0].agent)
+        if offer is None:
             return None
         if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
             return None

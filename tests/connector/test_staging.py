@@ -34,6 +34,8 @@ class Nixl:
         self.prepared: list[str] = []
         self.released: list[Any] = []
         self.broken: set[str] = set()
+        self.devices: set[int] = set()
+        """That memory was registered on."""
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -41,6 +43,7 @@ class Nixl:
             raise RuntimeError(f"{name} fails")
 
     def get_reg_descs(self, rows: Any, memory: str) -> Any:
+        self.devices |= {int(row[2]) for row in rows}
         return rows, memory
 
     def get_xfer_descs(self, rows: Any, memory: str) -> Any:
@@ -84,6 +87,8 @@ class Place:
             nixl_backends=["UCX"],
             device_id=0,
             tp_rank=0,
+            use_host_buffer=False,
+            _has_mamba=False,
             _registered_descs=[],
             transport=Wire(self.nixl),
         )
@@ -227,3 +232,41 @@ def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.Mo
     staging.close()
     staging.close()
     assert len(place.nixl.released) == 4
+
+
+def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's ``device_id`` is 0 until vLLM has registered the KV cache."""
+    place = Place(monkeypatch)
+    monkeypatch.setattr("layerpush.workerstaging.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8))
+    place.staging.allocate(torch.device("cuda", 3))
+    assert place.nixl.devices == {3}
+
+
+@pytest.mark.parametrize("reason", ["use_host_buffer", "_has_mamba"])
+def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    setattr(place.worker, reason, True)
+    place.start()
+    assert place.nixl.calls == []
+    assert not place.packs()
+
+
+def test_memory_that_there_is_none_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs torch has no error of its own for that."""
+
+    def none_left(*_: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr("layerpush.workerstaging.staging_memory", none_left)
+    place = Place(monkeypatch)
+    place.start()
+    assert not place.packs()
+
+
+def test_a_ring_that_nixl_has_no_list_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    place.nixl.broken.add("prep_xfer_dlist")
+    place.start()
+    assert not place.packs()
+    assert place.staging.unpacker is None
+    place.staging.close()

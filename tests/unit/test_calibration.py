@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from layerpush.prefill.calibration import BUDGET_S, SCRATCH_PIECES, Calibration
-from layerpush.prefill.costs import Costs, Plan, Shape
+from layerpush.prefill.costs import Costs
 from layerpush.prefill.packer import Packer
-from layerpush.prefill.stager import Stager
+from layerpush.prefill.protocol import Write
+from layerpush.prefill.stager import RETRY_S, Stager
+from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES
-from layerpush.transport.base import Route
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import Route, WriteState
 from layerpush.transport.fake import FakeFabric, Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
@@ -20,6 +23,16 @@ from tests.unit.staging_rig import NumpyStaging
 NEVER = 10**6
 SIZE = SCRATCH_PIECES * PIECE_BYTES
 RING = Route("D", 0, "pieces", "ring")
+
+
+class Clock:
+    """Every look takes a moment."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
 
 
 class Pair:
@@ -33,8 +46,8 @@ class Pair:
         self.d.describe("ring", np.zeros(SIZE, np.uint8), starts, PIECE_BYTES)
         self.stager = Stager(Packer(self.p, layout, staging, 32), layout, "auto", Costs())
 
-    def calibration(self) -> Calibration:
-        return Calibration(self.p, RING, Costs(), time.perf_counter())
+    def calibration(self, now: float | None = None) -> Calibration:
+        return Calibration(self.p, RING, Costs(), time.perf_counter() if now is None else now)
 
     def calibrates(self) -> None:
         self.stager.calibrate("D", self.p, RING)
@@ -117,5 +130,44 @@ def test_until_it_is_over_writes_go_directly() -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     pair.calibrates()
     pair.stager.turn()
-    shape = Shape(1 << 20, 1000, 1000)
-    assert pair.stager._plan("D", shape, set(Plan)) is Plan.DIRECT
+    ids, link = np.arange(0, 8000, 8, dtype=np.int32), Link("D", (RING,), (), gathered=RING)
+    record = WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
+    assert pair.stager.begin(Write(0, 0, 0, 1 << 20, ()), link, None, (ids, ids), record) is None
+    assert (record.plan, record.estimate_s) == ("direct", None)
+
+
+def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WRITE that ends in an error ends the first try."""
+    pair, clock = Pair(), Clock()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    monkeypatch.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
+    pair.calibrates()
+    pair.stager.turn()
+    while pair.stager.is_busy:
+        pair.stager.turn()
+    monkeypatch.undo()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    pair.stager.turn()
+    assert not pair.stager.is_busy
+    clock.now += RETRY_S
+    pair.stager.turn()
+    while pair.stager.is_busy:
+        pair.stager.turn()
+    assert pair.stager.costs_to("D").scattered != Costs().scattered
+    clock.now += 10 * RETRY_S
+    pair.stager.turn()
+    assert not pair.stager.is_busy, "what is known is not timed again"
+    assert not pair.p._live
+
+
+def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time() -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerpush.prefill.calibration.time", clock)
+        calibration = Pair().calibration(clock.now)
+        clock.now += 3 * BUDGET_S
+        while not calibration.is_over:
+            calibration.turn()
+    assert calibration.costs is not None

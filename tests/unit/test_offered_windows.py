@@ -38,9 +38,18 @@ class Worker:
         return RING
 
 
+class Desk:
+    """Agent ``d-0`` registers."""
+
+    def window(self, registration: Registration, agent: str) -> Window | None:
+        assert agent == "d-0"
+        return registration.window
+
+
 def host(packs: bool = True) -> WorkerHost:
     made = WorkerHost(cast("Any", Worker()), cast("Any", None), cast("Any", None), lambda _: None)
     made.layout = LAYOUT if packs else None
+    made.desk = cast("Any", Desk())
     return made
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.decode.unpacker import Unpacker, UnpackError
+from layerpush.decode import unpacker
+from layerpush.decode.unpacker import Answer, Unpacker, UnpackError
 from layerpush.decode.windows import Windows
 from layerpush.prefill.costs import Plan
 from layerpush.prefill.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
@@ -458,3 +459,16 @@ def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
         pair.packer.release(staged)
     assert len(pair.ours.ring) == len(window.spans) == 0
     assert not pair.fabric.writes
+
+
+def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is forgotten would be scattered again, from bytes that are others by then."""
+    monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
+    pair = Pair()
+    first = Unpack("d-1", 1, 0, ())
+    assert pair.unpacker.refuse("P", first) == Answer("P", Unpacked(1, False))
+    for number in range(100):
+        pair.unpacker.refuse("another", Unpack("d-1", number, 0, ()))
+    assert pair.unpacker.again("P", first) == Answer("P", Unpacked(1, False))
+    assert pair.unpacker.again("another", Unpack("d-1", 0, 0, ())) is None
+    assert pair.unpacker.again("another", Unpack("d-1", 99, 0, ())) is not None

@@ -10,7 +10,7 @@ import pytest
 
 from layerpush.prefill.calibration import Calibration
 from layerpush.prefill.costs import Costs, Shape
-from layerpush.prefill.lessons import CopyLessons
+from layerpush.prefill.lessons import FORGOTTEN_S, CopyLessons, Lesson
 from layerpush.prefill.protocol import Write
 from layerpush.prefill.runs import runs
 from layerpush.prefill.stager import Stager
@@ -96,6 +96,7 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
     packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
     stager = Stager(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
+    stager._costs_of["another"] = stager.costs_to("another")
     ids = np.arange(10, dtype=np.int32)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     write = Write(0, 0, 0, 80, ())
@@ -156,6 +157,19 @@ def test_copies_teach_what_they_cost() -> None:
     assert lessons.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
 
 
+def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
+    clock = Clock()
+    lesson = Lesson(1.0, clock.perf_counter)
+    for _ in range(2):
+        lesson.heard(50.0)
+    assert lesson.value == 1.0
+    for _ in range(8):
+        lesson.heard(50.0)
+    assert lesson.value == 50.0
+    clock.now += FORGOTTEN_S + 1
+    assert lesson.value == 1.0, "a plan that is not chosen teaches nothing"
+
+
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
     stager = calibrated(clock, OnePacker())
     record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
@@ -163,3 +177,22 @@ def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
         stager.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
     assert stager.costs_to(ENGINE).copy_s == pytest.approx(0.25)
     assert stager.costs_to("another").copy_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("room", [{"pack", "gather"}, {"gather"}, set()])
+def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = SimpleNamespace(local=np.arange(3))
+    packer = SimpleNamespace(
+        block_bytes=8,
+        pack=lambda *_: staged if "pack" in room else None,
+        gather=lambda *_: staged if "gather" in room else None,
+    )
+    costs = Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1)
+    stager = Stager(packer, None, "auto", costs)  # type: ignore[arg-type]
+    stager._costs_of["another"] = costs
+    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: Shape(80, 10, 5))
+    ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE)
+    record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
+    taken = stager.begin(Write(0, 0, 0, 80, ()), link, SimpleNamespace(), (ids, ids), record)  # type: ignore[arg-type]
+    assert (taken is None) == (not room)
+    assert record.plan == ("packed" if "pack" in room else "gathered" if room else "direct")
