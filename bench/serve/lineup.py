@@ -19,6 +19,8 @@ DISPATCH = {"pull": "sequential"}
 CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
 ROOM_TOKENS = 64
+ENGINE_BYTES, PROXY_BYTES = 1200 << 20, 120 << 20
+"""Of a server of the demo's model without its KV cache, and of a proxy."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ class Lineup:
         """All that these modes need, each once."""
         specs = [spec for mode in modes for spec in (self.prefill(mode), self.decode(mode)) if spec is not None]
         return list({spec.name: spec for spec in specs}.values())
+
+    def memory_bytes(self, modes: Sequence[str]) -> int:
+        """About what all servers need together, on a CPU."""
+        engines = len(self.engines(modes)) * (ENGINE_BYTES + (self.kv_cache_bytes or 0))
+        return engines + PROXY_BYTES * sum(self.decode(mode) is not None for mode in modes)
 
     @property
     def max_model_len(self) -> int:

@@ -42,6 +42,7 @@ class Measured(msgspec.Struct, kw_only=True):
     bytes: list[float] | None = None
     writer_cpu_ms: list[float] | None = None
     pushed_as: dict[str, int] = {}
+    plans: dict[str, int] = {}
     problems: list[str] = []
 
     @property

@@ -17,7 +17,7 @@ MIB = 1 << 20
 SEEN = ("TTFT ms", "mean", "p99", "to aggregated", "TPOT ms", "p99", "requests/s", "tokens/s", "prefill slowdown")
 COSTS = (
     *("exposed ms", "p99", "to request's", "transfer ms"),
-    *("WRITEs", "descriptors", "MiB", "writer CPU ms", "as"),
+    *("WRITEs", "descriptors", "MiB", "writer CPU ms", "as", "plans"),
 )
 
 
@@ -124,6 +124,7 @@ def _transfers(result: CellResult) -> Table:
             _shown(result.series(mode, "bytes"), lambda series: series.mean / MIB),
             _shown(result.series(mode, "writer_cpu_ms"), lambda series: series.mean),
             ", ".join(sorted({way for call in calls for way in call.pushed_as})) or UNKNOWN,
+            ", ".join(sorted({plan for call in calls for plan in call.plans})) or UNKNOWN,
         )
     return table
 

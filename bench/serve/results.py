@@ -163,6 +163,7 @@ class CellResult:
         return {
             **{measure: each and each.as_json() for measure, each in series.items()},
             "pushed_as": dict(sum((Counter(call.pushed_as) for call in calls), Counter())),
+            "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
             "problems": [problem for call in calls for problem in call.problems],
             "starts": [call.start for call in calls],
             "argv": calls[0].argv,

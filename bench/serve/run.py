@@ -124,6 +124,7 @@ class Run:
     def _add_pushes(self, result: Measured, pushes: Pushes, requests: int) -> None:
         here = pushes.new(requests)
         result.pushed_as = dict(Counter(parts[0].mode for parts in here))
+        result.plans = dict(Counter(write.plan for parts in here for push in parts for write in push.writes))
         try:
             figures = [figures_of_ranks(parts) for parts in here]
         except TraceError as error:

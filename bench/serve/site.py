@@ -22,6 +22,7 @@ from layerpush.demo.workspace import places_of
 PARTS = ("prefill", "decode", "trace")
 DISPATCH_PATIENCE_S = 60.0
 LOOK_S = 0.2
+GIB = 1 << 30
 
 
 class SiteError(RuntimeError):
@@ -91,6 +92,7 @@ class OwnSite:
             EngineGroup(logs, self._interrupts) as group,
         ):
             lineup = self._lineup(setup, places, logs / "trace")
+            self._warn(lineup.memory_bytes(modes))
             engines = {spec.name: group.start(spec) for spec in lineup.engines(modes)}
             self._wait(group, list(engines.values()))
             targets: dict[str, Target] = {}
@@ -123,6 +125,14 @@ class OwnSite:
         """Raises ``EngineFailedError``."""
         if self._group is not None:
             self._group.check_alive()
+
+    def _warn(self, needed: int) -> None:
+        available = available_bytes()
+        if available is not None and needed > available:
+            self._display.console.print(
+                f"[yellow]These servers need about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} GiB are "
+                "available: the system may end one. Fewer --modes or shorter --lengths need less.[/]"
+            )
 
     def _wait(self, group: EngineGroup, engines: Sequence[Engine]) -> None:
         if engines:
@@ -171,6 +181,16 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
     if AGGREGATED not in targets:
         raise ValueError(f"--at: {AGGREGATED}=URL is missing; its answers are what all others are compared with")
     return targets
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory that can still be had; None where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) << 10
+    return None
 
 
 def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:

@@ -18,7 +18,7 @@ from bench.serve.lineup import Lineup, Model, longest_prompt
 from bench.serve.plan import AGGREGATED, MODES
 from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, parsed, thread_cpu_s
-from bench.serve.site import SiteError, check_dispatch, given
+from bench.serve.site import SiteError, available_bytes, check_dispatch, given
 from layerpush.demo.engines import Place
 from layerpush.threadname import name_this_thread
 from layerpush.trace import PushRecord, WriteRecord
@@ -99,6 +99,17 @@ def test_what_engines_are_told() -> None:
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
     assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
+
+
+def test_how_much_memory_they_need(tmp_path: Path) -> None:
+    short, long = lineup(prompt_tokens=1024), lineup(prompt_tokens=32000)
+    assert 9 < short.memory_bytes(EVERY) / (1 << 30) < 13
+    assert short.memory_bytes([AGGREGATED]) < short.memory_bytes([AGGREGATED, "layer"]) / 2.5
+    more = sum((long.kv_cache_bytes or 0, -(short.kv_cache_bytes or 0)))
+    assert long.memory_bytes(EVERY) == short.memory_bytes(EVERY) + 9 * more
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    assert available_bytes(tmp_path / "meminfo") == 2 << 20
+    assert available_bytes(tmp_path / "nothing") is None
 
 
 def test_only_pull_asks_one_after_the_other() -> None:
