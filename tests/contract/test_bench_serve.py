@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +21,7 @@ from tests.contract.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 280
+ROUNDS = 3
 PORTS = PortAllocator()
 
 
@@ -44,19 +46,23 @@ def healthy(url: str) -> bool:
     return False
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     tokenizer = write_tokenizer(tmp_path / "words", 512, 4096, DEMO_SHAPE.config())
-    words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", "2", "--requests", "2", *arguments]
-    done = subprocess.run(
+    words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", str(ROUNDS), "--requests", "2", *arguments]
+    return subprocess.Popen(
         [sys.executable, "-m", "bench.serve", *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=SECONDS,
-        check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+
+
+def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    process = start(tmp_path, *arguments)
+    said, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, said
 
 
 @pytest.mark.slow
@@ -69,7 +75,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     assert status == 0, said
     written = json.loads(out.read_text())
     assert {"argv", "git_sha", "versions", "machine", "seed", "settings", "answers", "cells"} <= set(written)
-    assert written["answers"] == {"compared": 12, "wrong": 0}
+    assert written["answers"] == {"compared": 18, "wrong": 0}
     assert [(cell["prompt_tokens"], cell["concurrency"], cell["requests"]) for cell in written["cells"]] == [
         (64, 1, 2),
         (64, 2, 4),
@@ -77,7 +83,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     for cell in written["cells"]:
         for mode in ("aggregated", "layer"):
             found = cell["modes"][mode]
-            assert [len(one) for one in found["ttft_ms"]["raw"]] == [cell["requests"]] * 2
+            assert [len(one) for one in found["ttft_ms"]["raw"]] == [cell["requests"]] * ROUNDS
             assert min(found["ttft_ms"]["raw"][0]) > 0
             assert found["tpot_ms"]["p50"] >= 0
             assert found["exposed_ms"] is None
@@ -97,3 +103,34 @@ def test_an_answer_that_differs_ends_it_and_nothing_is_written(tmp_path: Path) -
     assert "' other0 other1" in said
     assert "Nothing is written" in said
     assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 20)
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    with stub() as one, stub() as other:
+        servers = ("--at", f"aggregated={one}", "--at", f"layer={other}")
+        process = start(tmp_path, *servers, "--out", str(out))
+        kept = tmp_path / "serve.json.parts"
+        until(lambda: len(list(kept.glob("loopback*.json"))) >= 2, SECONDS)
+        client = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT, said
+        assert f"--resume {out}" in said
+        until(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in client))
+        done = len(list(kept.glob("loopback*.json")))
+        process = start(tmp_path, *servers, "--resume", str(out))
+        said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert f"{ROUNDS * 2 - done} calls" in said
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert [len(found["ttft_ms"]["raw"]) for found in cell["modes"].values()] == [ROUNDS, ROUNDS]
+    assert cell["modes"]["layer"]["starts"] == sorted(cell["modes"]["layer"]["starts"])
+    assert set(cell["modes"]["layer"]["starts"]) == {0, 1}
+    assert not kept.exists()
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
