@@ -12,6 +12,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.pushtrace import Push
 from tests.e2e.stagingfaults import Copying
 from tests.e2e.streamchecks import check_completed
 
@@ -31,8 +32,18 @@ def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, packing:
         check(handoff.outcome(), reference)
         push = handoff.push()
         check_completed(push, length)
-        if order == "early":  # a late one is pushed whole, by upstream's means
-            assert {write["plan"] for write in push.writes} == {PLANS[packing]}
+        if order == "early":
+            assert plans(push) == {PLANS[packing]}
+        elif order == "late":  # pushed whole, by upstream's means
+            assert plans(push) == {"direct"}
+
+
+@pytest.mark.parametrize(("packing", "plan"), [("gather", "gathered"), ("packed", "direct")])
+def test_a_stock_d_does_not_unpack(fleet: Fleet, reference: Reference, packing: str, plan: str) -> None:
+    p, d = fleet.get(prefill(packing), engines.D_STOCK)
+    handoff = send(p, d, prompt(513, seed=72), "early")
+    check(handoff.outcome(), reference)
+    assert plans(handoff.push()) == {plan}
 
 
 @pytest.mark.parametrize(
@@ -45,12 +56,17 @@ def test_a_damaged_byte_is_seen(fleet: Fleet, reference: Reference, packing: str
     with damaged(spoiled, copying, number=5):
         handoff = send(p, d, prompt(700, seed=71), "early", max_tokens=24)
         outcome = handoff.outcome()
-    assert {write["plan"] for write in handoff.push().writes} == {PLANS[packing]}
+    assert plans(handoff.push()) == {PLANS[packing]}
     assert len(handoff.differing_cells()) == 1
     assert outcome.d_tokens != reference.tokens(handoff.token_ids, 24)
     with pytest.raises(AssertionError, match="KV differs"):
         check(outcome, reference)
     check(send(p, d, handoff.token_ids, "early").outcome(), reference)
+
+
+def plans(push: Push) -> set[str]:
+    """Of all its WRITEs."""
+    return {write["plan"] for write in push.writes}
 
 
 @contextlib.contextmanager

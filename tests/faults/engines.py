@@ -55,7 +55,9 @@ def with_packing(spec: EngineSpec, packing: Packing) -> EngineSpec:
     assert spec.transfer is not None
     fields = json.loads(spec.transfer)
     fields["kv_connector_extra_config"]["packing"] = packing
-    return dataclasses.replace(spec, name=f"{spec.name}-{packing}", transfer=json.dumps(fields, sort_keys=True))
+    forced = dataclasses.replace(spec, name=f"{spec.name}-{packing}", transfer=json.dumps(fields, sort_keys=True))
+    assert forced_plan(forced) == PLANS[packing], "nothing would be checked"
+    return forced
 
 
 def forced_plan(spec: EngineSpec) -> str | None:

@@ -11,11 +11,11 @@ import pytest
 from layerpush.prefill.calibration import Calibration
 from layerpush.prefill.costs import Costs, Shape
 from layerpush.prefill.lessons import FORGOTTEN_S, CopyLessons, Lesson
-from layerpush.prefill.protocol import Write
+from layerpush.prefill.protocol import Segment, Write
 from layerpush.prefill.runs import runs
 from layerpush.prefill.stager import Stager
 from layerpush.prefill.staging import Link
-from layerpush.staging import PIECE_BYTES
+from layerpush.staging import MAX_PIECES, PIECE_BYTES
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
 
@@ -103,6 +103,20 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     assert stager.begin(write, link, None, (ids, ids), record) is None
     assert record.plan == "direct"
     assert bool(looked) == looks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "of", "packs"), [(MAX_PIECES, MAX_PIECES, True), (1024, 1024, False), (9, 10, False)]
+)
+def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs: bool) -> None:
+    packed: list[int] = []
+    packer = SimpleNamespace(block_bytes=PIECE_BYTES, pack=lambda write, window, size, record: packed.append(size))
+    ids = np.arange(blocks, dtype=np.int32)
+    segment = Segment(slice(0, 1), 0, 0, of, tuple(range(blocks)), tuple(range(blocks)))
+    write, record = Write(0, 0, 0, 0, (segment,)), WriteRecord(0, (0, 0), (0, 0), blocks, 0, 0.0, 0.0)
+    window: Any = "one that has room"
+    Stager(packer, None, "packed", Costs()).begin(write, Link("D", (), ()), window, (ids, ids), record)  # type: ignore[arg-type]
+    assert packed == ([blocks * PIECE_BYTES] if packs else [])
 
 
 def unpack_in(stager: Stager, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
