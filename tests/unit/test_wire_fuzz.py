@@ -78,7 +78,7 @@ def is_parts(parts: object) -> bool:
 
 def is_window(window: Window) -> bool:
     sizes = (
-        is_count(window.ring_size, 1, 2**34) and is_count(window.offset, 0, 2**34) and is_count(window.size, 1, 2**34)
+        is_count(window.ring_size, 1, 2**30) and is_count(window.offset, 0, 2**30) and is_count(window.size, 1, 2**30)
     )
     where = is_count(window.rank, 0, 1023) and is_count(window.ring) and is_count(window.device, 0, 2**16)
     return type(window) is Window and sizes and where and is_clean(window.layout)
@@ -150,7 +150,7 @@ reasons = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 groups = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9, unique=True).map(tuple), max_size=4).map(tuple)
 blocks = st.integers(0, 2**31 - 1)
 parts = st.lists(st.builds(Part, *[blocks] * 5), min_size=1, max_size=4).map(tuple)
-rings = st.integers(1, 2**34)
+rings = st.integers(1, 2**30)
 windows = st.builds(
     Window,
     rank=st.integers(0, 1023),
