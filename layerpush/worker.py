@@ -20,6 +20,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from layerpush import compat
+from layerpush.bell import Bell
 from layerpush.complaints import Complaints
 from layerpush.config import LayerPushConfig
 from layerpush.decode.desk import DecodeDesk
@@ -93,6 +94,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
+        self._push_writer_wake = Bell()  # type: ignore[assignment]  # before vLLM starts the thread
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)
