@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
+ROUND_RESAMPLES = 2_000
+BLOCK_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,53 @@ def _rounds(
     if one.shape != other.shape or one.ndim != 1 or one.size == 0:
         raise ValueError(f"two series of the same length are needed, not {one.shape} and {other.shape}")
     return one, other, np.random.default_rng(seed).integers(0, one.size, size=(resamples, one.size))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median_of_rounds(rounds: Sequence[Sequence[float]], seed: int = 0, resamples: int = ROUND_RESAMPLES) -> Interval:
+    """Median of all samples; the bootstrap draws whole rounds, whose samples share what disturbed them.
+
+    Raises ``ValueError`` for rounds of unequal length, or empty ones.
+    """
+    samples = _equal_rounds(rounds)
+    low, high = np.percentile(_medians(samples, _draws(len(samples), seed, resamples)), [2.5, 97.5])
+    return Interval(float(np.median(samples)), float(low), float(high))
+
+
+def ratio_over_rounds(
+    numerator: Sequence[Sequence[float]],
+    denominator: Sequence[Sequence[float]],
+    seed: int = 0,
+    resamples: int = ROUND_RESAMPLES,
+) -> Ratio:
+    """As :func:`ratio_of_medians`, where a round has several samples of each."""
+    above, below = _equal_rounds(numerator), _equal_rounds(denominator)
+    if len(above) != len(below):
+        raise ValueError(f"series of the same number of rounds are needed, not {len(above)} and {len(below)}")
+    draws = _draws(len(above), seed, resamples)
+    low, high = np.percentile(_medians(above, draws) / _medians(below, draws), [2.5, 97.5])
+    return Ratio(float(np.median(above) / np.median(below)), float(low), float(high))
+
+
+def _equal_rounds(rounds: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    if not rounds or not rounds[0] or len({len(one) for one in rounds}) > 1:
+        raise ValueError(f"rounds of the same length are needed, not {[len(one) for one in rounds]}")
+    return np.asarray(rounds, dtype=float)
+
+
+def _draws(rounds: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, rounds, size=(resamples, rounds))
+
+
+def _medians(samples: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One for each draw, a block of draws at a time: all at once, many samples would take much memory."""
+    blocks = np.array_split(draws, max(1, len(draws) * samples.size // BLOCK_SAMPLES))
+    return np.concatenate([np.median(samples[block].reshape(len(block), -1), axis=1) for block in blocks])

@@ -1,4 +1,7 @@
-"""An engine without a model that answers at once, as P and as D. ``python -m bench.stubengine --port PORT``."""
+"""An engine without a model that answers at once, as P and as D. ``python -m bench.stubengine --port PORT``.
+
+Each of its answers is ``--word`` and a number, as often as there are to be tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import json
 
 from aiohttp import web
 
+WORD = web.AppKey("word", str)
+
 
 async def health(_: web.Request) -> web.Response:
     return web.Response()
 
 
 async def models(_: web.Request) -> web.Response:
-    return web.json_response({"data": [{"id": "stub"}]})
+    return web.json_response({"data": [{"id": "stub", "root": "stub"}]})
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -23,9 +28,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return web.json_response({"kv_transfer_params": identity})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     response.enable_chunked_encoding()
+    word = request.app[WORD]
     await response.prepare(request)
     for index in range(body["max_tokens"]):
-        event = {"id": "cmpl-0", "object": "text_completion", "choices": [{"index": 0, "text": f" token{index}"}]}
+        event = {"id": "cmpl-0", "object": "text_completion", "choices": [{"index": 0, "text": f" {word}{index}"}]}
         await response.write(f"data: {json.dumps(event)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     return response
@@ -34,7 +40,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--word", default="token")
+    arguments = parser.parse_args()
     app = web.Application(client_max_size=1 << 30)
+    app[WORD] = arguments.word
     app.add_routes(
         [
             web.get("/health", health),
@@ -42,7 +51,7 @@ def main() -> None:
             web.post("/v1/completions", completions),
         ]
     )
-    web.run_app(app, host="127.0.0.1", port=parser.parse_args().port, print=None, access_log=None)
+    web.run_app(app, host="127.0.0.1", port=arguments.port, print=None, access_log=None)
 
 
 if __name__ == "__main__":

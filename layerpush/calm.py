@@ -92,7 +92,7 @@ def _sleep_briefly() -> None:
     time.sleep(YIELD_SECONDS)
 
 
-def _delay_progress_thread(api: ModuleType) -> None:
+def delay_progress_thread(api: ModuleType) -> None:
     """Let agents made through `api` (NIXL's `_api` module) give their progress thread a delay where they ask for 0."""
     bindings: Any = api.nixlBind
     plain: Any = bindings.nixlAgentConfig
@@ -112,4 +112,4 @@ class _NixlHook(AfterImport):
     names = _NIXL_APIS
 
     def patch(self, module: ModuleType) -> None:
-        _delay_progress_thread(module)
+        delay_progress_thread(module)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from layerpush.hosts import MAX_HOST_CHARS, HostError, check_entry
+from layerpush.wire import MAX_RING_BYTES
 
 # What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
@@ -58,6 +59,17 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Prompts with fewer tokens than this are pushed whole after prefill."),
     ] = 0
+    packing: Annotated[
+        Literal["auto", "off", "gather", "packed"],
+        Meta(
+            description='Whether scattered blocks are put together before they are written: `"auto"`: where that is '
+            'estimated to be faster. `"gather"`: on P. `"packed"`: on P, and D takes them apart.'
+        ),
+    ] = "auto"
+    staging_bytes: Annotated[
+        int,
+        Meta(ge=0, le=MAX_RING_BYTES, description="Memory of each worker for that; `0`: none, so nothing is packed."),
+    ] = 67108864
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
@@ -153,6 +165,8 @@ def _choices(annotation: Any) -> str:
     for option in get_args(bare) if get_origin(bare) in (Literal, Union, types.UnionType) else (bare,):
         if isinstance(option, str):
             words.append(f'"{option}"')
+        elif option is int and meta.le is not None:
+            words.append(f"integer from {meta.ge} to {meta.le}")
         elif option is int and meta.ge is not None:
             words.append(f"integer >= {meta.ge}")
         elif get_origin(option) is Annotated:

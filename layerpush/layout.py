@@ -7,6 +7,7 @@ sizes are all that is needed to address a WRITE.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +78,13 @@ class CacheLayout:
         return tuple(
             self.blocks_per_page * sum(self.regions[slot].block_bytes for slot in layer.slots) for layer in self.layers
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for caches whose blocks are packed alike: the same layers, regions and sizes of blocks."""
+        layers = [(layer.group, layer.slots) for layer in self.layers]
+        sizes = [region.block_bytes for region in self.regions]
+        return hashlib.blake2b(repr((layers, sizes, self.blocks_per_page)).encode(), digest_size=16).hexdigest()
 
     @property
     def groups(self) -> int:

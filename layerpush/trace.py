@@ -46,7 +46,11 @@ class ChunkRecord(msgspec.Struct):
 
 
 class WriteRecord(msgspec.Struct):
-    """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` counts what went to this rank."""
+    """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` counts what went to this rank.
+
+    ``plan`` is "direct", "gathered" or "packed"; its descriptors merge into ``runs``, and ``estimate_s`` is how many
+    seconds it was estimated to take from ``t_planned`` on. None where nothing is packed.
+    """
 
     remote_rank: int
     layers: tuple[int, int]
@@ -56,6 +60,10 @@ class WriteRecord(msgspec.Struct):
     t_post: float
     t_posted: float
     t_landed: float | None = None
+    plan: str = "direct"
+    runs: int | None = None
+    estimate_s: float | None = None
+    t_planned: float | None = None
 
 
 class PushRecord(msgspec.Struct, kw_only=True):

@@ -34,6 +34,9 @@ MAX_ID_CHARS = 1024
 MAX_HOST_CHARS = 255
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
+MAX_PARTS = 4096
+MAX_RING_BYTES = 1 << 30
+"""P makes a table of all pieces of a ring that it may write to."""
 NULL_BLOCK = 0
 
 # What could forge a line of a log or hide a part of one: control characters, line ends, changes of direction.
@@ -58,13 +61,28 @@ class WireError(ValueError):
     """This is no message, or none that a peer would read. The text says why, in one line that is fit for a log."""
 
 
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a decode rank's staging ring that one request has to itself: bytes ``[offset, offset + size)`` of
+    ``ring_size`` at address ``ring`` on ``device``, for packed blocks of caches that are laid out as ``layout`` says.
+    """
+
+    rank: Annotated[int, Meta(ge=0, le=1023)]
+    ring: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    ring_size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
+    device: Annotated[int, Meta(ge=0, le=2**16)]
+    offset: Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)]
+    size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
+    layout: Name
+
+
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a decode worker wants one request's blocks.
 
     ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
     0 if none; ``prefill_request_id`` is what the prefill engine calls the request, if the worker knows;
-    ``prompt_digest`` tells prompts apart whose requests have the same base id.
+    ``prompt_digest`` tells prompts apart whose requests have the same base id. ``window`` is where packed blocks may
+    go, if the worker unpacks; each rank has its own.
     """
 
     request_id: RequestId
@@ -76,6 +94,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     layerpush: Count = 0
     prefill_request_id: RequestId | None = None
     prompt_digest: Name | None = None
+    window: Window | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -88,8 +107,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for equal registrations, in 16 bytes however many blocks there are."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+        """Equal for equal registrations of all ranks, in 16 bytes however many blocks there are."""
+        asked = msgspec.structs.replace(self, window=None)
+        return hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()
 
 
 class _FlatRegistration(Registration, frozen=True, kw_only=True):
@@ -162,7 +182,40 @@ class Pong(_PeerMessage, frozen=True):
     number: Count
 
 
-PeerMessage = Accepted | Fail | Cancel | Cancelled | Ping | Pong
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks ``[first, end)`` of those that were registered of KV cache group ``group``, in layers
+    ``[first_layer, end_layer)``. Packed as kernel blocks, block after block, region after region, layer after layer.
+    """
+
+    first_layer: Block
+    end_layer: Block
+    group: Block
+    first: Block
+    end: Block
+
+
+Parts = Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+class Unpack(_PeerMessage, frozen=True):
+    """P has filled the request's window from byte ``offset`` of the ring on, with ``parts`` one after the other. Sent
+    again until ``Unpacked`` comes; only to a D that offered a window.
+    """
+
+    request_id: RequestId
+    number: Count
+    offset: Count
+    parts: Parts
+
+
+class Unpacked(_PeerMessage, frozen=True):
+    """These bytes of the window are P's to write again. ``done``: their blocks are where they belong."""
+
+    number: Count
+    done: bool
+
+
+PeerMessage = Accepted | Fail | Cancel | Cancelled | Ping | Pong | Unpack | Unpacked
 Message = Registration | PeerMessage | Completion | Heartbeat
 
 _clean = re.compile(_CLEAN)

@@ -20,6 +20,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from layerpush import compat
+from layerpush.bell import Bell
 from layerpush.complaints import Complaints
 from layerpush.config import LayerPushConfig
 from layerpush.decode.desk import DecodeDesk
@@ -39,12 +40,14 @@ from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.settling import Settling
+from layerpush.prefill.staging import Link
 from layerpush.prefill.workerhost import WorkerHost
 from layerpush.prefill.writer import PushWriter
 from layerpush.probe import Prober
 from layerpush.spans import SpannedTrace, Spans
+from layerpush.threadname import WRITER, name_this_thread
 from layerpush.trace import LoadRecord
-from layerpush.transport.base import TransportError
+from layerpush.transport.base import Route, TransportError
 from layerpush.wire import (
     Accepted,
     Cancel,
@@ -55,9 +58,13 @@ from layerpush.wire import (
     Ping,
     Pong,
     Registration,
+    Unpack,
+    Unpacked,
+    Window,
     WireError,
     read,
 )
+from layerpush.workerstaging import WorkerStaging
 
 if TYPE_CHECKING:
     import torch
@@ -87,12 +94,14 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
+        self._push_writer_wake = Bell()  # type: ignore[assignment]  # before vLLM starts the thread
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)
         self.metrics = Reporter(str(vllm_config.parallel_config.rank))
         self._settling, self._settles = Settling(), False
         self._prober = Prober()
+        self._staging = WorkerStaging(self, config)
         self._peers = Peers(self, self.transport, config.allowed_hosts)
         self._host = WorkerHost(self, self._peers, self._guarded, self._peer_lost)
         self._decode_desk = DecodeDesk(
@@ -112,9 +121,14 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._prefill_desk: PrefillDesk | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._staging.allocate(compat.device_of(kv_caches))
         super().register_kv_caches(kv_caches)
         layout, fallback = self._layout(kv_caches)
         config = self._config
+        if fallback is None:
+            self._staging.build(layout, kv_caches)
+            self._host.layout = layout if self._staging.stager is not None else None
+            self._decode_desk.unpacker = self._staging.unpacker
         hooked = not compat.runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
             logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
@@ -133,12 +147,13 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._trace,
             config.write_timeout_s,
             PushMeter(self.metrics.recorder, by_layer=config.layerwise, engine_fallback=fallback),
+            self._staging.stager,
         )
         self._prefill_desk = PrefillDesk(
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
         watch_writer(self.metrics, self._writer, self._prefill_desk, self._capture, self._trace)
-        watch_rings(self.metrics, ())
+        watch_rings(self.metrics, self._staging.rings)
         self._peers.on_lost = self._peer_lost
         self._host.writer, self._host.desk = self._writer, self._prefill_desk
         self._prepared.set()
@@ -239,6 +254,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     # Writer thread: the loop.
 
     def _push_writer_loop(self) -> None:
+        name_this_thread(WRITER)
         self._prepared.wait()
         self._guarded("using the device", None, self.use_device)
         while not self._push_writer_stop.is_set():
@@ -307,8 +323,18 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self._pending_completion_notifs.put(payload)
             case Pong():
                 self._decode_desk.heard(agent, None, now)
-            case Accepted() | Fail() | Cancelled() | Completion():
+            case Unpacked():
+                self._staging.unpacked(agent, message)
+            case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
                 self._decode_desk.heard(agent, message, now)
+
+    def _hear_answers(self) -> None:
+        """What decode engines have unpacked, and nothing else: nothing new is begun at shutdown."""
+        for agent, payload in self._arrived():
+            with contextlib.suppress(WireError):
+                message = read(payload)
+                if isinstance(message, Unpacked):
+                    self._staging.unpacked(agent, message)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
         try:
@@ -398,15 +424,22 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._decode_desk.connection_lost(self.agents_of(engine_id), time.perf_counter())
         self.prefill_desk.peer_lost(engine_id)
 
+    def link_to(self, engine_id: str) -> Link:
+        return self._staging.with_gathering(self.probe(engine_id))
+
+    def ring_of(self, link: Link, window: Window) -> Route | None:
+        return self._staging.ring_of(link.engine_id, link.routes[0].agent, window)
+
     def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
         self.writer.adopt(request_id, part, decode_engine_id, decode_id)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._host.disconnected(engine_id)
+        self._staging.disconnected(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        return self.writer.engines_in_use | self._decode_desk.engines_in_use
+        return self.writer.engines_in_use | self._staging.engines_in_flight | self._decode_desk.engines_in_use
 
     def shutdown(self) -> None:
         thread = getattr(self, "_push_writer_thread", None)
@@ -417,9 +450,11 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             thread.join(timeout=SHUTDOWN_DRAIN_S)
             if self._writer is not None and not thread.is_alive():
                 self._writer.fail_all("the prefill engine shuts down")
-                left = self._writer.drain(SHUTDOWN_DRAIN_S)
+                left = self._writer.drain(SHUTDOWN_DRAIN_S, self._hear_answers)
                 if left:
                     logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
+        if hasattr(self, "_staging") and (thread is None or not thread.is_alive()):
+            self._staging.close()
         if hasattr(self, "_prober"):
             self._prober.close()
         if hasattr(self, "_trace"):

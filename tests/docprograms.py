@@ -168,6 +168,42 @@ def _bench_proxy(words: Words) -> None:
     _typer(app, words)
 
 
+def _bench_forward(words: Words) -> None:
+    from bench.forward.__main__ import app
+
+    _typer(app, words)
+
+
+def _bench_push(words: Words) -> None:
+    from bench.push.__main__ import app
+
+    _typer(app, words)
+
+
+def _gpu_bench(words: Words) -> None:
+    from bench.gpu.__main__ import app
+
+    _typer(app, words)
+
+
+def _bench_kernel(words: Words) -> None:
+    from bench.kernel import app
+
+    _typer(app, words)
+
+
+def _bench_plot(words: Words) -> None:
+    from bench.plot.__main__ import app
+
+    _typer(app, words)
+
+
+def _bench_serve(words: Words) -> None:
+    from bench.serve.__main__ import app
+
+    _typer(app, words)
+
+
 def _soak(words: Words) -> None:
     from tests.faults.soak.command import app
 
@@ -196,7 +232,13 @@ CHECKS: Mapping[str, Callable[[Words], None]] = {
 MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
     "bench": _bench,
+    "bench.gpu": _gpu_bench,
+    "bench.kernel": _bench_kernel,
+    "bench.plot": _bench_plot,
+    "bench.forward": _bench_forward,
     "bench.proxy": _bench_proxy,
+    "bench.push": _bench_push,
+    "bench.serve": _bench_serve,
     "layerpush": _layerpush,
     "pytest": _pytest,
     "scripts.docgen": _docgen,
@@ -204,6 +246,7 @@ MODULES: Mapping[str, Callable[[Words], None]] = {
 }
 SCRIPTS: Mapping[str, Callable[[Words], None]] = {
     "bench": _bench,
+    "gpu-bench": _gpu_bench,
     "demo": lambda words: _layerpush(["demo", *words]),
     "pages": _docgen,
     "readme-figures": _docgen,

@@ -15,8 +15,10 @@ from layerpush.compat.facts import (
     cache_layout,
     device_of,
     engine_fallback,
+    has_equal_blocks,
     only_decodes,
     runs_in_microbatches,
+    slot_views,
     worker_fallback,
 )
 from layerpush.compat.handshake import agent_of_handshake, handshake_query
@@ -31,6 +33,7 @@ from layerpush.compat.requests import (
     take_staged_registration,
     withdraw_receive,
 )
+from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.compat.spans import REQUEST_ID, emit_span, traces_requests
 from layerpush.compat.stats import HeardStats, LayerPushStats
 from layerpush.compat.worker import DEPARTED_KEPT, WatchedPushWorker
@@ -58,11 +61,17 @@ __all__ = [
     "engine_fallback",
     "get_base_request_id",
     "handshake_query",
+    "has_equal_blocks",
     "is_streamed",
     "only_decodes",
+    "own_ring",
+    "peer_ring",
     "prompt_digest",
+    "register_ring",
     "registration_timeout",
+    "release_ring",
     "runs_in_microbatches",
+    "slot_views",
     "take_staged_registration",
     "traces_requests",
     "withdraw_receive",

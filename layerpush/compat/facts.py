@@ -119,6 +119,13 @@ def share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
     return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
 
 
+def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
+    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
+
+
 def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
     """A made-up request with one block per group: shows where upstream would write it."""
     blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
@@ -140,3 +147,30 @@ def _model_order(cache: LayerCache) -> list[tuple[bool, int, str]]:
 def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
     """Tokens per block of each transferable KV cache group."""
     return tuple(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups)
+
+
+def slot_views(worker: NixlPushConnectorWorker, kv_caches: dict[str, Any]) -> list[torch.Tensor]:
+    """Each region, in descriptor order, as ``uint8 [kernel blocks, block bytes]``: the same memory, seen as blocks.
+
+    Raises ``LayoutError`` for a region that lies in no tensor.
+    """
+    import torch
+
+    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    storages = {}
+    for cache in kv_caches.values():
+        storage = cache.untyped_storage()
+        storages[storage.data_ptr()] = (storage, cache.device)
+    views = []
+    region_index: Sequence[int] = worker._transfer_layer_region_indices or range(len(bases))
+    for index, blocks in zip(region_index, worker.dst_region_num_blocks[worker.engine_id], strict=True):
+        base, size, stride = bases[index], worker.block_len_per_layer[index], worker.block_stride_per_layer[index]
+        found = next(
+            ((start, *rest) for start, rest in storages.items() if start <= base < start + rest[0].nbytes()), None
+        )
+        if found is None or base + (blocks - 1) * stride + size > found[0] + found[1].nbytes():
+            raise LayoutError(f"region {index} at {base:#x} lies in no tensor of the KV cache")
+        start, storage, device = found
+        view = torch.empty(0, dtype=torch.uint8, device=device)
+        views.append(view.set_(storage, base - start, (blocks, size), (stride, 1)))
+    return views

@@ -286,7 +286,8 @@ class WatchedPushWorker(NixlPushConnectorWorker):
             return Link(engine_id, (), (), refusal=reason)
         agents = self._remote_agents[engine_id]
         routes = tuple(
-            Route(agents[(0, spec.remote_rank)], spec.remote_rank, local, remote) for spec, local, remote in probed
+            Route(_agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
+            for spec, local, remote in probed
         )
         return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=share(self, engine_id))
 

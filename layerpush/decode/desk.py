@@ -15,6 +15,7 @@ from layerpush.decode import protocol, watch
 from layerpush.decode.loads import Awaited, Loads
 from layerpush.decode.protocol import Action, Event, GiveUp, Park, State, Succeed, Unpark
 from layerpush.decode.session import DecodeSession
+from layerpush.decode.unpacker import Answer, Unpacker, UnpackError
 from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address, Peers, Probe
 from layerpush.stats import LoadCounters
@@ -27,6 +28,8 @@ from layerpush.wire import (
     Fail,
     Ping,
     Registration,
+    Unpack,
+    WireError,
     encode,
     encode_completion,
     encode_heartbeat,
@@ -40,7 +43,7 @@ HOLD_S = 30.0
 HELD = 65536
 SPEAKERS_KEPT = 4096
 
-Word = Accepted | Fail | Cancelled | Completion
+Word = Accepted | Fail | Cancelled | Completion | Unpack
 
 
 class DecodeDesk:
@@ -64,6 +67,7 @@ class DecodeDesk:
         counters: LoadCounters | None = None,
         keep: Callable[[LoadRecord], None] = lambda _: None,
     ) -> None:
+        self.unpacker: Unpacker | None = None
         self.counters = counters or LoadCounters()
         self._own_engine_id = engine_id
         self._peers = peers
@@ -92,7 +96,7 @@ class DecodeDesk:
     @property
     def is_waiting(self) -> bool:
         """Whether notifications matter now."""
-        return bool(self._awaited or self._early or self._outcomes)
+        return bool(self._awaited or self._early or self._outcomes or (self.unpacker and self.unpacker.is_busy))
 
     # From the engine.
 
@@ -102,7 +106,14 @@ class DecodeDesk:
             reason = "an earlier request of the same id still has blocks that somebody may write to"
             self.refuse(registration.request_id, reason, now)
             return
-        payload = encode_registration(registration, **extra)
+        if self.unpacker is not None and (address.tp_size, address.pp_size) == (self._world_size, 1):
+            registration = replace(registration, window=self.unpacker.offer(registration.request_id))
+        try:
+            payload = encode_registration(registration, **extra)
+        except WireError:
+            if self.unpacker is not None:
+                self.unpacker.close(registration.request_id)
+            raise
         session = DecodeSession(registration.request_id, patience_s=self._patience_s)
         record = self._record(registration.request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
@@ -143,7 +154,9 @@ class DecodeDesk:
             return
         awaited = self._awaited.get(message.request_id)
         if awaited is None or awaited.session.state is State.REGISTERING:
-            if not isinstance(message, Cancelled):
+            if isinstance(message, Unpack) and awaited is None and self.unpacker is not None:
+                self._answer(self.unpacker.refuse(sender, message))
+            elif not isinstance(message, Cancelled):
                 self._keep(sender, message, now)
             return
         if sender not in awaited.session.agents:
@@ -163,6 +176,9 @@ class DecodeDesk:
                 event = protocol.Failed(sender, message.reason, message.drained)
             case Cancelled():
                 event = protocol.Withdrawn(sender)
+            case Unpack():
+                self._unpack(awaited, sender, message, now)
+                return
             case Accepted():
                 awaited.record.t_accepted = awaited.record.t_accepted or now
                 return
@@ -187,6 +203,8 @@ class DecodeDesk:
                 self._dispatch(request_id, protocol.Tick(), now)
         for order in self._watch.due(now):
             self._obey(order, now)
+        for answer in self.unpacker.ended() if self.unpacker is not None else ():
+            self._answer(answer)
         for _ in range(len(self._early)):
             deadline, sender, message = self._early.popleft()
             if deadline > now and len(self._early) < HELD:
@@ -260,6 +278,8 @@ class DecodeDesk:
         actions = awaited.session.handle(event, now)
         if awaited.session.state is State.CLOSED:
             del self._awaited[request_id]
+            if self.unpacker is not None:
+                self.unpacker.close(request_id)
         for action in actions:
             self._perform(awaited, action, now)
         if awaited.session.state is State.CLOSED and awaited.session.agents:
@@ -295,7 +315,7 @@ class DecodeDesk:
                 self._report(record, partial(self._loads.failed, request_id))
             case Unpark():
                 logger.info("the blocks that were set aside for %s are free again", request_id)
-                self._loads.cleared(request_id)
+                self._when_unpacked(request_id, partial(self._loads.cleared, request_id))
                 record.t_cleared = now
                 if record.t_reported is not None:
                     self._keep_record(replace(record))
@@ -309,7 +329,35 @@ class DecodeDesk:
         return LoadRecord(request_id=request_id, engine_id=self._own_engine_id, t_awaited=now)
 
     def _report(self, record: LoadRecord, deliver: Callable[[], None]) -> None:
-        self._outcomes.append((record, deliver))
+        self._when_unpacked(record.request_id, lambda: self._outcomes.append((record, deliver)))
+
+    def _when_unpacked(self, request_id: str, call: Callable[[], None]) -> None:
+        if self.unpacker is None:
+            call()
+        else:
+            self.unpacker.after(request_id, call)
+
+    def _unpack(self, awaited: Awaited, sender: str, message: Unpack, now: float) -> None:
+        """Scatter what is asked for; the answer follows when that is over, or at once when it cannot be."""
+        if self.unpacker is None:
+            self._complaints.add("unpack", f"agent {sender} packs {message.request_id}, but no window was offered", now)
+            return
+        answer = self.unpacker.again(sender, message)
+        try:
+            if answer is None and sender in awaited.session.open_agents:
+                self.unpacker.unpack(sender, message, awaited.registration)
+            elif answer is None:
+                answer = self.unpacker.refuse(sender, message)
+        except UnpackError as error:
+            self._complaints.add("unpack", f"what agent {sender} packed for {message.request_id}: {error}", now)
+            answer = self.unpacker.refuse(sender, message)
+        if answer is not None:
+            self._send(awaited.address.engine_id, sender, encode(answer.message), now)
+
+    def _answer(self, answer: Answer | None) -> None:
+        """One that is lost is asked for again."""
+        if answer is not None:
+            self._peers.notify(answer.agent, encode(answer.message))
 
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
         """A send that fails speaks against the agent, unless we have no connection that it could fail on."""

@@ -45,7 +45,11 @@ LOOPBACK = Place()
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``."""
+    """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``.
+
+    Without a ``tokenizer`` it takes token ids only. ``kv_cache_bytes`` None is left to vLLM. ``options`` and
+    ``variables`` come after, and win over, what every server here gets.
+    """
 
     name: str
     role: Role
@@ -55,10 +59,12 @@ class EngineSpec:
     extra_config: Mapping[str, object] = field(default_factory=dict)
     tokens_per_step: int = 512
     max_model_len: int = 8192
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = 1 << 30
     block_size: int = 32
     place: Place = LOOPBACK
     options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Path | None = None
 
     def transfer_config(self) -> dict[str, object] | None:
         """The value of ``--kv-transfer-config``, or None for a plain engine."""
@@ -86,14 +92,14 @@ class EngineSpec:
             "--max-num-batched-tokens": str(self.tokens_per_step),
             "--max-num-seqs": "8",
             "--block-size": str(self.block_size),
-            "--kv-cache-memory-bytes": str(self.kv_cache_bytes),
         }
-        switches = [
-            "--enforce-eager",
-            "--skip-tokenizer-init",
-            "--no-enable-prefix-caching",
-            "--disable-uvicorn-access-log",
-        ]
+        switches = ["--enforce-eager", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+        if self.kv_cache_bytes is not None:
+            arguments["--kv-cache-memory-bytes"] = str(self.kv_cache_bytes)
+        if self.tokenizer is None:
+            switches.append("--skip-tokenizer-init")
+        else:
+            arguments["--tokenizer"] = str(self.tokenizer)
         config = self.transfer_config()
         if config is not None:
             arguments["--kv-transfer-config"] = json.dumps(config)
@@ -116,6 +122,7 @@ class EngineSpec:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.place.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
             "VLLM_NO_USAGE_STATS": "1",
+            **self.variables,
         }
 
 

@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from layerpush.demo.engines import Place
 
+NAMESPACES = Path("/run/netns")
 TOOLS = ("ip", "tc")
 BURST, LATENCY = "1mb", "50ms"
 
@@ -50,6 +52,7 @@ class Link:
     def __init__(self, rate: str) -> None:
         self.rate = rate
         self._prefill, self._decode = _host("p", 1), _host("d", 2)
+        self._undo: list[tuple[str, ...]] = []
 
     @property
     def prefill(self) -> Place:
@@ -60,11 +63,13 @@ class Link:
         return self._decode.place
 
     def __enter__(self) -> Link:
-        if os.geteuid() != 0:
-            raise LinkError("an emulated link needs root (network namespaces); without --link the demo runs as anybody")
-        for tool in TOOLS:
-            if shutil.which(tool) is None:
-                raise LinkError(f"an emulated link needs the command {tool!r}: install iproute2")
+        check_emulation()
+        for host in (self._prefill, self._decode):
+            if (NAMESPACES / host.namespace).exists():
+                raise LinkError(
+                    f"there is a network namespace {host.namespace} already, and it is not ours: remove it with "
+                    f"`ip netns del {host.namespace}` if nobody uses it, or try again"
+                )
         try:
             self._set_up()
         except BaseException:
@@ -78,13 +83,14 @@ class Link:
     def _set_up(self) -> None:
         p, d = self._prefill, self._decode
         for host in (p, d):
-            _run("ip", "netns", "add", host.namespace)
+            self._make("ip", "netns", "add", host.namespace, undo=("ip", "netns", "del", host.namespace))
         data_ends = ("netns", p.namespace, "type", "veth", "peer", "name", d.data_device, "netns", d.namespace)
         _run("ip", "link", "add", p.data_device, *data_ends)
         for host in (p, d):
             inside = ("ip", "-n", host.namespace)
             control_ends = ("type", "veth", "peer", "name", host.control_device, "netns", host.namespace)
-            _run("ip", "link", "add", host.outer_device, *control_ends)
+            undo = ("ip", "link", "del", host.outer_device)
+            self._make("ip", "link", "add", host.outer_device, *control_ends, undo=undo)
             _run("ip", "addr", "add", f"{host.outer_address}/30", "dev", host.outer_device)
             _run("ip", "link", "set", host.outer_device, "up")
             _run(*inside, "addr", "add", f"{host.control_address}/30", "dev", host.control_device)
@@ -94,11 +100,30 @@ class Link:
             shape = ("root", "tbf", "rate", self.rate, "burst", BURST, "latency", LATENCY)
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.data_device, *shape)
 
+    def _make(self, *command: str, undo: tuple[str, ...]) -> None:
+        """What failed has made nothing: only what is ours is removed again."""
+        self._undo.append(undo)
+        try:
+            _run(*command)
+        except LinkError:
+            self._undo.pop()
+            raise
+
     def _tear_down(self) -> None:
-        """Removing the outer device removes its pair; a part that was never made is no error."""
-        for host in (self._prefill, self._decode):
-            _run("ip", "link", "del", host.outer_device, check=False)
-            _run("ip", "netns", "del", host.namespace, check=False)
+        """Removing the outer device removes its pair; what is gone already is no error."""
+        while self._undo:
+            _run(*self._undo.pop(), check=False)
+
+
+def check_emulation() -> None:
+    """Whether links can be emulated here. Raises ``LinkError``, which says what to do."""
+    if os.geteuid() != 0:
+        raise LinkError(
+            "an emulated link needs root, for network namespaces: run this as root, or without an emulated link"
+        )
+    for tool in TOOLS:
+        if shutil.which(tool) is None:
+            raise LinkError(f"an emulated link needs the command {tool!r}: install iproute2")
 
 
 def _host(letter: str, number: int) -> Host:
@@ -117,6 +142,7 @@ def _host(letter: str, number: int) -> Host:
 
 
 def _run(*command: str, check: bool = True) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    """In a session of its own: Ctrl-C on the terminal must not cut a teardown short."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if check and result.returncode:
         raise LinkError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")

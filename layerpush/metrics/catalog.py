@@ -132,13 +132,27 @@ WRITES = Metric(
     "writes",
     Kind.COUNTER,
     Side.PREFILL,
-    "WRITEs that have landed, by how they were planned; only `direct` ones are made so far.",
+    "WRITEs that have landed, by plan.",
     "plan",
     {
         "direct": "from P's KV cache into D's",
         "gathered": "put together in P's staging ring, into D's KV cache",
         "packed": "put together in P's staging ring, into D's staging ring",
     },
+)
+WRITE_ESTIMATE = Metric(
+    "write_estimate_seconds",
+    Kind.HISTOGRAM,
+    Side.PREFILL,
+    "How long a WRITE was estimated to take by the plan that it went by; of WRITEs that have an estimate and landed.",
+    buckets=SECONDS,
+)
+WRITE_SECONDS = Metric(
+    "write_seconds",
+    Kind.HISTOGRAM,
+    Side.PREFILL,
+    "How long those WRITEs took, from the choice of the plan until it was seen that they had landed.",
+    buckets=SECONDS,
 )
 FAILED_WRITES = Metric(
     "failed_writes", Kind.COUNTER, Side.PREFILL, "WRITEs that ended in an error, or could not be posted."
@@ -237,13 +251,13 @@ RING_BYTES = Metric(
     "staging_ring_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory of the rank that has the most; 0: there is no ring, and so far there never is.",
+    "Staging memory of the rank that has the most; 0: it packs nothing. The log says why if nobody asked for that.",
 )
 RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory that WRITEs use, of the rank that uses the most.",
+    "Of that what is taken, on the rank that uses the most: on P by WRITEs under way, on D by requests' windows.",
 )
 WRITER_LAG = Metric(
     "writer_lag_seconds",
@@ -261,7 +275,8 @@ RANKS = Metric(
 
 CATALOG: tuple[Metric, ...] = (
     PUSHES, FALLBACKS, EXPOSED, TRANSFER,
-    WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, FAILED_WRITES, LAYERS_READY,
+    WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, WRITE_ESTIMATE, WRITE_SECONDS,
+    FAILED_WRITES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
     LOADS, LOAD, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,

@@ -11,7 +11,9 @@ from layerpush.metrics.catalog import (
     TRANSFER,
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
+    WRITE_ESTIMATE,
     WRITE_LAYERS,
+    WRITE_SECONDS,
     WRITES,
 )
 from layerpush.metrics.recorder import Recorder
@@ -37,6 +39,8 @@ class PushMeter(PushCounters):
         sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
         if not whole:  # of these the regions are known instead
             sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
+        if write.estimate_s is not None and write.t_planned is not None and write.t_landed is not None:
+            sizes += [(WRITE_ESTIMATE, write.estimate_s), (WRITE_SECONDS, write.t_landed - write.t_planned)]
         self._recorder.count(WRITES, plan)
         self._recorder.observe(*sizes)
 

@@ -41,7 +41,7 @@ class StagingRing(Protocol):
 
 
 def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
-    """All of a worker's; it has none, since nothing is packed."""
+    """All of a worker's: none, if it packs nothing."""
     reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
     reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))
 

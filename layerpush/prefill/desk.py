@@ -20,7 +20,7 @@ from layerpush.prefill.memory import Asked, Remembered
 from layerpush.prefill.naming import Naming
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.writer import PushWriter
-from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, encode
+from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, Window, encode
 
 logger = logging.getLogger("vllm.layerpush.desk")
 
@@ -160,6 +160,11 @@ class PrefillDesk:
         asked = self._asked.get(registration.key)
         return asked is not None and asked.is_for(registration) and not agents.isdisjoint(asked.senders)
 
+    def window(self, registration: Registration, agent: str) -> Window | None:
+        """What this agent offered with its registration: nobody else knows of its ring."""
+        asked = self._asked.get(registration.key)
+        return asked.windows.get(agent) if asked is not None and asked.is_for(registration) else None
+
     def retract(self, retraction: Retract, withdrawn: bool, now: float) -> None:
         """Pass on that a completion will never come."""
         registration = retraction.registration
@@ -278,7 +283,7 @@ class PrefillDesk:
         key = registration.key
         asked = self._asked.get(key)
         if asked is not None and asked.is_for(registration):
-            self._asked.note(key, Asked(asked.fingerprint, asked.senders | {sender}), self._is_live)
+            self._asked.note(key, asked.also(sender, registration.window), self._is_live)
             return True
         if asked is not None and self._writer.serving(key) is not None:
             reason = "another request of this id is being pushed"
@@ -290,7 +295,7 @@ class PrefillDesk:
             self._ledger.drop(key)
             self._over.pop(key, None)
             self._served.pop(key, None)
-        self._asked.note(key, Asked(registration.fingerprint, frozenset({sender})), self._is_live)
+        self._asked.note(key, Asked(registration.fingerprint, {sender: registration.window}), self._is_live)
         return True
 
     def _is_live(self, key: Key) -> bool:

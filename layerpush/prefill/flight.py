@@ -29,6 +29,8 @@ class Flight:
     def poll(self, push: Push) -> Iterator[Event]:
         """Make progress on every WRITE of a push. Each event must be handled before the next is asked for."""
         for write in list(push.writes):
+            if push.session.failure is not None:
+                self._outbox.halt(write)
             if self._outbox.poll(write, partial(self._part_ended, push)):
                 push.writes.remove(write)
                 push.ended(time.perf_counter())
@@ -80,6 +82,6 @@ class Flight:
     def _part_ended(self, push: Push, part: RankWrite, landed: bool, *, whole: bool = False) -> None:
         if landed:
             push.record.t_last_landed = part.record.t_landed
-            self._counters.landed(part.record, part.plan, whole=whole)
-        else:
+            self._counters.landed(part.record, part.record.plan, whole=whole)
+        elif part.staged is None or not part.staged.halted:
             self._counters.lost()

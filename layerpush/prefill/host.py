@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
@@ -24,6 +25,9 @@ class Host(Protocol):
 
         Raises ``HandshakeError``; whatever is raised ends the push.
         """
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        """Where packed blocks may go, if the decode engine unpacks and we can write there. Raises nothing."""
 
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""

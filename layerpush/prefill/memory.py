@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from layerpush.wire import Registration
+from layerpush.wire import Registration, Window
 
 
 class Remembered(OrderedDict[Any, Any]):
@@ -31,10 +31,20 @@ class Remembered(OrderedDict[Any, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was registered under a key, and by which agents: the ranks of one decode engine send equal registrations."""
+    """What was registered under a key, and by which agents: the ranks of one decode engine send equal registrations,
+    but for the windows that they offer.
+    """
 
     fingerprint: bytes
-    senders: frozenset[str]
+    windows: Mapping[str, Window | None]
+
+    @property
+    def senders(self) -> frozenset[str]:
+        return frozenset(self.windows)
+
+    def also(self, sender: str, window: Window | None) -> Asked:
+        """With another registration; what an agent said first counts."""
+        return Asked(self.fingerprint, {sender: window, **self.windows})
 
     def is_for(self, registration: Registration) -> bool:
         return self.fingerprint == registration.fingerprint

@@ -6,19 +6,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from layerpush.layout import CacheLayout
+from layerpush.prefill.packer import PushWindow, StagedWrite
 from layerpush.prefill.protocol import Write
+from layerpush.prefill.stager import Stager
 from layerpush.prefill.staging import DirectPlanner, Link
 from layerpush.trace import WriteRecord
-from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import DescriptorIds, PeerLostError, Transport, TransportError, WriteHandle, WriteState
 
 logger = logging.getLogger("vllm.layerpush.outbox")
-
-
-WritePlan = Literal["direct", "gathered", "packed"]
-"""Whether a WRITE goes from cache to cache, from staging memory to cache, or from staging memory to staging memory."""
 
 
 @dataclass(slots=True)
@@ -27,7 +24,7 @@ class RankWrite:
 
     handle: WriteHandle
     record: WriteRecord
-    plan: WritePlan = "direct"
+    staged: StagedWrite | None = None
 
 
 @dataclass(slots=True)
@@ -41,8 +38,9 @@ class PostedWrite:
 
 
 class Outbox:
-    def __init__(self, transport: Transport, layout: CacheLayout) -> None:
+    def __init__(self, transport: Transport, layout: CacheLayout, stager: Stager | None = None) -> None:
         self._transport = transport
+        self._stager = stager
         self._planner = DirectPlanner(layout)
         self._unreleased: list[RankWrite] = []
         self._next_release = 0.0
@@ -52,13 +50,17 @@ class Outbox:
         """Whether handles of ended WRITEs wait for another try at releasing them."""
         return bool(self._unreleased)
 
-    def post(self, write: Write, link: Link) -> PostedWrite:
+    def post(self, write: Write, link: Link, window: PushWindow | None = None) -> PostedWrite:
         """Post ``write`` to every rank of ``link``. What cannot be posted makes it ``lost``; nothing is raised."""
         posted = PostedWrite(write.id, [])
         try:
             local, remote = self._planner.descriptors(write, link)
             for route in link.routes if len(local) else ():
                 record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
+                staged = self._stage(write, link, window, (local, remote), record)
+                if staged is not None:
+                    posted.parts.append(RankWrite(staged, record, staged))
+                    continue
                 handle = self._transport.post_write(route, local, remote)
                 record.t_posted = time.perf_counter()
                 posted.parts.append(RankWrite(handle, record))
@@ -78,6 +80,8 @@ class Outbox:
                 continue
             if state is WriteState.LANDED:
                 part.record.t_landed = time.perf_counter()
+                if part.staged is not None and self._stager is not None:
+                    self._stager.learn(part.staged)
             else:
                 write.lost = write.lost or reason
             ended.append((part, state is WriteState.LANDED))
@@ -87,6 +91,12 @@ class Outbox:
                 on_end(part, landed)
             self.release(part)
         return not pending
+
+    def halt(self, write: PostedWrite) -> None:
+        """Its push has ended: what is not on the wire yet need not be."""
+        for part in write.parts:
+            if part.staged is not None and self._stager is not None:
+                self._stager.packer.halt(part.staged)
 
     def release(self, part: RankWrite) -> None:
         if not self._released(part):
@@ -100,18 +110,41 @@ class Outbox:
 
     def _state_of(self, write: PostedWrite, part: RankWrite) -> tuple[WriteState, str]:
         try:
-            return self._transport.poll(part.handle), "a WRITE ended in an error"
+            return self._poll(part), "a WRITE ended in an error"
         except TransportError as error:
             write.peer_lost |= isinstance(error, PeerLostError)
             return WriteState.FAILED, str(error)
 
     def _released(self, part: RankWrite) -> bool:
         try:
-            self._transport.release(part.handle)
+            self._give_back(part)
         except TransportError as error:
             logger.warning("a WRITE's handle is kept until it can be released: %s", error)
             return False
         return True
+
+    def _stage(
+        self,
+        write: Write,
+        link: Link,
+        window: PushWindow | None,
+        pairs: tuple[DescriptorIds, DescriptorIds],
+        record: WriteRecord,
+    ) -> StagedWrite | None:
+        if self._stager is None or (link.gathered is None and window is None):
+            return None
+        return self._stager.begin(write, link, window, pairs, record)
+
+    def _poll(self, part: RankWrite) -> WriteState:
+        if part.staged is None or self._stager is None:
+            return self._transport.poll(part.handle)
+        return self._stager.packer.poll(part.staged)
+
+    def _give_back(self, part: RankWrite) -> None:
+        if part.staged is None or self._stager is None:
+            self._transport.release(part.handle)
+        else:
+            self._stager.packer.release(part.staged)
 
 
 def _record(write: Write, rank: int, descriptors: int, size: int) -> WriteRecord:

@@ -140,7 +140,10 @@ class Evicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt blocks ``[first, end)`` of layers ``[layers.start, layers.stop)``, all of one KV cache group."""
+    """Prompt blocks ``[first, end)`` of layers ``[layers.start, layers.stop)``, all of one KV cache group.
+
+    Of the prompt's blocks the decode engine has the first ``skipped`` already: it registered the others only.
+    """
 
     layers: slice
     group: int
@@ -148,6 +151,12 @@ class Segment:
     end: int
     source: tuple[int, ...]
     target: tuple[int, ...]
+    skipped: int = 0
+
+    @property
+    def is_gapless(self) -> bool:
+        """Whether each of these blocks is to be written: none is a null block on either side."""
+        return len(self.source) == self.end - self.first
 
 
 @dataclass(frozen=True, slots=True)

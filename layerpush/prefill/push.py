@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerpush.prefill.outbox import PostedWrite, RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.plan import ChunkPlan
 from layerpush.prefill.protocol import Retract, State
 from layerpush.prefill.session import Session
@@ -19,6 +20,7 @@ class Push:
     session: Session
     record: PushRecord
     link: Link | None = None
+    window: PushWindow | None = None
     writes: list[PostedWrite] = field(default_factory=list)
     delegated: PostedWrite | None = None
     blocks: BlockIds | None = None

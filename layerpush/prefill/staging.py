@@ -20,7 +20,8 @@ class Link:
 
     ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
     route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` says why its blocks
-    cannot be written layer by layer, None when they can.
+    cannot be written layer by layer, None when they can. ``gathered`` is the route from our staging ring into its
+    cache, if there is one.
     """
 
     engine_id: str
@@ -28,6 +29,7 @@ class Link:
     region_blocks: tuple[int, ...]
     share: float = 1.0
     refusal: str | None = None
+    gathered: Route | None = None
 
 
 class DirectPlanner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from layerpush.prefill.coverage import check_blocks
 from layerpush.prefill.plan import NULL_BLOCK, Alignment, ChunkPlan
@@ -99,10 +100,10 @@ class Supply:
                 continue
             last = segments[-1] if segments else None
             if last and (last.layers.stop, last.group, last.first, last.end) == (layer, group, first, end):
-                segments[-1] = Segment(slice(last.layers.start, layer + 1), group, first, end, last.source, last.target)
+                segments[-1] = replace(last, layers=slice(last.layers.start, layer + 1))
                 continue
             source, target = self._paired(group, first, end)
-            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target))
+            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target, self.skipped(group)))
         return tuple(segments)
 
     def take(self) -> None:

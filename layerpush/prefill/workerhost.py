@@ -10,16 +10,20 @@ from typing import Any, Protocol
 
 import msgspec
 
+from layerpush.layout import CacheLayout
 from layerpush.peers import Peers
 from layerpush.prefill.coverage import check_blocks
 from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.host import HandshakeError
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
-from layerpush.wire import Registration, encode_completion
+from layerpush.staging import PIECE_BYTES
+from layerpush.transport.base import Route
+from layerpush.wire import Registration, Window, encode_completion
 
 logger = logging.getLogger("vllm.layerpush.worker")
 
@@ -35,13 +39,15 @@ class PushingWorker(Protocol):
 
     def touch_engine(self, engine_id: str) -> None: ...
 
-    def probe(self, engine_id: str) -> Link: ...
+    def link_to(self, engine_id: str) -> Link: ...
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None: ...
 
     def counts_blocks_like(self, engine_id: str) -> bool: ...
 
     def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None: ...
+
+    def ring_of(self, link: Link, window: Window) -> Route | None: ...
 
     def report_sent(self, request_id: str) -> None: ...
 
@@ -59,6 +65,8 @@ class WorkerHost:
 
     writer: PushWriter
     desk: PrefillDesk
+    layout: CacheLayout | None = None
+    """None: this worker packs nothing."""
 
     def __init__(self, worker: PushingWorker, peers: Peers, guard: Guard, on_lost: Callable[[str], None]) -> None:
         self._worker = worker
@@ -82,10 +90,21 @@ class WorkerHost:
         self._worker.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:
-            link = self._links[engine_id] = self._worker.probe(engine_id)
+            link = self._links[engine_id] = self._worker.link_to(engine_id)
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         return link
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+            return None
+        offer = self.desk.window(registration, link.routes[0].agent)
+        if offer is None:
+            return None
+        if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
+            return None
+        ring = self._worker.ring_of(link, offer)
+        return None if ring is None else PushWindow(offer, ring, registration.request_id)
 
     def disconnected(self, engine_id: str) -> None:
         """What was known of the way to a decode engine is void."""
@@ -140,3 +159,8 @@ class WorkerHost:
         if self._worker.counts_blocks_like(registration.decode_engine_id):
             check_blocks([len(group) for group in blocks], targets)
         self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+
+
+def _fits(offer: Window) -> bool:
+    """Whether a window consists of whole pieces of its ring."""
+    return not (offer.offset % PIECE_BYTES or offer.size % PIECE_BYTES) and offer.offset + offer.size <= offer.ring_size

@@ -46,6 +46,7 @@ from layerpush.prefill.protocol import (
 )
 from layerpush.prefill.push import BlockIds, Push
 from layerpush.prefill.session import Session
+from layerpush.prefill.stager import Stager
 from layerpush.prefill.table import PushTable
 from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord
@@ -73,6 +74,7 @@ class PushWriter(PushTable):
         trace: TraceFile,
         write_timeout_s: float = math.inf,
         counters: PushCounters | None = None,
+        stager: Stager | None = None,
     ) -> None:
         super().__init__()
         self.counters = counters or PushCounters()
@@ -80,7 +82,8 @@ class PushWriter(PushTable):
         self._layout = layout
         self._policy = policy
         self._transport = transport
-        self._outbox = Outbox(transport, layout)
+        self._stager = stager
+        self._outbox = Outbox(transport, layout, stager)
         self._capture = capture
         self._host = host
         self._trace = trace
@@ -95,6 +98,8 @@ class PushWriter(PushTable):
         """Take in what the forward pass reported, see what landed, post what is ready."""
         self._absorb()
         self._poll()
+        if self._stager is not None:
+            self._stager.turn()
         while self._later:
             self._claim(*self._later.popleft())
         for push in list(self._pushes.values()):
@@ -107,11 +112,16 @@ class PushWriter(PushTable):
         """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
         if self._capture.pending:
             return FENCE_POLL_S
-        if any(push.in_flight for push in self._pushes.values()):
+        if any(push.in_flight for push in self._pushes.values()) or (self._stager and self._stager.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
             return PEER_POLL_S
         return RELEASE_RETRY_S if self._outbox.has_leftovers else None
+
+    @property
+    def engines_in_flight(self) -> set[str]:
+        timed = set() if self._stager is None else self._stager.engines_in_flight
+        return super().engines_in_flight | timed
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
@@ -184,10 +194,13 @@ class PushWriter(PushTable):
         if self._trace.enabled:
             push.record.writes.append(part.record)
 
-    def drain(self, seconds: float) -> int:
-        """Wait for what is on the wire, for shutdown. Returns how many WRITEs had to be left behind."""
+    def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
+        """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
+        many WRITEs had to be left behind.
+        """
         deadline = time.perf_counter() + seconds
         while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
+            listen()
             self._poll()
             time.sleep(WRITE_POLL_S)
         left = [part for push in self._pushes.values() for part in push.parts]
@@ -337,6 +350,7 @@ class PushWriter(PushTable):
         if link is None:
             return
         push.link = link
+        push.window = self._host.window(link, registration)
         if link.refusal is not None:
             push.record.fallback = link.refusal
             self._dispatch(push, Refused(link.refusal))
@@ -350,7 +364,7 @@ class PushWriter(PushTable):
 
     def _do_post(self, push: Push, action: Post) -> None:
         assert push.link is not None
-        posted = self._outbox.post(action.write, push.link)
+        posted = self._outbox.post(action.write, push.link, push.window)
         if posted.lost is not None:
             self.counters.lost()
         if not posted.parts:

@@ -92,7 +92,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "WRITEs",
             "wps",
             {"{{plan}}": rate(catalog.WRITES, by="plan"), "failed": rate(catalog.FAILED_WRITES)},
-            "By plan; only direct ones are made so far.",
+            "By plan.",
         ),
         Panel("Bytes per WRITE", "bytes", {"mean": mean(catalog.WRITE_BYTES)} | quantiles(catalog.WRITE_BYTES)),
         Panel("Layers per WRITE", "short", {"mean": mean(catalog.WRITE_LAYERS)} | quantiles(catalog.WRITE_LAYERS)),
@@ -100,6 +100,12 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Descriptors per WRITE",
             "short",
             {"mean": mean(catalog.WRITE_DESCRIPTORS)} | quantiles(catalog.WRITE_DESCRIPTORS),
+        ),
+        Panel(
+            "Time of a WRITE",
+            "s",
+            {"took": mean(catalog.WRITE_SECONDS), "was estimated to take": mean(catalog.WRITE_ESTIMATE)},
+            "Means, of WRITEs that have an estimate. Far apart: what `packing: auto` goes by is wrong.",
         ),
     ),
     "Decode: loads": (

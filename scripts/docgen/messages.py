@@ -22,6 +22,8 @@ OURS: dict[type[msgspec.Struct], str] = {
     wire.Cancelled: FROM_P,
     wire.Ping: FROM_D,
     wire.Pong: FROM_P,
+    wire.Unpack: FROM_P,
+    wire.Unpacked: FROM_D,
 }
 
 

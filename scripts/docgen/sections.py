@@ -11,12 +11,16 @@ from layerpush.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
     figures,
+    forwardfigures,
+    kernelfigures,
     limits,
     messages,
     metrics,
     options,
     protocol,
+    pushfigures,
     refusals,
+    servefigures,
     soakrun,
     versions,
 )
@@ -34,6 +38,7 @@ README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/se
 METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
 BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
 PROTOCOL, FAILURES, SOAK = "docs/design/protocol.md", "docs/design/failures.md", "docs/soak.md"
+PACKING = "docs/design/packing.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
@@ -42,6 +47,11 @@ SECTIONS: Mapping[str, Section] = {
     "demo-figures": Section((README, BENCHMARKS), figures.demo),
     "bench-figures": Section((README, BENCHMARKS), figures.bench),
     "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
+    "serve-figures": Section((BENCHMARKS,), servefigures.tables),
+    "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
+    "push-summary": Section((README, PACKING), pushfigures.summary),
+    "push-figures": Section((BENCHMARKS,), pushfigures.tables),
+    "kernel-figures": Section((BENCHMARKS,), kernelfigures.tables),
     "soak-summary": Section((README, BENCHMARKS), soakrun.summary),
     "soak-tables": Section((SOAK,), soakrun.tables),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),

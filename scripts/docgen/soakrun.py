@@ -7,24 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.docgen.figures import NOT_MEASURED, conditions
+from scripts.docgen.conditions import conditions, not_measured
 from scripts.docgen.tables import table
 
 RESULT = Path("bench/results/soak.json")
+COMMAND = "make soak MINUTES=10"
 PASSED = "passed"
 
 
 def summary(root: Path) -> str:
     """One paragraph. Raises ``ValueError`` for a run that found something: that is no figure to publish."""
     result = _result(root)
-    return NOT_MEASURED if result is None else _summary(result)
+    return not_measured(COMMAND) if result is None else _summary(result)
 
 
 def tables(root: Path) -> str:
     """How the requests ended, what became of each kind of fault, and the memory of each engine."""
     result = _result(root)
     if result is None:
-        return NOT_MEASURED
+        return not_measured(COMMAND)
     requests = [(words, f"{count:,}") for words, count in result["requests"].items()]
     faults = [
         (f"`{kind}`", *(_count(fault[column]) for column in ("injected", "struck", "survived")))

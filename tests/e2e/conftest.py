@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e import probes
+from tests.e2e import probes, stagingfaults
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
@@ -48,3 +48,5 @@ def check_nothing_left(host: EngineHost) -> None:
     assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
     left = host.call(probes.wait_until_forgotten, host.request_ids(), BOUNDED_MEMORIES, 2.0)
     assert left == [], f"{host.engine_id} still mentions finished requests at {left}"
+    held = host.call(stagingfaults.wait_until_free, 2.0)
+    assert held == [], f"{host.engine_id} has not given back of its staging memory: {held}"

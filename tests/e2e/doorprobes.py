@@ -45,6 +45,6 @@ def report_refused(host: HostedEngine, request_id: str, params: Any) -> None:
 
 
 def handshakes_over(host: HostedEngine) -> bool:
-    worker = probes._connector_worker()
+    worker = probes.connector_worker()
     assert worker is not None
     return not worker._handshake_futures

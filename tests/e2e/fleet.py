@@ -41,6 +41,10 @@ class Fleet:
             self._hosts[spec].wait_ready()
         return [self._hosts[spec] for spec in specs]
 
+    def prefer(self, favourites: Collection[EngineSpec]) -> None:
+        """Other tests begin: stop these last from now on."""
+        self._favourites = favourites
+
     def spawn(self, *specs: EngineSpec) -> list[EngineHost]:
         """Ready hosts that nobody else gets, for tests that end or damage them. `discard` them."""
         self._make_room(len(specs), keep=set())

@@ -30,7 +30,7 @@ def owned_blocks(host: HostedEngine, block_ids: list[int]) -> int:
 
 def live_writes(host: HostedEngine) -> int:
     """NIXL handles between post and release on the worker in this process."""
-    worker = _connector_worker()
+    worker = connector_worker()
     return 0 if worker is None else len(worker.transport._live)
 
 
@@ -117,7 +117,7 @@ def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[st
     return found
 
 
-def _connector_worker() -> Any:
+def connector_worker() -> Any:
     """Our worker if it lives in this process and is one of ours, else None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

@@ -29,12 +29,16 @@ class Push:
         return {(chunk, layer) for chunk, layer, _, _ in self.fields["ready"]}
 
 
-def pushes(trace_dir: pathlib.Path, base_request_id: str) -> list[Push]:
-    """The pushes of a request so far."""
+def all_pushes(trace_dir: pathlib.Path) -> list[Push]:
+    """Of every request so far."""
     lines = [line for path in trace_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
     records = [json.loads(line) for line in lines]
-    ours = (record for record in records if record["kind"] == "push")
-    return [Push(record) for record in ours if record["request_id"].startswith(base_request_id)]
+    return [Push(record) for record in records if record["kind"] == "push"]
+
+
+def pushes(trace_dir: pathlib.Path, base_request_id: str) -> list[Push]:
+    """The pushes of a request so far."""
+    return [push for push in all_pushes(trace_dir) if push.request_id.startswith(base_request_id)]
 
 
 def wait_for_pushes(trace_dir: pathlib.Path, base_request_id: str, count: int = 1, timeout: float = 10.0) -> list[Push]:

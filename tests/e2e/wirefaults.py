@@ -1,8 +1,9 @@
 """Runs inside an engine host: scripted faults on the NIXL agent of its worker.
 
 WRITEs can be held, fail to post or end in an error; notifications can be dropped, doubled, held back or changed; the
-writer thread can be stopped at a named moment. Everything is counted from the call that asks for it. The module-level
-functions are for `EngineHost.call`; the rest runs on the threads that call NIXL.
+writer thread can be stopped at a named moment. Everything is counted from the call that asks for it; WRITEs that carry
+no blocks, with which an engine times the link, do not count. The module-level functions are for `EngineHost.call`; the
+rest runs on the threads that call NIXL.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+from tests.e2e import stagingfaults
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
@@ -79,6 +82,7 @@ class WireFaults:
         self._real: dict[str, Callable[..., Any]] = {name: getattr(agent, name) for name in WRAPPED}
         self._error = _backend_error(agent)
         self.open: set[Any] = set()
+        self._timings: set[Any] = set()
         self.counts: Counter[str] = Counter()
         self.sent: deque[tuple[str, bytes, str]] = deque(maxlen=REMEMBERED)
         self._held: set[Any] = set()
@@ -119,11 +123,15 @@ class WireFaults:
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         handle = self._real["make_prepped_xfer"](*args, **kwargs)
         self.open.add(handle)
+        if stagingfaults.is_timing(*args):
+            self._timings.add(handle)
         if kwargs.get("notif_msg"):
             self.carries_completion.add(handle)
         return handle
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        if handle in self._timings:
+            return self._real["transfer"](handle, *args, **kwargs)
         number = self._reach("post")
         fault = next((fault for numbers, fault in self.post_faults if number in numbers), None)
         if fault == "fail":
@@ -147,7 +155,7 @@ class WireFaults:
         if handle in self.never_started:
             return "ERR"
         state = self._real["check_xfer_state"](handle)
-        if state == "DONE" and handle not in self.landed:
+        if state == "DONE" and handle not in self.landed and handle not in self._timings:
             self.landed.add(handle)
             self._reach("landed")
         return "ERR" if state == "DONE" and handle in self.errs else state
@@ -159,6 +167,7 @@ class WireFaults:
             return
         self._real["release_xfer_handle"](handle)
         self.open.discard(handle)
+        self._timings.discard(handle)
 
     def send_notif(self, agent: str, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:
         kind = kind_of(notif_msg)

@@ -6,10 +6,12 @@ import re
 import time
 from collections.abc import Callable
 
-from tests.e2e import probes, wirefaults
+from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.pushtrace import Push
 from tests.e2e.results import Finished
 from tests.faults import engines
 
@@ -37,6 +39,11 @@ def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: i
     return handoff
 
 
+def described(value: object) -> str:
+    """A parameter's part of a test's name."""
+    return value.name if isinstance(value, EngineSpec) else str(value)
+
+
 def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) -> Finished:
     """D got no KV: it computed the prompt itself, or said so, as its policy wants; never a wrong token."""
     output = handoff.d.wait_output(handoff.request_id, timeout)
@@ -48,10 +55,27 @@ def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) ->
 
 
 def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) -> None:
-    """Both go on: a push from one to the other, byte for byte, by layers."""
+    """Both go on: a push from one to the other, byte for byte, by layers and the way that P is made for."""
     handoff = send(p, d, prompt(700, seed=seed), "early")
     check(handoff.outcome(), reference)
-    assert handoff.push().outcome == "completed"
+    push = check_planned(handoff)
+    assert (push.outcome, push.mode) == ("completed", "layer")
+
+
+def check_planned(handoff: Handoff) -> Push:
+    """Every WRITE of a push that is over went the way that its P is made for; returns it."""
+    push, plan = handoff.push(), engines.forced_plan(handoff.p.spec)
+    if plan is not None:
+        assert {write["plan"] for write in push.writes} == {plan}
+    return push
+
+
+def check_under_way(p: EngineHost) -> None:
+    """So do the WRITEs that have not ended, and there are some."""
+    plan = engines.forced_plan(p.spec)
+    eventually(lambda: p.call(stagingfaults.plans_under_way), 3.0, f"{p.engine_id} has WRITEs under way")
+    if plan is not None:
+        assert p.call(stagingfaults.plans_under_way) == [plan]
 
 
 def check_idle_soon(host: EngineHost, seconds: float = engines.GRACE_S) -> None:
@@ -65,7 +89,7 @@ def check_owned(host: EngineHost, blocks: list[int]) -> None:
     assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach were let go"
 
 
-def eventually(true: Callable[[], bool], seconds: float, what: str) -> float:
+def eventually(true: Callable[[], object], seconds: float, what: str) -> float:
     """Poll until `true`; returns the seconds that it took."""
     started = time.monotonic()
     while not true():
@@ -121,6 +145,8 @@ def check_clean(host: EngineHost, log: LogView) -> None:
     assert left == [], f"{host.engine_id} still mentions finished requests at {left}"
     eventually(lambda: host.call(wirefaults.open_handles) == 0, 3.0, f"{host.engine_id} gives its handles back")
     assert host.call(probes.live_writes) == 0
+    held = host.call(stagingfaults.wait_until_free, 3.0)
+    assert held == [], f"{host.engine_id} has not given back of its staging memory: {held}"
     threads = host.call(probes.threads)
     assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
     assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads

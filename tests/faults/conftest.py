@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e import wirefaults
+from tests.e2e import stagingfaults, wirefaults
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
+from tests.faults import engines
 from tests.faults.checks import LogView, check_clean
 
 
@@ -19,9 +20,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(180))
 
 
+@pytest.fixture(scope="module", params=engines.PACKINGS)
+def packing(request: pytest.FixtureRequest) -> engines.Packing:
+    """How P's WRITEs go. Tests that want it run once for each way, and in each file all of one way together."""
+    chosen: engines.Packing = request.param
+    return chosen
+
+
 @pytest.fixture
 def log() -> LogView:
     return LogView()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _our_engines_stay(fleet: Fleet) -> None:
+    fleet.prefer(engines.FAVOURITES)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +50,7 @@ def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
         for host in _live(fleet):
             if not host.broken:
                 host.call(wirefaults.reset)
+                host.call(stagingfaults.reset)
         for host in _live(fleet):
             if host.broken:
                 fleet.discard(host)

@@ -1,8 +1,13 @@
 """The engines of the fault tests: short deadlines, and caches small enough that a block let go too early is reused."""
 
-from typing import Any
+import dataclasses
+import json
+from typing import Any, Literal
 
+from tests.e2e import engines
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
+
+Packing = Literal["auto", "packed", "gather"]
 
 PEER_TIMEOUT_S = 4
 WRITE_TIMEOUT_S = 4
@@ -37,3 +42,25 @@ D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
 DECODERS = (D, D_FAIL)
+FAVOURITES = (engines.R, P, D)
+
+PACKINGS: tuple[Packing, ...] = ("auto", "packed", "gather")
+PLANS = {"packed": "packed", "gather": "gathered"}
+
+
+def with_packing(spec: EngineSpec, packing: Packing) -> EngineSpec:
+    """``spec``, but every WRITE of a push by layer goes that way; "auto": as it is."""
+    if packing == "auto":
+        return spec
+    assert spec.transfer is not None
+    fields = json.loads(spec.transfer)
+    fields["kv_connector_extra_config"]["packing"] = packing
+    forced = dataclasses.replace(spec, name=f"{spec.name}-{packing}", transfer=json.dumps(fields, sort_keys=True))
+    assert forced_plan(forced) == PLANS[packing], "nothing would be checked"
+    return forced
+
+
+def forced_plan(spec: EngineSpec) -> str | None:
+    """The plan of every WRITE of a push by layer; None if the engine chooses."""
+    fields = json.loads(spec.transfer or "{}").get("kv_connector_extra_config", {})
+    return PLANS.get(fields.get("packing"))

@@ -10,7 +10,9 @@ from tests.faults.checks import (
     LogView,
     all_along,
     check_idle_soon,
+    check_planned,
     check_serves,
+    check_under_way,
     early,
     eventually,
     restart,
@@ -48,13 +50,16 @@ def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference,
     check_serves(p, d, reference, seed=323)
 
 
-def test_client_disconnects_with_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView) -> None:
+def test_client_disconnects_with_writes_in_flight(
+    fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing
+) -> None:
     """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
-    p, d = fleet.get(engines.P, engines.D)
+    p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     p.call(wirefaults.on_posts, "hold", 10)
     handoff = early(p, d, LENGTH, seed=324)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     d.abort(handoff.request_id)
     all_along(lambda: d.call(probes.owned_blocks, blocks) == len(blocks), 1.5, "D keeps the blocks")
@@ -62,6 +67,7 @@ def test_client_disconnects_with_writes_in_flight(fleet: Fleet, reference: Refer
     check_idle_soon(d)
     p.wait_output(handoff.request_id)
     check_idle_soon(p)
+    check_planned(handoff)
     check_serves(p, d, reference, seed=325)
 
 
@@ -84,20 +90,26 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
     check_serves(p, d, reference, seed=327)
 
 
-@pytest.mark.parametrize("held", [0, 20], ids=["all WRITEs held", "later WRITEs held"])
-def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int) -> None:
+@pytest.mark.parametrize(
+    ("held", "packing"),
+    [(0, "auto"), (20, "auto"), (20, "packed"), (20, "gather")],
+    ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, packed", "later WRITEs held, gather"],
+)
+def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, packing: engines.Packing) -> None:
     """P lives on, frees the blocks, and serves another D."""
-    (p, other) = fleet.get(engines.P, engines.D)
+    (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     (d,) = fleet.spawn(engines.D)
     p.call(wirefaults.on_posts, "hold", held)
     handoff = early(p, d, LENGTH, seed=328)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     d.kill()
     p.call(wirefaults.lift)
     p.wait_output(handoff.request_id)
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
+    check_planned(handoff)
     check_serves(p, other, reference, seed=329)
 
 
@@ -129,20 +141,28 @@ def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
         check(send(p, successor, prompt(600, seed=334), order).outcome(), reference)
 
 
-@pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
-def test_d_restarted_mid_transfer(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
+@pytest.mark.parametrize(
+    ("same_id", "packing"),
+    [(True, "auto"), (False, "auto"), (True, "packed")],
+    ids=["same id", "new id", "same id, packed"],
+)
+def test_d_restarted_mid_transfer(
+    fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing
+) -> None:
     """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
-    (p,) = fleet.get(engines.P)
+    (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.spawn(engines.D)
     p.call(wirefaults.on_posts, "hold", 10)
     lost = early(p, d, LENGTH, seed=335)
     p.add(lost.to_p())
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     successor = restart(fleet, d, same_id=same_id)
     handoff = early(p, successor, LENGTH, seed=336)
     p.call(wirefaults.lift)
     p.add(handoff.to_p())
     check(handoff.outcome(), reference)
+    check_planned(handoff)
     p.wait_output(lost.request_id)
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     check_serves(p, successor, reference, seed=337)

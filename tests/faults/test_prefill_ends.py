@@ -1,5 +1,6 @@
 """P's part of a request ends early: its client aborts, it is preempted, killed or stopped."""
 
+import itertools
 import time
 
 import pytest
@@ -16,7 +17,10 @@ from tests.faults.checks import (
     check_idle_soon,
     check_load_failed,
     check_owned,
+    check_planned,
     check_serves,
+    check_under_way,
+    described,
     early,
     eventually,
     restart,
@@ -27,7 +31,10 @@ MOMENTS = {
     "before the first WRITE": ("post", 0),
     "between layers": ("landed", 20),
     "after the last WRITE": ("send:completion", 0),
+    "before D unpacks": ("send:unpack", 20),
 }
+UNDER_WAY = ("between layers", "before D unpacks")
+"""Moments at which a WRITE has not ended."""
 
 
 @pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
@@ -46,15 +53,18 @@ def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: 
     check_serves(p, d, reference, seed=301)
 
 
-def test_aborted_on_p_with_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView) -> None:
+def test_aborted_on_p_with_writes_in_flight(
+    fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing
+) -> None:
     """D's blocks are its own again only when the WRITEs have ended."""
-    p, d = fleet.get(engines.P, engines.D)
+    p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     p.hold()
     p.call(wirefaults.on_posts, "hold", 5)
     handoff = early(p, d, LENGTH, seed=302)
     p.add(handoff.to_p())
     p.step(3)
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     p.abort(handoff.request_id)
     p.run()
@@ -63,12 +73,13 @@ def test_aborted_on_p_with_writes_in_flight(fleet: Fleet, reference: Reference, 
     p.call(wirefaults.lift)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     log.check_one(d, handoff.request_id, "abort")
+    check_planned(handoff)
     check_serves(p, d, reference, seed=303)
 
 
-def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView) -> None:
+def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P's small cache makes it compute the prompt twice; D gets the bytes of the second time, and one completion."""
-    p, d = fleet.get(engines.P_TIGHT, engines.D)
+    p, d = fleet.get(engines.with_packing(engines.P_TIGHT, packing), engines.D)
     p.call(wirefaults.watch)
     waiting, streaming = (Handoff(new_id(), prompt(length, seed=304), p, d) for length in (1600, 2000))
     p.hold()
@@ -85,15 +96,24 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView)
     for handoff in (waiting, streaming):
         check(handoff.outcome(), reference)
         log.check_none(d, handoff.request_id)
-    assert streaming.push().epoch > 0
+    assert check_planned(streaming).epoch > 0
     assert p.call(wirefaults.sent_kinds, streaming.request_id).count("completion") == 1
 
 
-@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_p_killed(fleet: Fleet, reference: Reference, log: LogView, moment: str, d_spec: EngineSpec) -> None:
+@pytest.mark.parametrize(
+    ("d_spec", "moment", "packing"),
+    [
+        *itertools.product(engines.DECODERS, list(MOMENTS)[:3], ["auto"]),
+        (engines.D, "between layers", "gather"),
+        (engines.D, "before D unpacks", "packed"),
+    ],
+    ids=described,
+)
+def test_p_killed(
+    fleet: Fleet, reference: Reference, log: LogView, moment: str, d_spec: EngineSpec, packing: engines.Packing
+) -> None:
     """D finds out, uses the blocks only then, and serves the next P."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(d_spec)
     p.call(wirefaults.gate, *MOMENTS[moment])
     handoff = early(p, d, LENGTH, seed=305)
@@ -101,20 +121,26 @@ def test_p_killed(fleet: Fleet, reference: Reference, log: LogView, moment: str,
     p.poll_until(wirefaults.is_at_gate)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     check_owned(d, blocks)
+    if moment in UNDER_WAY:
+        check_under_way(p)
     p.kill()
     killed = time.monotonic()
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
     assert time.monotonic() - killed < engines.PEER_TIMEOUT_S + engines.GRACE_S
     log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
     check_idle_soon(d)
-    if moment == "between layers":
+    if (moment, packing) == ("between layers", "auto"):
         check_serves(fleet.respawn(p, same_id=False), d, reference, seed=306)
 
 
-@pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
-def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
+@pytest.mark.parametrize(
+    ("same_id", "packing"),
+    [(True, "auto"), (False, "auto"), (True, "packed")],
+    ids=["same id", "new id", "same id, packed"],
+)
+def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
     """An engine in P's place, on the same port, is served like any other; D has to shake hands again."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
     check_serves(p, d, reference, seed=307)
     successor = restart(fleet, p, same_id=same_id)
@@ -133,14 +159,16 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
     check_serves(successor, d, reference, seed=311)
 
 
-def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView) -> None:
+@pytest.mark.parametrize("packing", ["auto", "packed"])
+def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
-    (p,) = fleet.spawn(engines.P)
+    (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
     p.call(wirefaults.on_posts, "hold", 20)
     handoff = early(p, d, LENGTH, seed=312)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     p.pause()
     check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)

@@ -1,6 +1,7 @@
-"""200 requests, most of them aborted at a random moment on one side or both."""
+"""Many requests, most of them aborted at a random moment on one side or both."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -8,10 +9,10 @@ from tests.e2e import probes
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, new_id, prompt
+from tests.e2e.pushtrace import all_pushes
 from tests.faults import engines
 from tests.faults.checks import LogView, check_idle_soon, check_serves
 
-REQUESTS = 200
 AT_ONCE = 12
 P_BUSY = EngineSpec(
     "P-busy-faults",
@@ -33,19 +34,21 @@ P_BUSY = EngineSpec(
 )
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_random_aborts(fleet: Fleet, reference: Reference, log: LogView, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "count", "packing"), [(1, 200, "auto"), (2, 60, "packed")])
+def test_random_aborts(
+    fleet: Fleet, reference: Reference, log: LogView, seed: int, count: int, packing: engines.Packing
+) -> None:
     """Who was not aborted on D gets the plain engine's tokens, pushed or computed again."""
     rng = random.Random(seed)
-    p, d = fleet.get(P_BUSY, engines.D)
+    p, d = fleet.get(engines.with_packing(P_BUSY, packing), engines.D)
     p.call(probes.reset_prefix_cache)
     handoffs = [
         Handoff(new_id(), prompt(rng.choice((33, 150, 200, 320, 500)), seed=1000 + number), p, d)
-        for number in range(REQUESTS)
+        for number in range(count)
     ]
     events: list[tuple[float, int, str]] = []
     gone_on_d = set()
-    for number in range(REQUESTS):
+    for number in range(count):
         start = number / AT_ONCE * 6
         events += [(start + rng.random() * 4, number, "to P"), (start + rng.random() * 4, number, "to D")]
         if rng.random() < 0.35:
@@ -70,6 +73,9 @@ def test_random_aborts(fleet: Fleet, reference: Reference, log: LogView, seed: i
             assert d.wait_output(handoff.request_id).token_ids == reference.tokens(handoff.token_ids)
     for host in (p, d):
         check_idle_soon(host, 20)
+    if packing != "auto":
+        plans = Counter(write["plan"] for push in all_pushes(p.trace_dir) for write in push.writes)
+        assert plans[engines.PLANS[packing]] > count, f"the plans of WRITEs were {plans}"
     check_serves(p, d, reference, seed=401)
 
 

@@ -1,5 +1,6 @@
 """WRITEs that fail, and WRITEs that do not end."""
 
+import itertools
 from typing import Literal
 
 import pytest
@@ -15,16 +16,25 @@ from tests.faults.checks import (
     check_idle_soon,
     check_load_failed,
     check_owned,
+    check_planned,
     check_serves,
+    check_under_way,
+    described,
     early,
 )
 
 LENGTH = 1500
+FAULTS: tuple[Literal["fail", "err"], ...] = ("fail", "err")
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
-@pytest.mark.parametrize("fault", ["fail", "err"])
-@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("d_spec", "fault", "order", "packing"),
+    [
+        *itertools.product(engines.DECODERS, FAULTS, ["early", "late"], ["auto"]),
+        *itertools.product([engines.D], FAULTS, ["early"], engines.PLANS),
+    ],
+    ids=described,
+)
 def test_one_write_fails(
     fleet: Fleet,
     reference: Reference,
@@ -32,9 +42,10 @@ def test_one_write_fails(
     d_spec: EngineSpec,
     fault: Literal["fail", "err"],
     order: Order,
+    packing: engines.Packing,
 ) -> None:
     """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
-    p, d = fleet.get(engines.P, d_spec)
+    p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
     p.call(wirefaults.on_posts, fault, 7 if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=370), order)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
@@ -45,18 +56,28 @@ def test_one_write_fails(
     assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
     check_idle_soon(p)
     check_idle_soon(d)
+    check_planned(handoff)
     check_serves(p, d, reference, seed=371)
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
-@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
-def test_write_does_not_end(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec, order: Order) -> None:
+@pytest.mark.parametrize(
+    ("d_spec", "order", "packing"),
+    [
+        *itertools.product(engines.DECODERS, ["early", "late"], ["auto"]),
+        *itertools.product([engines.D], ["early"], engines.PLANS),
+    ],
+    ids=described,
+)
+def test_write_does_not_end(
+    fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec, order: Order, packing: engines.Packing
+) -> None:
     """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
-    p, d = fleet.get(engines.P_IMPATIENT, d_spec)
+    p, d = fleet.get(engines.with_packing(engines.P_IMPATIENT, packing), d_spec)
     d.call(wirefaults.watch)
     p.call(wirefaults.on_posts, "hold", 7 if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=372), order)
     p.poll_until(wirefaults.held_posts)
+    check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     check_load_failed(handoff, reference, engines.WRITE_TIMEOUT_S + 2 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(d, handoff.request_id, "write_timeout_s")
@@ -68,6 +89,7 @@ def test_write_does_not_end(fleet: Fleet, reference: Reference, log: LogView, d_
     check_idle_soon(d)
     p.wait_output(handoff.request_id)
     check_idle_soon(p)
+    check_planned(handoff)
     check_serves(p, d, reference, seed=373)
 
 

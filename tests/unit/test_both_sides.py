@@ -3,7 +3,10 @@
 `tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, desks and writers. After every step:
 
 - no WRITE is posted for, lands in or is on its way into blocks that the decode engine gave away;
-- none is posted from blocks that the prefill engine gave away;
+- none is posted from blocks that the prefill engine gave away, nor are such blocks gathered;
+- no blocks are scattered into that the decode engine gave away or that a WRITE is on its way into, nor from a window of
+  another request;
+- bytes of staging memory are given back only when nobody reads or writes them;
 - a request is completed at most once, by every rank once, and only over the right bytes;
 - whatever a load or a push ends with is reported once.
 
@@ -22,8 +25,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.both_sides import mutants
+from layerpush.prefill.costs import Plan
+from tests.unit.both_sides import packing_mutants
 from tests.unit.both_sides.moves import MOVES, Move
+from tests.unit.both_sides.mutants import Mutant
 from tests.unit.both_sides.storm import storm, stormy
 from tests.unit.both_sides.world import World
 
@@ -83,8 +88,34 @@ def test_storms_end_well() -> None:
     assert outcomes["failed"] > STORMS
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_guard_that_is_removed_is_missed(mutant: mutants.Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plan", ["packed", "gather", "mixed"])
+def test_storms_over_staging_memory_end_well(plan: str) -> None:
+    outcomes: Counter[str] = Counter()
+    plans: Counter[str] = Counter()
+    for seed in range(STORMS):
+        world = storm(seed, packing={"plan": plan})
+        outcomes.update(world.outcomes)
+        plans.update(world.plans)
+    assert outcomes["loaded"] > STORMS
+    wanted = {"packed": [Plan.PACKED], "gather": [Plan.GATHERED], "mixed": list(Plan)}[plan]
+    assert all(plans[each.value] > STORMS // 4 for each in wanted), plans
+
+
+@pytest.mark.parametrize("full", [{"pieces": 0}, {"windows": 0}], ids=["no room on P", "no window"])
+def test_nobody_waits_for_staging_memory(full: dict[str, int]) -> None:
+    outcomes: Counter[str] = Counter()
+    plans: Counter[str] = Counter()
+    for seed in range(STORMS // 4):
+        world = storm(seed, packing={"plan": "packed", **full})
+        outcomes.update(world.outcomes)
+        plans.update(world.plans)
+    assert outcomes["loaded"] > STORMS // 4
+    assert plans[Plan.DIRECT.value] > STORMS // 4
+    assert not plans[Plan.PACKED.value]
+
+
+@pytest.mark.parametrize("mutant", packing_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_guard_that_is_removed_is_missed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
     for seed in range(ENOUGH):
         try:

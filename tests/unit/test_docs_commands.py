@@ -28,6 +28,7 @@ README_RUN, BY_HAND, DEPLOYED = (
     f"{E2E}::{name}"
     for name in ("test_the_readme_and_the_contract", "test_the_quickstart_by_hand", "test_the_deployment")
 )
+DRAWN = "tests/unit/test_bench_plot.py::test_the_committed_results_have_pictures"
 
 RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("README.md", "make demo"): (f"{E2E}::test_the_demo", CI),
@@ -37,7 +38,9 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("README.md", "id="): (README_RUN, "tests/unit/test_docs.py::test_the_curl_example_sends_both_legs"),
     ("CONTRIBUTING.md", "git clone"): (CI,),
     ("bench/README.md", "python -m bench.proxy"): (f"{E2E}::test_the_proxys_benchmark",),
+    ("bench/README.md", "python -m bench.plot"): (DRAWN,),
     (BENCHMARKS, "make demo"): (f"{E2E}::test_the_demo",),
+    (BENCHMARKS, "python -m bench.plot"): (DRAWN,),
     (CONTRACT, "id="): (README_RUN,),
     ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),

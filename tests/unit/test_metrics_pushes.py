@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,17 @@ from layerpush.metrics.catalog import (
     TRANSFER,
     WRITE_BYTES,
     WRITE_DESCRIPTORS,
+    WRITE_ESTIMATE,
     WRITE_LAYERS,
+    WRITE_SECONDS,
     WRITES,
 )
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.recorder import Recorder
 from layerpush.metrics.tally import Tally
+from layerpush.prefill.costs import Plan
 from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.outbox import Outbox, PostedWrite, WritePlan
+from layerpush.prefill.outbox import Outbox, PostedWrite
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import Push
 from layerpush.prefill.session import Session
@@ -110,19 +114,23 @@ def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
 
 def test_writes_are_told_apart_by_their_plan() -> None:
     metered = Metered(policy=Policy(min_write_bytes=1))
-    post, plans = Outbox.post, itertools.cycle(get_args(WritePlan))
+    post, plans = Outbox.post, itertools.cycle(Plan)
 
     def planned(outbox: Outbox, *args: Any) -> PostedWrite:
         posted = post(outbox, *args)
         for part, plan in zip(posted.parts, plans, strict=False):
-            part.plan = plan
+            part.record.plan = plan.value
+            if plan is not Plan.DIRECT:
+                part.record.estimate_s, part.record.t_planned = 5.0, time.perf_counter() - 60
         return posted
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Outbox, "post", planned)
-        counted = metered.run().counters[WRITES.key]
-    assert counted == dict.fromkeys(WRITES.values, 3)
-    assert tuple(WRITES.values) == get_args(WritePlan)
+        tally = metered.run()
+    assert tally.counters[WRITES.key] == dict.fromkeys(WRITES.values, 3)
+    assert tally.observed(WRITE_ESTIMATE).total == 6 * 5.0
+    assert (tally.observed(WRITE_SECONDS).count, tally.observed(WRITE_SECONDS).total // 60) == (6, 6)
+    assert tuple(WRITES.values) == tuple(plan.value for plan in Plan)
 
 
 def test_a_failed_write_and_the_push_that_it_fails_are_counted() -> None:

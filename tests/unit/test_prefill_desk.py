@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
 from layerpush.complaints import Complaints
@@ -12,7 +13,7 @@ from layerpush.prefill import desk as desk_module
 from layerpush.prefill.desk import ENDED_S, MAX_REASON, PROBES, PrefillDesk, address_of
 from layerpush.prefill.ledger import KEPT, KEPT_S
 from layerpush.prefill.protocol import Retract
-from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration
+from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
 from tests.unit.peers_rig import Town
 
 
@@ -1122,3 +1123,20 @@ def test_an_engine_that_others_connected_to_is_asked_where_it_says_it_is() -> No
     world.probe.answer(Verdict.ENDED)
     world.tick()
     assert world.writer.registrations == [("n/p", asks("n/d"))]
+
+
+def test_a_window_is_used_by_the_word_of_the_rank_that_has_it() -> None:
+    """Whoever else knows the request could name any memory of that engine."""
+    world = World()
+    asked, mine, forged = (
+        msgspec.structs.replace(
+            asks(), window=Window(rank=0, ring=ring, ring_size=8192, device=0, offset=0, size=8192, layout="l")
+        )
+        for ring in (1, 2, 3)
+    )
+    for sender, registration in (("e-0", forged), ("d-0", mine), ("d-0", asked)):
+        world.says(registration, sender)
+    for registration in (forged, mine, asks()):
+        assert world.desk.window(registration, "d-0") == mine.window
+    assert world.desk.window(asks(), "d-1") is None
+    assert world.desk.window(asks("another"), "d-0") is None

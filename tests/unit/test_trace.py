@@ -69,6 +69,10 @@ def test_one_line_for_a_push(tmp_path: Path) -> None:
             "t_post": 2.0,
             "t_posted": 2.25,
             "t_landed": 2.5,
+            "plan": "direct",
+            "runs": None,
+            "estimate_s": None,
+            "t_planned": None,
         }
     ]
     assert {"decode_request_id", "decode_engine_id", "fallback", "epoch", "tokens"} <= line.keys()

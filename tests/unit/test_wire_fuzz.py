@@ -23,10 +23,14 @@ from layerpush.wire import (
     Fail,
     Heartbeat,
     Message,
+    Part,
     PeerMessage,
     Ping,
     Pong,
     Registration,
+    Unpack,
+    Unpacked,
+    Window,
     WireError,
     encode,
     encode_completion,
@@ -66,6 +70,20 @@ def is_blocks(groups: object) -> bool:
     return len(groups) <= 1024 and len(named) <= 2**20 and all(is_count(b, 0, 2**31 - 1) for b in named) and not twice
 
 
+def is_parts(parts: object) -> bool:
+    assert type(parts) is tuple
+    numbers = [number for part in parts for number in msgspec.structs.astuple(part)]
+    return 1 <= len(parts) <= 4096 and all(is_count(number, 0, 2**31 - 1) for number in numbers)
+
+
+def is_window(window: Window) -> bool:
+    sizes = (
+        is_count(window.ring_size, 1, 2**30) and is_count(window.offset, 0, 2**30) and is_count(window.size, 1, 2**30)
+    )
+    where = is_count(window.rank, 0, 1023) and is_count(window.ring) and is_count(window.device, 0, 2**16)
+    return type(window) is Window and sizes and where and is_clean(window.layout)
+
+
 SOUND: dict[str, Callable[[Any], bool]] = {
     "request_id": is_request,
     "decode_engine_id": is_clean,
@@ -79,6 +97,10 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "epoch": is_count,
     "number": is_count,
     "drained": lambda value: type(value) is bool,
+    "done": lambda value: type(value) is bool,
+    "offset": is_count,
+    "parts": is_parts,
+    "window": lambda window: window is None or is_window(window),
     "reason": lambda text: type(text) is str and len(text) <= 1000 and (text == "" or text.isprintable()),
     "world_size": lambda size: is_count(size, 1, 999_999),
     "request_ids": lambda ids: type(ids) is tuple and len(ids) <= 65536 and all(map(is_clean, ids)),
@@ -126,6 +148,19 @@ counts = st.integers(0, INT64 - 1) | st.just(INT64 - 1)
 ports, sizes = st.integers(1, 65535), st.integers(1, 1024)
 reasons = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 groups = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9, unique=True).map(tuple), max_size=4).map(tuple)
+blocks = st.integers(0, 2**31 - 1)
+parts = st.lists(st.builds(Part, *[blocks] * 5), min_size=1, max_size=4).map(tuple)
+rings = st.integers(1, 2**30)
+windows = st.builds(
+    Window,
+    rank=st.integers(0, 1023),
+    ring=counts,
+    ring_size=rings,
+    device=st.integers(0, 2**16),
+    offset=rings,
+    size=rings,
+    layout=names,
+)
 registrations = st.builds(
     Registration,
     request_id=request_ids,
@@ -137,6 +172,7 @@ registrations = st.builds(
     layerpush=counts,
     prefill_request_id=st.none() | request_ids,
     prompt_digest=st.none() | names,
+    window=st.none() | windows,
 )
 peer_messages = st.one_of(
     st.builds(Accepted, request_ids),
@@ -145,6 +181,8 @@ peer_messages = st.one_of(
     st.builds(Cancelled, request_ids),
     st.builds(Ping, names, counts),
     st.builds(Pong, counts),
+    st.builds(Unpack, request_ids, counts, counts, parts),
+    st.builds(Unpacked, counts, st.booleans()),
 )
 completions = st.builds(Completion, request_ids, st.integers(1, 999_999))
 heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple))
@@ -293,6 +331,8 @@ WHOLE: list[Registration | PeerMessage] = [
     Cancelled("r"),
     Ping("D", 0),
     Pong(0),
+    Unpack("r", 0, 0, (Part(0, 1, 0, 0, 1),)),
+    Unpacked(0, True),
 ]
 
 

@@ -12,10 +12,12 @@ import numpy as np
 from layerpush.prefill.capture import Capture, NoFences
 from layerpush.prefill.host import Identity
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import PushWindow
 from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
+from layerpush.prefill.stager import Stager
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
 from layerpush.stats import PushCounters
@@ -185,6 +187,9 @@ class ScriptedHost:
     def is_unwanted(self, request_id: str) -> bool:
         return request_id in self.unwanted
 
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        return self.rig.window(link, registration)
+
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)
 
@@ -247,6 +252,7 @@ class Rig:
         seed: int = 0,
         write_timeout_s: float = math.inf,
         counters: PushCounters | None = None,
+        stager: Callable[[Rig], Stager] | None = None,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
         self.fabric = FakeFabric(faults, seed)
@@ -267,11 +273,15 @@ class Rig:
             self.trace,
             write_timeout_s,
             counters,
+            None if stager is None else stager(self),
         )
 
     @property
     def layers(self) -> int:
         return len(self.layout.layers)
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        return None
 
     def decoder(self, name: str = "D", ranks: int = 1) -> Decoder:
         self.decoders[name] = Decoder(self, name, ranks)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layerpush.decode.desk import DecodeDesk
+from layerpush.decode.unpacker import Unpacker
 from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address
+from layerpush.staging import PIECE_BYTES
 from layerpush.transport.base import WriteState
-from layerpush.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, read
+from layerpush.transport.fake import Descriptors, FakeWrite
+from layerpush.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
 from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
+from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
+from tests.unit.builders import layout_of
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -41,11 +48,13 @@ class DecodeEngine(Process):
         self.loads: dict[str, Load] = {}
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
         self.watch = PeerWatch(PEER_TIMEOUT_S)
+        self.caches: list[Descriptors] = []
         for ranks in (1, 2):
             for rank in range(ranks):
                 piece = BLOCK_BYTES // ranks
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
-                self.transport.describe((ranks, rank), self.memory, starts, piece).give_away(range(len(starts)))
+                self.caches.append(self.transport.describe((ranks, rank), self.memory, starts, piece))
+                self.caches[-1].give_away(range(len(starts)))
         self.desk = DecodeDesk(
             engine_id,
             self.peers,
@@ -57,6 +66,12 @@ class DecodeEngine(Process):
             PEER_TIMEOUT_S,
             self.forget,
         )
+        layout = layout_of([0] * LAYERS, D_BLOCKS, BLOCK_BYTES)
+        self.owned = self.caches[0]
+        self.staging = DecodeStaging(self, layout)
+        self.windows = OwnedWindows(self, self.staging, world.packing.window_pieces * PIECE_BYTES)
+        self.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
+        self.desk.unpacker = self.unpacker if world.packing.plan != "off" else None
 
     def forget(self, engine_id: str) -> bool:
         """This rank writes to nobody."""
@@ -72,7 +87,7 @@ class DecodeEngine(Process):
             return None
         load = Load(prompt, self.world.new_id(prompt.base), blocks, self.world.now + OVERDUE_S)
         self.loads[load.request_id] = load
-        for owned in self.transport.descriptors.values():
+        for owned in self.caches:
             owned.hand_to(self._ids(load), prompt.text)
         registration = Registration(
             request_id=load.request_id,
@@ -142,7 +157,7 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.desk.heard(sender, None, self.world.now)
         else:
-            assert isinstance(message, Accepted | Fail | Cancelled | Completion)
+            assert isinstance(message, Accepted | Fail | Cancelled | Completion | Unpack)
             self.desk.heard(sender, message, self.world.now)
 
     def _end(self, load: Load, outcome: str) -> None:
@@ -155,19 +170,42 @@ class DecodeEngine(Process):
     def _give_away(self, load: Load) -> None:
         """The engine computes here from now on."""
         ids = set(self._ids(load))
-        for write in self.world.fabric.writes:
-            moves = write.source.alive or write.lingers
-            on_the_wire = write.state is WriteState.PENDING and moves and write.target is self.transport
-            assert not on_the_wire or not ids & set(write.remote.tolist()), f"{write} is on its way into {load}"
-        for owned in self.transport.descriptors.values():
+        self.check_blocks(ids, "are given away")
+        assert not self.staging.writes_into(ids), f"{load} is given away while it is scattered into"
+        for owned in self.caches:
             owned.give_away(ids)
         for index in ids:
             self.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = POISON
         self.pool.give_back(load.blocks)
         del self.loads[load.request_id]
 
+    # What is on its way here.
+
+    def on_the_wire(self) -> Iterator[FakeWrite]:
+        """WRITEs of which something may still land."""
+        for write in self.world.fabric.writes:
+            moves = write.source.alive or write.lingers
+            if write.state is WriteState.PENDING and moves and write.target is self.transport:
+                yield write
+
+    def check_blocks(self, ids: AbstractSet[int], deed: str, key: Hashable = None) -> None:
+        """Nothing is on its way into these blocks; with ``key``, into the part of them that it names."""
+        for write in self.on_the_wire():
+            into = write.route.remote_descriptors
+            if into != "ring" and key in (None, into) and ids & set(write.remote.tolist()):
+                self.staging.accuse(f"blocks {sorted(ids)} {deed} while {write} is on its way into them")
+
+    def check_post(self, key: Hashable, ids: Sequence[int]) -> None:
+        """Nothing that is posted here goes where something else is still going on."""
+        self.staging.check_post(key, ids)
+        if key != "ring":
+            self.check_blocks(set(ids), "are written to again", key)
+
+    def descriptor_ids(self, layers: slice, blocks: list[int]) -> list[int]:
+        return [layer * D_BLOCKS + block for layer in range(LAYERS)[layers] for block in blocks]
+
     def _ids(self, load: Load) -> list[int]:
-        return [layer * D_BLOCKS + block for layer in range(LAYERS) for block in load.blocks]
+        return self.descriptor_ids(slice(LAYERS), load.blocks)
 
     def _holds(self, load: Load) -> bool:
         first = load.prompt.blocks - len(load.blocks)
@@ -187,3 +225,6 @@ class DecodeEngine(Process):
         assert len(self.desk) == 0
         assert not self.desk.is_waiting
         assert len(self.watch) == 0
+        assert not self.staging.running
+        assert len(self.windows) == len(self.staging.ring) == 0, "a window was not given back"
+        assert not self.unpacker.is_busy

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from layerpush.prefill.capture import Capture, NoFences
+from layerpush.prefill.costs import Costs
 from layerpush.prefill.desk import PrefillDesk, address_of
 from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.outbox import RankWrite
+from layerpush.prefill.packer import Packer, PushWindow
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import Retract
+from layerpush.prefill.stager import Stager
 from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
+from layerpush.stats import PushCounters
 from layerpush.trace import WriteRecord
 from layerpush.tracefile import TraceFile
-from layerpush.transport.base import Route, TransportError, WriteState
+from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.fake import Bytes
-from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, encode_completion
+from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
     D_BLOCKS,
@@ -29,9 +35,11 @@ from tests.unit.both_sides.process import (
     Process,
     base_id,
 )
+from tests.unit.both_sides.rings import MixedStager, PrefillStaging
 from tests.unit.builders import layout_of, upstream_pairs
 
 if TYPE_CHECKING:
+    from tests.unit.both_sides.decode import DecodeEngine
     from tests.unit.both_sides.prefill import PrefillEngine
     from tests.unit.both_sides.world import World
 
@@ -42,7 +50,7 @@ class PrefillRank(Process):
     def __init__(self, world: World, engine: PrefillEngine, rank: int, policy: Policy) -> None:
         super().__init__(world, engine.engine_id, rank)
         self.engine, self.piece = engine, BLOCK_BYTES // engine.size
-        layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
+        layout = self.layout = layout_of([0] * LAYERS, P_BLOCKS, self.piece)
         self.memory = np.full(LAYERS * P_BLOCKS * self.piece, POISON, np.uint8)
         self.owned = self.transport.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
         self.owned.give_away(range(LAYERS * P_BLOCKS))
@@ -53,9 +61,41 @@ class PrefillRank(Process):
         self.digests: dict[str, str] = {}
         self.capture = Capture(layout.index_of, lambda: None, NoFences())
         identity, trace = Identity(engine.engine_id, rank, "layer"), TraceFile(None, engine.engine_id, rank)
-        self.writer = PushWriter(identity, layout, policy, self.transport, self.capture, self, trace)
+        self.staging = PrefillStaging(self, layout)
+        self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
+        self.stager = self._stager()
+        self._post = self.transport.post_write
+        self.transport.post_write = self._posted  # type: ignore[method-assign]
+        self.writer = PushWriter(
+            identity,
+            layout,
+            policy,
+            self.transport,
+            self.capture,
+            self,
+            trace,
+            counters=_Plans(world),
+            stager=self.stager,
+        )
         self.desk = PrefillDesk(self.writer, self.peers, self.probe, self.complaints, base_id, self.digests)
         self.peers.on_lost = self.desk.peer_lost
+
+    def _stager(self) -> Stager | None:
+        packing = self.world.packing
+        if packing.plan == "off":
+            return None
+        if packing.plan != "mixed":
+            return Stager(self.packer, self.layout, packing.plan, Costs())  # type: ignore[arg-type]
+        stager = MixedStager(self.packer, self.layout, "packed", Costs())
+        stager.draw = random.Random(packing.seed)
+        return stager
+
+    def _posted(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+        self.staging.check_post(route.local_descriptors, local.tolist())
+        target: DecodeEngine | None = self.world.engine_of(route.agent)  # type: ignore[assignment]
+        if target is not None:
+            target.check_post(route.remote_descriptors, remote.tolist())
+        return self._post(route, local, remote)
 
     # Memory.
 
@@ -75,11 +115,14 @@ class PrefillRank(Process):
 
     @property
     def reading(self) -> set[int]:
-        """What WRITEs on the wire read from."""
+        """What WRITEs on the wire, and copies, read from."""
         ids: set[int] = set()
         for write in self.world.fabric.writes:
-            if write.source is self.transport and write.state is WriteState.PENDING and write.target.alive:
+            moves = write.state is WriteState.PENDING and write.target.alive
+            if write.source is self.transport and moves and write.route.local_descriptors == "kv":
                 ids.update(write.local.tolist())
+        for gather in self.staging.running:
+            ids |= gather.blocks
         return ids
 
     def forget_reads(self) -> None:
@@ -88,6 +131,9 @@ class PrefillRank(Process):
             self.still_read.discard((index, owner))
             if holders.get(index % P_BLOCKS) != owner:
                 self.owned.give_away([index], owner)
+
+    def descriptor_ids(self, layers: slice, blocks: list[int]) -> list[int]:
+        return [layer * P_BLOCKS + block for layer in range(LAYERS)[layers] for block in blocks]
 
     def write_kv(self, layer: int, block: int, kv: Bytes) -> None:
         at = (layer * P_BLOCKS + block) * self.piece
@@ -113,6 +159,8 @@ class PrefillRank(Process):
                 self.desk.cancelled(sender, message, self.world.now)
             case Ping():
                 self.desk.pinged(sender, message)
+            case Unpacked():
+                self.packer.unpacked(sender, message.number, message.done)
             case _:
                 assert isinstance(message, Heartbeat)
 
@@ -124,7 +172,9 @@ class PrefillRank(Process):
             )
             return None
         self.require_current(registration)
-        return Link(engine_id, (self._route(engine_id),), (D_BLOCKS,) * LAYERS)
+        route = self._route(engine_id)
+        gathered = None if self.stager is None else replace(route, local_descriptors="blocks")
+        return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
 
     def require_current(self, registration: Registration) -> None:
         doom = self.desk.doom(registration.decode_engine_id)
@@ -135,6 +185,12 @@ class PrefillRank(Process):
 
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        offer = registration.window
+        if self.stager is None or offer is None or offer.layout != self.layout.digest:
+            return None
+        return PushWindow(offer, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id)
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self.desk.take(request_id, self.world.now)
@@ -194,6 +250,9 @@ class PrefillRank(Process):
     def assert_idle(self) -> None:
         super().assert_idle()
         assert len(self.writer) == 0
+        assert not self.staging.running
+        assert len(self.staging.ring) == 0, "a span was not given back"
+        assert not self.packer._unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
         assert len(self.desk._ledger) == 0
         assert not any([self.desk._strangers, self.desk._doomed, self.digests, self.evictions])
@@ -201,3 +260,15 @@ class PrefillRank(Process):
 
 def descriptor_ids(blocks: list[int]) -> list[int]:
     return [layer * P_BLOCKS + block for layer in range(LAYERS) for block in blocks]
+
+
+class _Plans(PushCounters):
+    """Counts for the world how WRITEs went that have landed."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
+        PushCounters.landed(self, write, plan, whole=whole)
+        self._world.plans["whole" if whole else plan] += 1

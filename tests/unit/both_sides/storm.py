@@ -8,6 +8,7 @@ from typing import Any
 from layerpush.prefill.policy import Policy
 from layerpush.transport.fake import Faults
 from tests.unit.both_sides.moves import MOVES
+from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World
 
 WEATHER = {
@@ -22,18 +23,20 @@ WEATHER = {
 """Rates of faults, one of each kind for a world."""
 
 
-def stormy(seed: int, **weather: Any) -> World:
-    """A world with faults of its own, except for what ``weather`` says."""
+def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> World:
+    """A world with faults of its own, except for what ``weather`` and ``packing`` say."""
     draw = random.Random(seed)
     weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
     policy = Policy(by_layer=draw.random() < 0.7, streams=draw.random() < 0.9, max_in_flight=draw.choice([1, 2, 4]))
-    return World(Faults.endless(seed, **weather), seed, draw.choice([1, 2]), policy)
+    ranks = draw.choice([1, 2])
+    packs = Packing.drawn(draw, **packing or {})
+    return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs)
 
 
-def storm(seed: int, moves: int = 120, **weather: Any) -> World:
+def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **weather: Any) -> World:
     """A story and its end. Raises ``AssertionError`` where a promise is broken."""
     draw = random.Random(seed)
-    world = stormy(seed, **weather)
+    world = stormy(seed, packing, **weather)
     try:
         for _ in range(moves):
             possible = [move for move in MOVES if move.possible(world)]

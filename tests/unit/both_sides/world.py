@@ -8,6 +8,7 @@ What is played is vLLM (schedulers that give blocks out and take them back, a fo
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 
 from layerpush.prefill.policy import Policy
@@ -16,6 +17,7 @@ from layerpush.wire import Registration
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import P_BLOCKS, Process, Prompt
+from tests.unit.both_sides.rings import Packing
 
 HOME_S = 1500.0
 DECODERS = ("D", "E")
@@ -42,9 +44,13 @@ class World:
         seed: int = 0,
         ranks: int = 1,
         policy: Policy | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self.fabric = FakeFabric(faults, seed)
         self.ranks, self.policy = ranks, policy or Policy()
+        self.packing = packing or Packing()
+        self.copies = random.Random(self.packing.seed)
+        """How long each copy takes, and which of them break."""
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}
@@ -52,9 +58,13 @@ class World:
         """Engines whose side channel refuses although they live."""
         self.outcomes: Counter[str] = Counter()
         self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
+        self.wrongs: list[str] = []
+        """What was done to staging memory, or by way of it, that must not be."""
+        self.plans: Counter[str] = Counter()
+        """How WRITEs that landed went."""
         self.defects = Defects()
         logging.getLogger("vllm.layerpush").addHandler(self.defects)
-        self._names = self._ids = self._checked = 0
+        self._names = self._ids = self._checked = self.lies = 0
         for engine_id in ("P", *DECODERS):
             self.start(engine_id)
 
@@ -83,6 +93,11 @@ class World:
     @property
     def requests(self) -> list[Request]:
         return [] if self.prefill is None else list(self.prefill.requests.values())
+
+    def engine_of(self, agent: str) -> Engine | None:
+        """Who has this name on the wire, if it lives."""
+        living = self.engines.values()
+        return next((engine for engine in living if agent in [process.name for process in engine.processes]), None)
 
     def start(self, engine_id: str) -> None:
         if engine_id == "P":
@@ -117,15 +132,16 @@ class World:
 
     def check(self) -> None:
         assert self.fabric.violations == [], self.fabric.violations[0]
+        assert self.wrongs == [], self.wrongs[0]
         assert self.defects.seen == [], self.defects.seen[0]
         twice = [key for key, count in self.completions.items() if count > 1]
         assert not twice, f"completed twice: {twice}"
         self.check_posts()
 
     def check_posts(self) -> None:
-        """Nothing is posted from blocks that the prefill engine gave away."""
+        """Nothing is posted from blocks that the prefill engine gave away; what is gathered is checked when it is."""
         for write in self.fabric.writes[self._checked :]:
-            if self.prefill is None or not write.source.alive:
+            if self.prefill is None or not write.source.alive or write.route.local_descriptors != "kv":
                 continue
             holders = self.prefill.holders
             strays = [block for block in write.local.tolist() if holders.get(block % P_BLOCKS) is None]

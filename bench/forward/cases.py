@@ -1,0 +1,120 @@
+"""What is measured: prompts of a geometry whose blocks lie so scattered, computed in chunks. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.forward.models import BLOCK_TOKENS, MODELS
+from bench.pair.tables import PATTERNS, Draw, drawn
+
+POOL_FACTOR = 1.25
+"""A cache has so many times the blocks of the largest case."""
+FIXED_BYTES = 64 << 20
+"""What comes with every sample takes as long as moving about so many bytes."""
+TOKENS = (4096, 16384, 32768, 131072)
+QUICK_TOKENS = (1024, 4096)
+IDS = ("contiguous", "random")
+CHUNK_TOKENS = 2048
+RANK_BLOCK = MODELS["llama-70b-tp8"].block_bytes
+LEAST = {"layers": 16, "blocks": 64, "requests": 1}
+"""A case of a line has so many layers, blocks of a request and requests, but for what grows."""
+GROWN = {"layers": (8, 16, 32, 64), "blocks": (64, 128, 256, 512), "requests": (1, 2, 4, 8)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``requests`` prompts of ``tokens`` tokens each, computed together, ``chunk_tokens`` a step in all."""
+
+    model: str
+    layers: int
+    block_bytes: int
+    tokens: int
+    ids: str
+    requests: int = 1
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @property
+    def blocks(self) -> int:
+        """Of one request in one layer."""
+        return -(-self.tokens // BLOCK_TOKENS)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.requests * self.blocks * self.block_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of a cache that it can be drawn from; block 0 belongs to nobody."""
+        return self.layers * self.block_bytes * (int(POOL_FACTOR * self.requests * self.blocks) + 1)
+
+    @property
+    def weight(self) -> int:
+        """About proportional to the time of a sample."""
+        return FIXED_BYTES + self.bytes
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Tokens that each engine step computes of each request."""
+        share = max(BLOCK_TOKENS, self.chunk_tokens // self.requests // BLOCK_TOKENS * BLOCK_TOKENS)
+        whole, rest = divmod(self.tokens, share)
+        return (share,) * whole + ((rest,) if rest else ())
+
+    def draws(self, pool: int, seed: int) -> list[Draw]:
+        """Each request's blocks among ``pool`` on each side."""
+        key = (seed, self.layers, self.block_bytes, self.blocks, self.requests, sorted(PATTERNS).index(self.ids))
+        return drawn(self.ids, self.requests * self.blocks, pool, key).parts(self.requests)
+
+    def __str__(self) -> str:
+        several = f"{self.requests} x " if self.requests > 1 else ""
+        return f"{self.model} {several}{tokens(self.tokens)} {self.ids}"
+
+
+@dataclass(frozen=True)
+class Growing:
+    """One case of a line: ``what`` is ``value`` in it, all else as in the others."""
+
+    what: str
+    value: int
+    case: Case
+
+
+def known_cases(
+    models: Sequence[str],
+    lengths: Sequence[int],
+    patterns: Sequence[str],
+    chunk_tokens: int,
+    most: int,
+    requests: int = 1,
+) -> tuple[list[Case], list[Case]]:
+    """Those of up to ``most`` bytes, and those that are left out. One geometry after the other."""
+    every = [
+        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens)
+        for name, length, ids in itertools.product(models, lengths, patterns)
+    ]
+    return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]
+
+
+def growing_cases(values: int, ids: str = "random") -> Iterator[Growing]:
+    """Lines of up to ``values`` cases each, with blocks of a rank of TP 8. All prompts are one chunk."""
+    for what, choices in GROWN.items():
+        for value in choices[:values]:
+            shape = LEAST | {what: value}
+            layers, length, requests = shape["layers"], shape["blocks"] * BLOCK_TOKENS, shape["requests"]
+            name = f"{layers} layers of {RANK_BLOCK >> 10} KiB"
+            yield Growing(what, value, Case(name, layers, RANK_BLOCK, length, ids, requests, requests * length))
+
+
+def time_left(waiting: Sequence[Case], done: Sequence[Case], seconds: float) -> float:
+    """Seconds that the cases of ``waiting`` will take, if those of ``done`` took ``seconds``."""
+    return seconds * sum(case.weight for case in waiting) / max(1, sum(case.weight for case in done))
+
+
+def tokens(count: int) -> str:
+    """``4096`` is ``4k``."""
+    return f"{count >> 10}k" if count % 1024 == 0 else str(count)

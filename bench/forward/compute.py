@@ -1,0 +1,77 @@
+"""A synthetic forward: layers of real matrix products that leave KV in the cache, with the connector's hooks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.forward.kv import Noise
+from bench.pair.end import Cache, settle
+from bench.pair.tables import Draw
+from layerpush_kernels import LayerTable, layer_table, scatter_blocks
+
+SIDE = {"cpu": 256, "cuda": 4096}
+"""Of the square matrices: a product takes less than a millisecond, as an operation of a model does."""
+ATTENTION_SHARE = 1 / 3
+"""Of a layer's products come before its KV is reported as ready; the others are its MLP."""
+TRIES = 5
+
+
+class Products:
+    """Matrix products that take ``layer_s`` seconds a layer on this device."""
+
+    def __init__(self, layer_s: float, device: torch.device) -> None:
+        side = SIDE[device.type]
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        generator = torch.Generator(device).manual_seed(0)
+        self._one, self._other = (
+            torch.randn(side, side, generator=generator, device=device, dtype=dtype) for _ in range(2)
+        )
+        self._out = torch.empty_like(self._one)
+        self._device = device
+        self.count = max(2, round(layer_s / self._seconds()))
+        self.before_hook = max(1, round(ATTENTION_SHARE * self.count))
+
+    def attention(self) -> None:
+        self._multiply(self.before_hook)
+
+    def mlp(self) -> None:
+        self._multiply(self.count - self.before_hook)
+
+    def _multiply(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(self._one, self._other, out=self._out)
+
+    def _seconds(self) -> float:
+        """Of one product, when warm; the fastest counts, for whatever disturbs it makes it slower."""
+        tries = []
+        for _ in range(TRIES + 1):
+            start = time.perf_counter()
+            self._multiply(20)
+            settle(self._device)
+            tries.append((time.perf_counter() - start) / 20)
+        return min(tries[1:])
+
+
+class Prompts:
+    """Where the KV of all requests of a case goes on P, step by step."""
+
+    def __init__(self, cache: Cache, draws: Sequence[Draw], noise: Noise) -> None:
+        self._table: LayerTable = layer_table(cache.slots)
+        self._block_bytes = cache.slots[0].shape[1]
+        self._noise = noise
+        self._device = cache.slots[0].device
+        self._sources = [torch.tensor(draw.sources, dtype=torch.int32) for draw in draws]
+
+    def place(self, first: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """For blocks ``[first, end)`` of each request: which block of a layer's KV is the first, and where they go."""
+        return [(index * len(ids) + first, ids[first:end].to(self._device)) for index, ids in enumerate(self._sources)]
+
+    def store(self, turn: int, layer: int, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """As attention writes keys and values: one operation for each request's blocks."""
+        size = self._block_bytes
+        whole = self._noise.layer(turn, layer, size * sum(map(len, self._sources)))
+        for first, ids in places:
+            scatter_blocks(whole[first * size : (first + len(ids)) * size], ids, self._table[layer : layer + 1])

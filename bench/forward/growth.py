@@ -1,0 +1,57 @@
+"""How cost grows with layers, blocks and requests: straight lines through what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.forward.cells import Cell, Series
+
+COSTS: Mapping[str, Callable[[Series], float]] = {
+    "hooks": lambda series: series.hook_s,
+    "arming": lambda series: series.median("arm_s"),
+    "posting": lambda series: series.median("post_s"),
+    "writer's processor time": lambda series: series.median("writer_s"),
+    "exposed": lambda series: series.median("exposed_s"),
+}
+"""Seconds of one forward with its push."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """``seconds = intercept_s + slope_s * value``, by least squares; ``r2`` is how much of the variance it explains."""
+
+    what: str
+    mode: str
+    cost: str
+    values: tuple[int, ...]
+    seconds: tuple[float, ...]
+    slope_s: float
+    intercept_s: float
+    r2: float
+
+
+def fit(values: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Slope, intercept and R2. Raises ``ValueError`` for fewer than two values."""
+    if len(set(values)) < 2:
+        raise ValueError(f"a line needs two points, not {list(values)}")
+    slope, intercept = np.polyfit(values, seconds, 1)
+    measured = np.asarray(seconds)
+    residual = float(np.sum((measured - (slope * np.asarray(values) + intercept)) ** 2))
+    spread = float(np.sum((measured - measured.mean()) ** 2))
+    return float(slope), float(intercept), 1 - residual / spread if spread else 1.0
+
+
+def lines(grown: Sequence[tuple[str, int, Cell]]) -> Iterator[Line]:
+    """A line for each thing that grew, mode and cost; ``grown`` has what grew, its value, and what was measured."""
+    for what in dict.fromkeys(each for each, _, _ in grown):
+        here = [(value, cell) for each, value, cell in grown if each == what]
+        if len(here) < 2:
+            continue
+        values = tuple(value for value, _ in here)
+        for mode in here[0][1].modes:
+            for cost, of in COSTS.items():
+                seconds = tuple(of(cell.series[mode]) for _, cell in here)
+                yield Line(what, mode, cost, values, seconds, *fit(values, seconds))

@@ -1,0 +1,96 @@
+"""What the writer asks of its worker, answered without one: D is connected, and whole requests are one WRITE."""
+
+from __future__ import annotations
+
+import threading
+
+from bench.pair.reach import DECODE, Reach
+from layerpush.prefill.outbox import Outbox, RankWrite
+from layerpush.prefill.packer import PushWindow
+from layerpush.prefill.protocol import Retract, Segment, Write
+from layerpush.prefill.push import BlockIds
+from layerpush.prefill.staging import Link
+from layerpush.prefill.writer import PushWriter
+from layerpush.transport.base import Transport
+from layerpush.wire import Registration, encode_completion
+
+
+class PairHost:
+    """A ``Host``. ``registered`` is said on the writer thread; P's main thread waits for ``all_known`` and ``all_over``
+    of the requests that it ``expects``.
+    """
+
+    writer: PushWriter
+
+    def __init__(self, reach: Reach, transport: Transport) -> None:
+        self._reach = reach
+        self._transport = transport
+        self._outbox = Outbox(transport, reach.cache.layout)
+        self._pending: dict[str, Registration] = {}
+        self._delegated: dict[str, Registration] = {}
+        self._unknown: set[str] = set()
+        self._running: set[str] = set()
+        self.all_known = threading.Event()
+        self.all_over = threading.Event()
+        self.problems: list[str] = []
+
+    def expects(self, request_ids: tuple[str, ...]) -> None:
+        """Main thread, while nothing is pushed."""
+        self._unknown, self._running = set(request_ids), set(request_ids)
+        for event in (self.all_known, self.all_over) if request_ids else ():
+            event.clear()
+
+    def registered(self, registration: Registration) -> None:
+        self._pending[registration.request_id] = registration
+        self._unknown.discard(registration.request_id)
+        if not self._unknown:
+            self.all_known.set()
+
+    def connect(self, request_id: str, registration: Registration) -> Link:  # noqa: ARG002
+        return self._reach.link
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:  # noqa: ARG002
+        return self._reach.window(registration)
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        return self._pending.pop(request_id, None)
+
+    def is_unwanted(self, request_id: str) -> bool:  # noqa: ARG002
+        return False
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        """As a stock connector does after prefill: one WRITE of all blocks in all layers, from cache to cache."""
+        layout = self._reach.cache.layout
+        (sources,), (targets,) = blocks, registration.local_block_ids
+        every = slice(0, len(layout.layers))
+        part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
+        posted = self._outbox.post(Write(0, 0, 0, len(targets) * sum(layout.layer_bytes), (part,)), self._reach.link)
+        self._delegated[request_id] = registration
+        for rank_write in posted.parts:
+            self.writer.adopt(request_id, rank_write, DECODE, registration.request_id)
+        if posted.lost is not None:
+            self.writer.fail(request_id, posted.lost)
+
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:  # noqa: ARG002
+        self.problems.append(f"{retraction.registration.request_id}: {retraction.reason}")
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        if failure is not None:
+            self.problems.append(f"{request_id}: {failure}")
+        self._running.discard(request_id)
+        if not self._running:
+            self.all_over.set()
+
+    def peer_lost(self, decode_engine_id: str) -> None:
+        self.problems.append(f"the connection to {decode_engine_id} is lost")
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:  # noqa: ARG002
+        registration = self._delegated.pop(request_id)
+        if landed:
+            self._transport.notify(DECODE, self.completion(registration))
+
+    def completion(self, registration: Registration) -> bytes:
+        return encode_completion(registration.request_id, 1)
+
+    def release(self, request_id: str) -> None:
+        """Nobody else waits for the blocks."""

@@ -1,0 +1,154 @@
+"""One mode's push machinery, as a worker has it, and the one thread that turns it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+from bench.forward.host import PairHost
+from bench.forward.settings import ForwardSettings
+from bench.pair.reach import DECODE, Reach
+from layerpush.metrics.lag import Lag
+from layerpush.metrics.pushes import PushMeter
+from layerpush.metrics.recorder import Recorder
+from layerpush.prefill.capture import Capture
+from layerpush.prefill.fences import fences_for
+from layerpush.prefill.host import Identity
+from layerpush.prefill.policy import Policy
+from layerpush.prefill.stager import Stager
+from layerpush.prefill.writer import PushWriter
+from layerpush.trace import PushRecord, WriteRecord
+from layerpush.tracefile import TraceFile
+from layerpush.transport.nixl import NixlTransport
+from layerpush.wire import Registration, Unpacked, read
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 50e-3
+NOTIFICATION_POLL_S = 1e-3
+"""How long an engine's writer thread sleeps, and one that awaits a message."""
+STREAMS = {"layer": True, "chunk": True, "request": False}
+"""The modes, and whether they push while prefill computes."""
+
+
+class Kept(PushMeter):
+    """Counts as a worker's, and keeps what it counts. Writer thread; others read while nothing is pushed."""
+
+    def __init__(self, recorder: Recorder, *, by_layer: bool) -> None:
+        super().__init__(recorder, by_layer=by_layer, engine_fallback=None)
+        self.records: list[WriteRecord] = []
+        self.pushes: list[PushRecord] = []
+
+    def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
+        super().landed(write, plan, whole=whole)
+        self.records.append(write)
+
+    def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:
+        super().closed(push, exposed_s, transfer_s)
+        self.pushes.append(push)
+
+    def forget(self) -> None:
+        self.records, self.pushes = [], []
+
+    @property
+    def plans(self) -> dict[str, int]:
+        return dict(Counter(write.plan for write in self.records))
+
+
+class Lane:
+    """``stager`` is shared by all lanes of a geometry: what it learns of costs holds for each."""
+
+    def __init__(
+        self,
+        mode: str,
+        reach: Reach,
+        transport: NixlTransport,
+        settings: ForwardSettings,
+        pusher: Pusher,
+        stager: Stager | None,
+    ) -> None:
+        layout = self.layout = reach.cache.layout
+        streams = self.streams = STREAMS[mode]
+        self.kept = Kept(Recorder(), by_layer=streams)
+        self.capture = Capture(layout.index_of, pusher.wake, fences_for(reach.cache.slots[0].device))
+        self.host = PairHost(reach, transport)
+        self.stager = stager if streams else None
+        policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
+        self.writer = self.host.writer = PushWriter(
+            Identity("P", 0, mode),
+            layout,
+            policy,
+            transport,
+            self.capture,
+            self.host,
+            TraceFile(None, "P", 0),
+            counters=self.kept,
+            stager=self.stager,
+        )
+
+
+class Pusher:
+    """A worker's writer thread, for one lane at a time."""
+
+    def __init__(self, transport: NixlTransport) -> None:
+        self._lane: Lane | None = None
+        self.cpu_s = 0.0
+        """What the thread has used of a processor up to its last turn's end."""
+        self.failure: BaseException | None = None
+        self._transport = transport
+        self._lag = Lag()
+        self._wake = threading.Event()
+        self._turning = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """As a worker's hooks do."""
+        if not self._wake.is_set():
+            self._lag.woken(time.perf_counter())
+            self._wake.set()
+
+    def serve(self, lane: Lane) -> None:
+        """After a ``rest``, or when nothing is pushed on the lane before."""
+        self._lane = lane
+        self.wake()
+
+    def rest(self) -> None:
+        """Returns when the thread is in no turn; it begins none that does anything before the next ``serve``."""
+        self._lane = None
+        with self._turning:
+            pass
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                self._lag.began(time.perf_counter())
+                with self._turning:
+                    patience = self._turn()
+                    self.cpu_s = time.thread_time()
+                self._lag.ended(time.perf_counter(), patience)
+                self._wake.wait(patience)
+        except BaseException as error:
+            self.failure = error
+            logger.exception("the writer thread has died")
+            raise
+
+    def _turn(self) -> float:
+        lane = self._lane
+        if lane is None:
+            return IDLE_POLL_S
+        for sender, payload in self._transport.notifications():
+            match read(payload):
+                case Registration() as registration:
+                    lane.host.registered(registration)
+                case Unpacked(number, done) if lane.stager is not None:
+                    lane.stager.unpacked(sender, number, done)
+                case other:
+                    raise ValueError(f"{DECODE} said {other}")
+        lane.writer.turn()
+        waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
+        own = lane.writer.patience
+        return waits if own is None else min(own, waits)

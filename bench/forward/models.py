@@ -1,0 +1,39 @@
+"""KV caches of known models, as one rank holds them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_TOKENS = 16
+"""Tokens of a block."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """``token_bytes`` is what a token takes in one layer of one rank's cache."""
+
+    about: str
+    layers: int
+    token_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_TOKENS * self.token_bytes
+
+
+def grouped_query(about: str, layers: int, heads: int, head_dim: int, element_bytes: int = 2) -> Model:
+    """Keys and values of ``heads`` KV heads."""
+    return Model(about, layers, 2 * heads * head_dim * element_bytes)
+
+
+def latent(about: str, layers: int, latent_dim: int, rope_dim: int, element_bytes: int = 2) -> Model:
+    """Multi-head latent attention: one vector for all heads, on each rank."""
+    return Model(about, layers, (latent_dim + rope_dim) * element_bytes)
+
+
+MODELS = {
+    "llama-8b": grouped_query("Llama-3.1-8B, TP 1", layers=32, heads=8, head_dim=128),
+    "llama-70b-tp8": grouped_query("Llama-3.1-70B, a rank of TP 8", layers=80, heads=1, head_dim=128),
+    "qwen3-30b-a3b": grouped_query("Qwen3-30B-A3B, TP 1", layers=48, heads=4, head_dim=128),
+    "deepseek-mla": latent("DeepSeek-V3, MLA", layers=61, latent_dim=512, rope_dim=64),
+}

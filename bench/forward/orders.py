@@ -1,0 +1,54 @@
+"""What the processes tell each other beside NIXL: from the command to P, and from P to D."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.forward.cases import Case
+
+
+@dataclass(frozen=True)
+class Measure:
+    """To P: so many rounds of every mode in a case. A ``Cell`` or a ``WrongBytesError`` comes back."""
+
+    case: Case
+    modes: tuple[str, ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """To D: expect these blocks, and register them with P as a decode engine does, by a notification."""
+
+    request_id: str
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """To D: were these requests completed, and do their blocks hold the KV of forward ``turn``, one request after the
+    other? They are poisoned then. A ``Checked`` comes back.
+    """
+
+    turn: int
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """``problem`` says what is wrong, if anything. D's process used ``cpu_s`` seconds of processors meanwhile."""
+
+    problem: str | None
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class CheckCeiling:
+    """To D: does the ring begin with the first ``size`` bytes of the noise? It is poisoned then."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class CheckRest:
+    """To D, after the last ``Check``: what is wrong with the rest of the memory, if anything, comes back."""

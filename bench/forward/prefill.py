@@ -1,0 +1,247 @@
+"""P's process: a forward on the main thread, the connector's hooks in it, and a writer thread that pushes.
+
+A script. Arguments: file descriptors of its ends of two socket pairs, with the command and with D.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.forward.cases import Case
+from bench.forward.cells import OFF, Cell, Series
+from bench.forward.compute import Products, Prompts
+from bench.forward.kv import Noise
+from bench.forward.lane import STREAMS, Lane, Pusher
+from bench.forward.models import BLOCK_TOKENS
+from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Measure, Register
+from bench.forward.settings import ForwardSettings
+from bench.pair.end import End, digest_of, settle
+from bench.pair.meeting import meet_decode, run_prefill
+from bench.pair.orders import UseCache, WrongBytesError
+from bench.pair.reach import DECODE, OWN, Reach
+from bench.pair.tables import Draw
+from layerpush.prefill.plan import PromptProgress, StepPlan
+from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.tracing.intervals import union_length
+from layerpush.transport.base import Route, WriteState
+
+CEILING_BYTES = 64 << 20
+RUN_UP_BYTES = 2 << 20
+"""Sent before it: more than an emulated link lets through at once after a rest."""
+LAND_TIMEOUT_S = 60.0
+SLOWEST = 20e6
+"""Bytes a second that a link has at least; a push that takes longer hangs."""
+
+
+class PushError(RuntimeError):
+    """A push failed, or did not end: nothing is known of its speed."""
+
+
+class Bench:
+    """Everything for one geometry."""
+
+    def __init__(self, end: End, reach: Reach, pusher: Pusher, settings: ForwardSettings) -> None:
+        self.reach = reach
+        packing = settings.packing
+        stager = None if packing == "off" else reach.stager(packing)
+        if stager is not None:
+            reach.calibrate(stager, WRITE_POLL_S)
+        self.lanes = {mode: Lane(mode, reach, end.transport, settings, pusher, stager) for mode in STREAMS}
+
+
+class PrefillEnd:
+    def __init__(self, link: str, decode: Connection, settings: ForwardSettings) -> None:
+        self._link = link
+        self._settings = settings
+        self._decode = decode
+        self._end = End("P", settings)
+        self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
+        self._other = meet_decode(self._end, decode, digest_of(self._noise.bytes))
+        torch.set_num_threads(settings.forward_threads)
+        self._products = Products(settings.layer_s, self._end.device)
+        self._pusher = Pusher(self._end.transport)
+        self._geometry: tuple[int, int] | None = None
+        self._bench: Bench | None = None
+        self._turn = self._requests = 0
+
+    def obey(self, order: Measure) -> Cell:
+        """Raises ``WrongBytesError`` when a byte is not where it must be."""
+        case, bench = order.case, self._bench_for(order.case)
+        draws = case.draws(bench.reach.cache.blocks, self._settings.seed)
+        prompts = Prompts(bench.reach.cache, draws, self._noise)
+        ways = (OFF, *order.modes)
+        series, ceiling_s = {way: Series() for way in ways}, []
+        ceiling_bytes = min(CEILING_BYTES, self._end.ring.numel(), self._settings.noise_bytes)
+        for turn in range(-1, order.rounds):
+            ceiling = self._ceiling(ceiling_bytes)
+            first = turn % len(ways)
+            taken = {way: Series() for way in ways}
+            for way in ways[first:] + ways[:first]:
+                self._sample(bench, way, case, draws, prompts, taken[way])
+            if turn >= 0:  # the round before warmed everything up
+                ceiling_s.append(ceiling)
+                for way in ways:
+                    series[way].extend(taken[way])
+        self._raise_if_wrong(self._ask(CheckRest()), f"after {case}")
+        if not bench.reach.cache.is_unused:
+            raise WrongBytesError(f"after {case}: not all spans of P's ring were given back")
+        return Cell(self._link, case, series, ceiling_bytes, ceiling_s)
+
+    def _bench_for(self, case: Case) -> Bench:
+        geometry = (case.block_bytes, case.layers)
+        if self._bench is None or self._geometry != geometry:
+            self._pusher.rest()
+            if self._bench is not None:
+                self._bench.reach.close()
+            self._ask(UseCache(*geometry))
+            self._bench = Bench(self._end, Reach(self._end, self._other, *geometry), self._pusher, self._settings)
+            self._geometry = geometry
+        return self._bench
+
+    def _sample(
+        self, bench: Bench, way: str, case: Case, draws: Sequence[Draw], prompts: Prompts, series: Series
+    ) -> None:
+        """One forward, with its push; ``way`` OFF has none."""
+        self._turn += 1
+        lane = bench.lanes[next(iter(STREAMS)) if way == OFF else way]
+        names = () if way == OFF else self._names(len(draws))
+        lane.kept.forget()
+        lane.host.expects(names)
+        self._pusher.serve(lane)
+        for name, each in zip(names, draws, strict=bool(names)):
+            self._ask(Register(name, each.targets))
+        if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
+            raise PushError(f"{way}, {case}: D's registrations did not arrive")
+        cpu_s = self._pusher.cpu_s
+        used, start = time.thread_time(), time.perf_counter()
+        ready = self._forward(lane, names, case, draws, prompts, series)
+        series.forward_s.append(time.perf_counter() - start)
+        series.forward_cpu_s.append(time.thread_time() - used)
+        if names:
+            self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
+            self._pusher.rest()
+            series.writer_s.append(self._pusher.cpu_s - cpu_s)
+            self._account(lane, series, start, ready)
+            checked: Checked = self._ask(Check(self._turn, names))
+            self._raise_if_wrong(checked.problem, f"{way}, {case}")
+            series.decode_s.append(checked.cpu_s)
+
+    def _forward(
+        self,
+        lane: Lane,
+        names: tuple[str, ...],
+        case: Case,
+        draws: Sequence[Draw],
+        prompts: Prompts,
+        series: Series,
+    ) -> float:
+        """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
+        that pushes whole requests plans nothing. Returns when the last hook was called.
+        """
+        capture, products, turn = lane.capture, self._products, self._turn
+        layers = [layer.name for layer in lane.layout.layers]
+        planned = names if lane.streams else ()
+        progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
+        tables = [[draw.sources] for draw in draws]
+        clock, arm_s, ready, done = time.perf_counter, 0.0, 0.0, 0
+        for scheduled in case.steps:
+            chunks = [
+                each.advance(done, scheduled, case.tokens, table)
+                for each, table in zip(progress, tables, strict=bool(progress))
+            ]
+            first, done = done // BLOCK_TOKENS, done + scheduled
+            places = prompts.place(first, -(-done // BLOCK_TOKENS))
+            plan = StepPlan(tuple(chunk for chunk in chunks if chunk is not None))
+            before = clock()
+            capture.arm(plan)
+            arm_s += clock() - before
+            for index, layer in enumerate(layers):
+                prompts.store(turn, index, places)
+                products.attention()
+                before = clock()
+                capture.layer_saved(layer)
+                ready = clock()
+                series.hooks_us.append(1e6 * (ready - before))
+                products.mlp()
+            settle(self._end.device)
+            capture.sweep()
+        series.arm_s.append(arm_s)
+        for name, draw in zip(names, draws, strict=bool(names)):
+            capture.finish(name, (list(draw.sources),))
+        return ready
+
+    def _account(self, lane: Lane, series: Series, start: float, hooked: float) -> None:
+        """A device may compute the last layer after its hook, which ``hooked`` is the time of."""
+        kept = lane.kept
+        ready = max(push.t_last_ready or hooked for push in kept.pushes)
+        landed = [write.t_landed for write in kept.records if write.t_landed is not None]
+        series.end_s.append(max(landed) - start)
+        series.exposed_s.append(max(landed) - ready)
+        spans = [(write.t_post, write.t_landed or write.t_post) for write in kept.records]
+        series.transfer_s.append(union_length(spans))
+        series.post_s.append(sum(write.t_posted - write.t_post for write in kept.records))
+        series.writes.append(len(kept.records))
+        series.descriptors.append(sum(write.descriptors for write in kept.records))
+        series.plans.append(kept.plans)
+
+    def _await(self, lane: Lane, where: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not lane.host.all_over.wait(1.0):
+            if self._pusher.failure is not None:
+                raise PushError(f"{where}: the writer thread has died") from self._pusher.failure
+            if time.monotonic() > deadline:
+                raise PushError(f"{where}: the push did not end within {seconds:.0f} s")
+        if lane.host.problems:
+            raise PushError(f"{where}: {'; '.join(lane.host.problems)}")
+
+    def _ceiling(self, size: int) -> float:
+        """Seconds that one WRITE of one descriptor takes, from ring to ring, when nothing else goes on."""
+        self._pusher.rest()
+        end = self._end
+        end.ring[:size].copy_(self._noise.bytes[:size])
+        settle(end.device)
+        self._write_one(min(RUN_UP_BYTES, size))
+        took = self._write_one(size)
+        self._raise_if_wrong(self._ask(CheckCeiling(size)), "the wire's ceiling")
+        return took
+
+    def _write_one(self, size: int) -> float:
+        """Seconds until one descriptor of ``size`` bytes has landed."""
+        end, other = self._end, self._other
+        ours = end.descriptors(OWN, end.ring.data_ptr(), size, size, end.device_id)
+        theirs = end.descriptors(DECODE, other.ring, size, size, other.device_id)
+        first = np.zeros(1, np.int32)
+        start = time.perf_counter()
+        handle = end.transport.post_write(Route(DECODE, 0, ours, theirs), first, first)
+        while end.transport.poll(handle) is not WriteState.LANDED:
+            time.sleep(WRITE_POLL_S)
+            if time.perf_counter() - start > LAND_TIMEOUT_S:
+                raise PushError(f"a WRITE of {size} bytes did not land within {LAND_TIMEOUT_S:.0f} s")
+        took = time.perf_counter() - start
+        end.transport.release(handle)
+        for descriptors in (ours, theirs):
+            end.release(descriptors)
+        return took
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        self._requests += count
+        return tuple(f"request-{self._requests - index}" for index in range(count))
+
+    def _ask(self, order: object) -> Any:
+        self._decode.send(order)
+        return self._decode.recv()
+
+    def _raise_if_wrong(self, problem: str | None, where: str) -> None:
+        if problem is not None:
+            raise WrongBytesError(f"{where}: {problem}")
+
+
+if __name__ == "__main__":
+    run_prefill(PrefillEnd, *sys.argv[1:])

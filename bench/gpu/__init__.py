@@ -1,0 +1,1 @@
+"""What one GPU can show, part by part, each within minutes: ``scripts/gpu-bench``."""

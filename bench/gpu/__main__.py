@@ -1,0 +1,160 @@
+"""``scripts/gpu-bench``, once there is an interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.gpu.host import ROOT, HostError, environment, gpu_mib, missing_modules
+from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
+from bench.gpu.running import Ending, Ran, Runner
+from layerpush.demo.interrupts import Interrupted, Interrupts
+from layerpush.demo.provenance import provenance
+
+ALL = "all"
+RECORD = "gpu-bench.json"
+MODEL = Path(tempfile.gettempdir()) / "layerpush-llama-8b"
+LIKE_H200_MIB = 143_771
+"""What ``--dry-run`` takes for the GPU's memory."""
+FAILED, BROKEN = 1, 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def main(
+    parts: Annotated[
+        list[str],
+        typer.Argument(metavar="PART...", help="; ".join(f"{part}: {what}" for part, what in PARTS.items()) + "; all."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            show_default=False,
+            help="Where JSON, pictures and logs go; made if need be.",
+        ),
+    ],
+    minutes: Annotated[float, typer.Option(min=0.1, help="For each part.")] = 10.0,
+    model: Annotated[
+        Path,
+        typer.Option(metavar="DIR", file_okay=False, help="Where serve makes its model, of 16 GB; kept for next time."),
+    ] = MODEL,
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="PART=TEXT",
+            show_default=False,
+            help="More options of a part's bench, for example serve='--lengths 8192'; repeat it.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,
+) -> None:
+    """Measure layerpush on one NVIDIA GPU, part by part, each within ten minutes.
+
+    The interpreter is that of PYTHON=..., or else the one in .venv, or else python3. It must have a CUDA build of
+    torch; nothing is installed or downloaded. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.
+
+    Each part leaves its JSON, pictures and logs in the folder. gpu-bench.json there has the commands, how they ended
+    and the versions. What ran out of time is stopped, with all that it has started, and the next part begins.
+
+    Exit status: 0, or 1 if a part failed or ran out of time, or 2 if there is no GPU here or a module is missing.
+
+    - scripts/gpu-bench kernels --out results
+
+    - PYTHON=/opt/vllm/bin/python scripts/gpu-bench all --out results
+
+    - scripts/gpu-bench serve --out results --option serve='--lengths 8192 --rounds 5'
+
+    - scripts/gpu-bench all --out results --dry-run
+    """
+    try:
+        wanted = _known(parts)
+        more = _options(options or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    out, model = out.resolve(), model.resolve()
+    try:
+        room = Room(LIKE_H200_MIB if dry_run else gpu_mib(), model)
+        steps = {part: steps_of(part, out, room, more.get(part, [])) for part in wanted}
+        if not dry_run:
+            _check_modules(wanted)
+    except (HostError, TooSmallError) as error:
+        typer.echo(f"gpu-bench: {error}", err=True)
+        raise typer.Exit(BROKEN) from error
+    if dry_run:
+        _show(steps, minutes)
+        return
+    raise typer.Exit(_run(steps, out, minutes))
+
+
+def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
+    """Exit status. What is known is written after each part, and when it is interrupted."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = provenance(seed=0) | {"minutes": minutes}
+    done: dict[str, list[Ran]] = {}
+    with tempfile.TemporaryDirectory(prefix="layerpush-gpu-") as scratch:
+        surroundings = environment(os.environ, Path(scratch))
+        runner = Runner(sys.executable, ROOT, out / "logs", 60 * minutes, typer.echo, surroundings)
+        try:
+            with Interrupts():
+                for part, each in steps.items():
+                    typer.echo(f"== {part}: {PARTS[part]}")
+                    done[part] = runner.part(part, each)
+                    _write(out, record, done)
+        except Interrupted as interrupted:
+            typer.echo(f"{interrupted}; nothing runs any more.", err=True)
+            return interrupted.exit_status
+    for part, ran in done.items():
+        typer.echo(f"{part}: {', '.join(map(str, ran))}")
+    typer.echo(f"Written: {out}")
+    return FAILED if any(each.ending is not Ending.WELL for ran in done.values() for each in ran) else 0
+
+
+def _write(out: Path, record: dict[str, object], done: dict[str, list[Ran]]) -> None:
+    parts = {part: [each.as_json() for each in ran] for part, ran in done.items()}
+    (out / RECORD).write_text(json.dumps(record | {"parts": parts}, indent=1) + "\n")
+
+
+def _show(steps: dict[str, list[Step]], minutes: float) -> None:
+    for part, each in steps.items():
+        typer.echo(f"{part}: at most {minutes:g} minutes")
+        for step in each:
+            typer.echo(f"  {step.name}: {shlex.quote(sys.executable)} {step}")
+
+
+def _check_modules(wanted: list[str]) -> None:
+    missing = missing_modules(wanted)
+    if missing:
+        lacks = "; ".join(f"for {part}: {', '.join(names)}" for part, names in missing.items())
+        raise HostError(f"{sys.executable} lacks, {lacks}. Install them, or choose another with PYTHON=...")
+
+
+def _known(parts: list[str]) -> list[str]:
+    for part in parts:
+        if part not in (*PARTS, ALL):
+            raise ValueError(f"{part!r} is none of {', '.join(PARTS)}, {ALL}")
+    return list(PARTS) if ALL in parts else list(dict.fromkeys(parts))
+
+
+def _options(given: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in given:
+        part, equals, words = text.partition("=")
+        if not equals or part not in PARTS:
+            raise ValueError(f"--option {text}: write PART=TEXT, with PART one of {', '.join(PARTS)}")
+        found.setdefault(part, []).extend(shlex.split(words))
+    return found
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,79 @@
+"""What the host must have, and what its processes are started with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import layerpush
+from bench.gpu.parts import NEEDED_MODULES
+from layerpush.demo.machine import machine
+
+ROOT = Path(__file__).parents[2]
+GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Memory in expandable segments cannot be shared by CUDA IPC."""
+
+
+class HostError(RuntimeError):
+    """Something is missing here. The text says what, and what to do."""
+
+
+def gpu_mib(asked: str = "nvidia-smi") -> int:
+    """Memory of the first GPU. Raises ``HostError`` without one that torch can use."""
+    gpus = machine().get("gpus")
+    if not isinstance(gpus, list) or not gpus:
+        raise HostError(f"no GPU here: {asked} is not there, or shows none. scripts/gpu-bench needs one NVIDIA GPU.")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise HostError(
+            f"{asked} shows {gpus[0]['name']}, but torch {torch.__version__} cannot use it: PYTHON=... chooses an "
+            "interpreter with a CUDA build of torch that fits the driver"
+        )
+    return int(gpus[0]["memory_mib"])
+
+
+def missing_modules(parts: Iterable[str]) -> dict[str, list[str]]:
+    """By part, what this interpreter cannot import."""
+    found = {part: [name for name in NEEDED_MODULES[part] if find_spec(name) is None] for part in parts}
+    return {part: names for part, names in found.items() if names}
+
+
+def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:
+    """For every step: this checkout's code, offline, and without what keeps two processes from sharing GPU memory.
+
+    ``plugin`` is a folder to make layerpush known to vLLM in, where it is not installed.
+    """
+    kept = {name: value for name, value in inherited.items() if name not in ALLOCATOR}
+    paths = [str(ROOT), str(ROOT / "kernels"), *_plugin_path(plugin), *filter(None, [inherited.get("PYTHONPATH")])]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _plugin_path(folder: Path) -> list[str]:
+    """vLLM finds plugins by the metadata of installed packages. An interpreter that lacks ours gets a copy of it."""
+    if importlib.metadata.entry_points(group=GROUP, name=PLUGIN):
+        return []
+    write_metadata(folder)
+    return [str(folder)]
+
+
+def write_metadata(folder: Path) -> None:
+    """What ``pip install`` would say of layerpush, without its files."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"][GROUP]
+    information = folder / f"{project['name']}-{layerpush.__version__}.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {layerpush.__version__}\n"
+    (information / "METADATA").write_text(head)
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (information / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")

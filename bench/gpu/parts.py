@@ -1,0 +1,172 @@
+"""The parts, and the commands of each. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTS = {
+    "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy and beside matrix products",
+    "push": "two processes on the GPU over CUDA IPC: every write plan, and whether auto finds the best",
+    "forward": "the same two processes: what pushing costs a forward, and what of the transfer is left after it",
+    "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
+}
+TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
+"""UCX's, between two processes that share a GPU."""
+COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")
+NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
+    "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
+    "push": (*COMMON_MODULES, "nixl", "msgspec"),
+    "forward": (*COMMON_MODULES, "nixl", "msgspec"),
+    "serve": (
+        *COMMON_MODULES,
+        "nixl",
+        "msgspec",
+        "vllm",
+        "aiohttp",
+        "fastapi",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+    ),
+}
+MIB = 1 << 20
+
+
+class TooSmallError(ValueError):
+    """The GPU has no room for what a part needs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: ``arguments`` of the interpreter. It may take ``share`` of its part's time, of what is left.
+
+    A part ends with the first step that fails.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        return shlex.join(self.arguments)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What engines can be given: memory of the GPU, and where a model of 16 GB may lie."""
+
+    gpu_mib: int
+    model: Path
+
+
+@dataclass(frozen=True)
+class Engines:
+    """``count`` engines beside each other, the longest prompts they have room for, and their KV cache."""
+
+    modes: str
+    count: int
+    lengths: tuple[int, ...]
+    kv_bytes: int
+
+
+MODEL_BYTES = 15_400 * MIB
+OVERHEAD_BYTES = 4_000 * MIB
+"""Of an engine beside weights and KV: CUDA's context, activations of a step, and what is fragmented."""
+KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
+"""K and V of 32 layers, 8 heads of 128 in bf16."""
+PROMPTS_IN_CACHE = 1.25
+"""Room for the next prompt while the last one is not yet gone."""
+USABLE = 0.94
+"""Of the GPU's memory."""
+LONG = 65536
+LENGTHS = (8192, 16384, 32768, 65536, 98304)
+ANSWER_ROOM = 1024
+STEP_TOKENS = 8192
+
+
+def engines_for(gpu_mib: int) -> list[Engines]:
+    """What to run, one after the other: both modes side by side where prompts of 64k fit that way, else each alone.
+
+    The aggregated engine is always there, and layerpush's D. Raises ``TooSmallError``.
+    """
+    together = _engines("request,layer", 4, gpu_mib)
+    if together and together.lengths[-1] >= LONG:
+        return [together]
+    alone = [engines for mode in ("layer", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
+    if not alone:
+        needed = 3 * (MODEL_BYTES + OVERHEAD_BYTES) // MIB + 3000
+        raise TooSmallError(f"serve: three engines with 8B parameters take some {needed} MiB, the GPU has {gpu_mib}")
+    return alone
+
+
+def _engines(modes: str, count: int, gpu_mib: int) -> Engines | None:
+    each = int(USABLE * gpu_mib * MIB) // count - MODEL_BYTES - OVERHEAD_BYTES
+    tokens = int(each / KV_BYTES_PER_TOKEN / PROMPTS_IN_CACHE) - ANSWER_ROOM
+    lengths = tuple(length for length in LENGTHS if length <= tokens)
+    return Engines(modes, count, lengths, each) if lengths else None
+
+
+def steps_of(part: str, out: Path, room: Room, options: Sequence[str]) -> list[Step]:
+    """``options`` go to the part's main command."""
+    return _STEPS[part](out, room, tuple(options))
+
+
+def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
+    tests = ("-m", "pytest", "tests/unit/kernels", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    bench = ("-m", "bench.kernel", "--device", "cuda", "--out", str(out / "kernel.json"))
+    return [Step("tests", tests, share=0.5), Step("bench", (*bench, *options))]
+
+
+def _push(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
+    bench = ("-m", "bench.push", "--device", "cuda", "--progress", "spin")
+    return [
+        Step("quick", (*bench, "--quick", "--out", str(out / "push-quick.json"), *options), share=0.3),
+        Step("bench", (*bench, "--out", str(out / "push.json"), *options)),
+    ]
+
+
+def _forward(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
+    bench = ("-m", "bench.forward", "--device", "cuda", "--links", "cuda_ipc", "--progress", "spin")
+    return [
+        Step("quick", (*bench, "--quick", "--out", str(out / "forward-quick.json"), *options), share=0.3),
+        Step("bench", (*bench, "--out", str(out / "forward.json"), *options)),
+    ]
+
+
+def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
+    runs = engines_for(room.gpu_mib)
+    steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)]
+    for engines in runs:
+        name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
+        result, logs = out / f"{name}.json", out / f"{name}-logs"
+        steps.append(Step(name, (*_measure(engines, room.model, result, logs), *options), share=0.8 / len(runs)))
+        traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
+        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), str(traces), "--out", str(out))))
+    return steps
+
+
+def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
+    """Engines are told the size of their KV cache: they start side by side, and measuring free memory would fail."""
+    arguments = (
+        "--dtype bfloat16",
+        f"--kv-cache-memory-bytes {engines.kv_bytes}",
+        f"--gpu-memory-utilization {0.9 / engines.count:.2f}",
+    )
+    return (
+        *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes),
+        *("--lengths", ",".join(map(str, engines.lengths)), "--rounds", "3", "--requests", "2"),
+        *("--max-num-batched-tokens", str(STEP_TOKENS), "--engine-args", " ".join(arguments)),
+        *("--engine-env", f"UCX_TLS={TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
+        *("--out", str(result), "--keep-logs", str(logs)),
+    )
+
+
+_STEPS: Mapping[str, Callable[[Path, Room, tuple[str, ...]], list[Step]]] = {
+    "kernels": _kernels,
+    "push": _push,
+    "forward": _forward,
+    "serve": _serve,
+}

@@ -1,0 +1,329 @@
+"""How fast blocks are gathered and scattered, against a plain copy of as many bytes and what else could do it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from bench.bootstrap import Ratio, ratio_of_medians
+from bench.contention import Rival
+from layerpush.demo.provenance import provenance
+from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
+from layerpush_kernels.reference import gather_reference, scatter_reference
+
+RESULTS = Path(__file__).parent / "results"
+COPY, OURS = "copy", "layerpush"
+DIRECTIONS = ("gather", "scatter")
+TORCH = {"gather": "index_select", "scatter": "index_copy_"}
+POOL_FACTOR = 2  # a cache has twice the blocks that are moved
+POISON = 0xFF
+# More than caches hold; and while a GPU writes them, the launch to be timed gets ready.
+FLUSH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
+DEFAULT_MOST_MIB = {"cuda": 2048, "cpu": 128}
+Way = Callable[[], object]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+
+class WrongBytesError(Exception):
+    """A way moved other bytes than the reference: what it took for that means nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``blocks`` blocks of ``block_bytes`` bytes whose ids follow a pattern."""
+
+    block_bytes: int
+    blocks: int
+    ids: str
+
+    @property
+    def bytes(self) -> int:
+        return self.block_bytes * self.blocks
+
+    def block_ids(self, seed: int) -> torch.Tensor:
+        """int64 ``[blocks]`` on the CPU: one run, or any order, or a run for one half and any order for the other."""
+        run = torch.arange(self.blocks)
+        if self.ids == "contiguous":
+            return run
+        shuffled = torch.randperm(POOL_FACTOR * self.blocks, generator=torch.Generator().manual_seed(seed))
+        if self.ids == "random":
+            return shuffled[: self.blocks]
+        half = self.blocks // 2
+        return torch.cat([run[:half], shuffled[shuffled >= half][: self.blocks - half]])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Seconds of every way in every round, for one case and direction. In a round the ways take turns."""
+
+    case: Case
+    direction: str
+    seconds: Mapping[str, Sequence[float]]
+
+    def gb_s(self, way: str) -> dict[str, float]:
+        """Payload in units of 1e9 bytes per second, each byte counted once; a slow round has a low rate."""
+        rates = self.case.bytes / np.asarray(self.seconds[way]) / 1e9
+        return {f"p{share}": float(np.percentile(rates, share)) for share in (20, 50, 80)}
+
+    def of_copy(self, way: str) -> Ratio:
+        """The median rate as a share of the copy's."""
+        return ratio_of_medians(self.seconds[COPY], self.seconds[way])
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Cell:
+        """What ``as_json`` has made."""
+        case = Case(written["block_bytes"], written["blocks"], written["ids"])
+        return cls(case, written["direction"], {way: each["seconds"] for way, each in written["ways"].items()})
+
+    def as_json(self) -> dict[str, Any]:
+        ways = {
+            way: {"gb_s": self.gb_s(way), "of_copy": asdict(self.of_copy(way)), "seconds": list(seconds)}
+            for way, seconds in self.seconds.items()
+        }
+        return asdict(self.case) | {"direction": self.direction, "ways": ways}
+
+
+class Timer:
+    """Seconds that something takes when nothing of it is in a cache: by events on a GPU, by the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flushed = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def seconds(self, way: Way) -> float:
+        self.flushed.zero_()
+        if self.device.type == "cpu":
+            started_at = time.perf_counter()
+            way()
+            return time.perf_counter() - started_at
+        self.start.record()
+        way()
+        self.end.record()
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end)) / 1e3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cells share."""
+
+    device: torch.device
+    rounds: int
+    max_programs: int
+    seed: int
+    swap: Callable[..., None] | None
+
+    def measure(self, case: Case, timer: Timer) -> list[Cell]:
+        """Gather and scatter of one case. Raises ``WrongBytesError``, before any time is taken, if a byte is wrong."""
+        shape = (POOL_FACTOR * case.blocks, case.block_bytes // 2)
+        noise = torch.Generator(self.device).manual_seed(self.seed)
+        bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device, generator=noise)
+        cache = bits.view(torch.bfloat16)
+        ids = case.block_ids(self.seed)
+        packed = torch.empty((case.blocks, shape[1]), dtype=torch.bfloat16, device=self.device)
+        expected = gather_reference([cache], ids)[0].view(torch.bfloat16)
+        gathers, scatters = self._ways(cache, packed, expected.clone(), ids)
+        for name, way in gathers.items():
+            packed.view(torch.uint8).fill_(POISON)
+            way()
+            _check(packed, expected, name, "gather", case)
+        cells = [Cell(case, "gather", self._rounds(gathers, timer))]
+        target = cache.clone()
+        target.view(torch.uint8).fill_(POISON)
+        scatter_reference(expected.view(torch.uint8)[None], ids, [target])
+        packed.copy_(expected)
+        for name, way in scatters.items():
+            if name != COPY:
+                cache.view(torch.uint8).fill_(POISON)
+                way()
+                _check(cache, target, name, "scatter", case)
+        return [*cells, Cell(case, "scatter", self._rounds(scatters, timer))]
+
+    def _ways(
+        self, cache: torch.Tensor, packed: torch.Tensor, piece: torch.Tensor, host_ids: torch.Tensor
+    ) -> list[dict[str, Way]]:
+        """Gathers and scatters by name, all on the same tensors; the copy moves as many bytes from or to ``piece``."""
+        ids, most = host_ids.to(self.device), self.max_programs
+        gathers: dict[str, Way] = {
+            COPY: lambda: packed.copy_(piece),
+            OURS: lambda: gather_blocks(cache, ids, packed, max_programs=most),
+            TORCH["gather"]: lambda: torch.index_select(cache, 0, ids, out=packed),
+        }
+        scatters: dict[str, Way] = {
+            COPY: lambda: piece.copy_(packed),
+            OURS: lambda: scatter_blocks(packed, ids, cache, max_programs=most),
+            TORCH["scatter"]: lambda: cache.index_copy_(0, ids, packed),
+        }
+        if (swap := self.swap) is not None:
+            row, block_bytes = torch.arange(len(host_ids)), packed[0].nbytes
+            there, back = torch.stack([host_ids, row], 1), torch.stack([row, host_ids], 1)
+            gathers["swap_blocks"] = lambda: swap(cache, packed, block_bytes, there)
+            scatters["swap_blocks"] = lambda: swap(packed, cache, block_bytes, back)
+        return [gathers, scatters]
+
+    def _rounds(self, ways: Mapping[str, Way], timer: Timer) -> dict[str, list[float]]:
+        """Each round begins with another way. A first one, which warms up, does not count."""
+        names = list(ways)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(self.rounds + 1):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                took = timer.seconds(ways[name])
+                if turn:
+                    seconds[name].append(took)
+        return seconds
+
+
+@app.command()
+def main(
+    block_bytes: Annotated[str, typer.Option(help="Bytes of a block in one layer.")] = "4096,8192,16384,65536,262144",
+    blocks: Annotated[str, typer.Option(help="How many blocks are moved.")] = "64,512,1024,8192",
+    ids: Annotated[
+        str, typer.Option(help="contiguous: one run. random: any order. half: a run, then as many in any order.")
+    ] = "contiguous,random,half",
+    rounds: Annotated[int, typer.Option(min=2, help="Samples of each way; the ways take turns.")] = 30,
+    device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU if there is one.")] = "auto",
+    most_mib: Annotated[
+        int | None, typer.Option(help="Leave out cases that move more. Default: 2048 on a GPU, 128 on a CPU.")
+    ] = None,
+    max_programs: Annotated[int, typer.Option(min=1, help="Cap on the kernel's programs.")] = FULL_DEVICE_PROGRAMS,
+    caps: Annotated[
+        str, typer.Option(help="Caps for gathering beside matrix products; empty: not measured. GPU only.")
+    ] = "4,8,16,32,64",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch's operators on a CPU.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", show_default=False, help="All times as JSON; a plot goes beside it, as PNG.")
+    ] = RESULTS / "kernel.json",
+) -> None:
+    """Measure gather_blocks and scatter_blocks.
+
+    Every case, so many blocks of so many bytes, is moved by a plain copy of as many contiguous bytes, which is the
+    ceiling; by layerpush; by torch's index_select or index_copy_; and by vLLM's swap_blocks where it can be imported.
+    Each way must first move every byte right; if one does not, nothing is written and the exit status is 1.
+
+    GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. Caches are flushed before each sample. On a GPU,
+    matrix products are timed with and without gathering beside them. On a CPU torch's operators do the work, and what
+    they reach says nothing about a GPU.
+
+    - python -m bench.kernel --block-bytes 4096,65536 --blocks 64,1024 --rounds 10
+
+    - python -m bench.kernel --device cuda --caps 2,4,8 --out bench/results/kernel-h200.json
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    torch.set_num_threads(threads)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    swap, why_not = _swap_blocks(kind)
+    bench = Bench(place, rounds, max_programs, seed, swap)
+    sizes, counts = ([int(part) for part in text.split(",")] for text in (block_bytes, blocks))
+    every = [Case(*each) for each in itertools.product(sizes, counts, ids.split(","))]
+    most = (most_mib or DEFAULT_MOST_MIB[kind]) << 20
+    left_out = [asdict(case) for case in every if case.bytes > most]
+    timer, cells = Timer(place), []
+    try:
+        for case in every:
+            if case.bytes <= most:
+                cells += bench.measure(case, timer)
+                console.print(_line(cells[-2]), _line(cells[-1]), sep="\n")
+    except WrongBytesError as error:
+        console.print(f"{error}: nothing is written", style="red", markup=False)
+        raise typer.Exit(1) from error
+    contention = []
+    if kind == "cuda" and caps:
+        rival = Rival(place, seed)
+        contention = [rival.measure(int(cap), rounds) for cap in caps.split(",")]
+    hardware = {"kind": kind, "name": torch.cuda.get_device_name(place) if kind == "cuda" else None}
+    head = provenance(seed) | {"device": hardware, "threads": threads}
+    settings = {
+        "rounds": rounds,
+        "max_programs": max_programs,
+        "left_out": left_out,
+        "swap_blocks": why_not or "measured",
+    }
+    body = {"cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in contention]}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(head | settings | body, indent=1) + "\n")
+    plot(cells, out.with_suffix(".png"), str(hardware["name"] or "CPU, torch's operators"))
+    for each in contention:
+        console.print(str(each))
+    console.print(f"Written: {out}, {out.with_suffix('.png')}; {len(left_out)} cases above {most >> 20} MiB left out")
+
+
+def _swap_blocks(kind: str) -> tuple[Callable[..., None] | None, str | None]:
+    """vLLM's operator that copies blocks, or why it cannot be measured here."""
+    if kind != "cuda":
+        return None, "a copy of blocks between devices, not for CPU memory"
+    try:
+        operators = importlib.import_module("vllm._custom_ops")
+        operators.torch.ops._C_cache_ops.swap_blocks  # noqa: B018  # AttributeError, if this build lacks it
+    except (ImportError, AttributeError) as error:
+        return None, str(error)
+    return operators.swap_blocks, None
+
+
+def _check(got: torch.Tensor, expected: torch.Tensor, way: str, direction: str, case: Case) -> None:
+    if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
+        raise WrongBytesError(f"{way}: wrong bytes after the {direction} of {case}")
+
+
+def _line(cell: Cell) -> str:
+    case = cell.case
+    rates = "  ".join(f"{way} {cell.gb_s(way)['p50']:.2f} ({cell.of_copy(way).ratio:.0%})" for way in cell.seconds)
+    return f"{cell.direction:8}{case.block_bytes / 1024:6g} KiB x {case.blocks:<5}{case.ids:11}GB/s (of copy): {rates}"
+
+
+def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
+    """Share of the copy's rate by block size: a row for each direction, a column for each pattern of ids."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    patterns, counts = (sorted({getattr(cell.case, name) for cell in cells}) for name in ("ids", "blocks"))
+    sizes = sorted({cell.case.block_bytes / 1024 for cell in cells})
+    size = (4 + 4 * len(patterns), 7)
+    figure, grid = plt.subplots(
+        2, len(patterns), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for (direction, row), (column, pattern) in itertools.product(
+        zip(DIRECTIONS, grid, strict=True), enumerate(patterns)
+    ):
+        panel = row[column]
+        panel.axhline(1, color="grey", lw=0.8)
+        panel.set_title(f"{direction}, ids: {pattern}", loc="left")
+        here = [cell for cell in cells if (cell.direction, cell.case.ids) == (direction, pattern)]
+        for shade, count in enumerate(counts):
+            of_count = [cell for cell in here if cell.case.blocks == count]
+            for way, style in ((OURS, "o-"), (TORCH[direction], "x:")):
+                shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
+                panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    for row in grid:
+        row[0].set_ylabel("share of a plain copy's rate")
+    for panel in grid[-1]:
+        panel.set_xlabel("KiB per block")
+    figure.suptitle(title)
+    for row in grid:
+        row[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    app()

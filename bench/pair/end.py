@@ -1,0 +1,112 @@
+"""One process's side: a NIXL agent, a synthetic KV cache and a staging ring, all with our real parts."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.pair.settings import POISON, Settings
+from layerpush.calm import delay_progress_thread
+from layerpush.layout import CacheLayout, LayerSlots, Region
+from layerpush.prefill.calibration import SCRATCH_PIECES
+from layerpush.staging import PIECE_BYTES
+from layerpush.tensorstaging import TensorStaging, staging_memory
+from layerpush.transport.locked import LockedAgent
+from layerpush.transport.nixl import NixlTransport
+
+MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
+LOOK_BYTES = 32 << 20
+SCRATCH_BYTES = SCRATCH_PIECES * PIECE_BYTES
+
+
+class End:
+    """``memory`` becomes the KV cache of each geometry in turn, ``ring`` the staging ring. Both are known to NIXL."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        torch.set_num_threads(1)
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.memory = staging_memory(settings.cache_bytes, self.device).fill_(POISON)
+        self.ring = staging_memory(settings.staging_bytes, self.device).fill_(POISON)
+        self.agent = LockedAgent(_agent(name, settings))
+        self.transport = NixlTransport(self.agent)
+        self._memory_type = MEMORY_TYPES[self.device.type]
+        rows = [(part.data_ptr(), part.numel(), self.device_id, "") for part in (self.memory, self.ring)]
+        self.agent.register_memory(self.agent.get_reg_descs(rows, self._memory_type))
+
+    @property
+    def device_id(self) -> int:
+        return self.device.index or 0
+
+    def descriptors(self, agent: str, base: int, size: int, element: int, device_id: int) -> Any:
+        """Memory of ours (``"NIXL_INIT_AGENT"``) or of another agent as a list of ``element`` bytes each."""
+        rows = np.empty((size // element, 3), dtype=np.uint64)
+        rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
+        rows[:, 1] = element
+        rows[:, 2] = device_id
+        return self.agent.prep_xfer_dlist(agent, self.agent.get_xfer_descs(rows, self._memory_type))
+
+    def release(self, descriptors: Any) -> None:
+        self.agent.release_dlist_handle(descriptors)
+
+    def cache(self, block_bytes: int, layers: int) -> Cache:
+        return Cache(self.memory, self.ring, block_bytes, layers)
+
+
+class Cache:
+    """KV caches of ``layers`` layers in ``memory``, equal parts of it one after the other, and copies to the ring."""
+
+    def __init__(self, memory: torch.Tensor, ring: torch.Tensor, block_bytes: int, layers: int) -> None:
+        self.blocks = memory.numel() // (block_bytes * layers)
+        self.slots = shaped(memory, block_bytes, layers)
+        regions = tuple(Region(slot.data_ptr(), block_bytes, self.blocks) for slot in self.slots)
+        names = tuple(LayerSlots(f"layers.{index}", 0, (index,)) for index in range(layers))
+        self.layout = CacheLayout(names, regions)
+        self.staging = TensorStaging(self.layout, self.slots, ring)
+        if self.staging.ring.take(SCRATCH_BYTES) is None:
+            raise ValueError(f"staging memory of {ring.numel()} bytes is too small")
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether every span of the ring is back, but for the scratch bytes."""
+        return self.staging.ring.used_bytes == SCRATCH_BYTES
+
+
+def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Tensor]:
+    """Memory as layers, ``uint8 [blocks, block_bytes]`` each; what is left over at the end belongs to none."""
+    blocks = memory.numel() // (block_bytes * layers)
+    return list(memory[: layers * blocks * block_bytes].view(layers, blocks, block_bytes).unbind())
+
+
+def fill_with_noise(memory: torch.Tensor, seed: int) -> None:
+    """The same bytes in every process, none of them the poison."""
+    generator = torch.Generator(memory.device).manual_seed(seed)
+    memory.random_(0, POISON, generator=generator)
+
+
+def strays(memory: torch.Tensor) -> int:
+    """How many bytes of it are not poison. Looks at a piece at a time: a copy of it all may not fit."""
+    return sum(int((piece != POISON).sum()) for piece in memory.split(LOOK_BYTES))
+
+
+def digest_of(memory: torch.Tensor) -> bytes:
+    return hashlib.blake2b(memory.cpu().numpy(), digest_size=16).digest()
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what was begun on the device: the other process is told of it only then, and may write there next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agent(name: str, settings: Settings) -> Any:
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    if settings.progress == "calm":
+        delay_progress_thread(sys.modules[nixl_agent.__module__])
+    progress = settings.progress != "off"
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=progress, num_threads=settings.agent_threads))

@@ -1,0 +1,127 @@
+"""P's and D's processes, as the command sees them: started together, watched, and always taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.pair.orders import WrongBytesError
+from bench.pair.settings import Settings
+from bench.pair.wires import Seat, Wire
+
+ROOT = Path(__file__).parents[2]
+WATCH_S = 0.2
+STOP_TIMEOUT_S = 5.0
+LOG_LINES = 15
+NOT_INHERITED = ("UCX_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Memory in torch's expandable segments cannot be shared by CUDA IPC."""
+
+
+class PairError(RuntimeError):
+    """A process ended, or something went wrong in it; the text has the end of its log."""
+
+
+class Pair:
+    """``with Pair(...) as pair:`` has two processes on ``wire``, whose output goes to files in ``logs``.
+
+    They are the modules ``prefill`` and ``decode`` of ``package``. They end with the block, and by themselves if this
+    process is killed. Ctrl-C on the terminal does not reach them.
+    """
+
+    def __init__(self, package: str, wire: Wire, settings: Settings, logs: Path) -> None:
+        self._package = package
+        self._wire = wire
+        self._settings = settings
+        self._logs = logs
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.about: dict[str, object] = {}
+
+    def __enter__(self) -> Pair:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """P ends when its connection is closed, D when P's is."""
+        if hasattr(self, "_command"):
+            self._command.close()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+        for process in self._processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def ask(self, order: object) -> Any:
+        """P's answer. Raises ``WrongBytesError`` or ``PairError``."""
+        self._command.send(order)
+        answer = self._answer()
+        if isinstance(answer, WrongBytesError):
+            raise answer
+        return answer
+
+    def _start(self) -> None:
+        (here, commanded), (prefill, decode) = socket.socketpair(), socket.socketpair()
+        with commanded, prefill, decode:
+            self._command = Connection(here.detach())
+            self._spawn("decode", decode)
+            self._spawn("prefill", commanded, prefill)
+        self._command.send((self._wire.name, self._settings))
+        self.about = self._answer()
+
+    def _spawn(self, side: str, *sockets: socket.socket) -> None:
+        descriptors = [each.fileno() for each in sockets]
+        seat = self._wire.seats[side]
+        with self._log(side).open("wb") as log:
+            self._processes[side] = subprocess.Popen(
+                [*seat.command_prefix, sys.executable, "-m", f"{self._package}.{side}", *map(str, descriptors)],
+                cwd=ROOT,
+                env=_environment(seat),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    def _log(self, side: str) -> Path:
+        return self._logs / f"{self._wire.name}-{side}.log"
+
+    def _answer(self) -> Any:
+        """What P says next."""
+        try:
+            while not self._command.poll(WATCH_S):
+                if self._processes["decode"].poll() is not None:
+                    raise PairError(self._obituary())
+            return self._command.recv()
+        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+            raise PairError(self._obituary()) from error
+
+    def _obituary(self) -> str:
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+        ended = {side: status for side, process in self._processes.items() if (status := process.poll()) is not None}
+        how = ", ".join(f"{side} ended with {status}" for side, status in ended.items())
+        parts = [f"over {self._wire.name}: {how or 'P hung up'}"]
+        for side in self._processes:
+            lines = self._log(side).read_text(errors="replace").splitlines()
+            parts.append(f"--- {side}\n" + "\n".join(lines[-LOG_LINES:]))
+        return "\n".join(parts)
+
+
+def _environment(seat: Seat) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return inherited | dict(seat.environment) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,61 @@
+"""P's ways into D's cache and ring, for one geometry: prepared with NIXL once, as a worker does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bench.pair.end import Cache, End
+from bench.pair.orders import Introduction
+from layerpush.prefill.costs import Costs
+from layerpush.prefill.packer import Packer, PushWindow
+from layerpush.prefill.stager import Packing, Stager
+from layerpush.prefill.staging import Link
+from layerpush.staging import PIECE_BYTES
+from layerpush.transport.base import Route
+from layerpush.wire import Registration
+
+DECODE = "D"
+"""D's name, as an agent and as an engine."""
+OWN = "NIXL_INIT_AGENT"
+
+
+class Reach:
+    """``link`` goes to D's cache, ``ring`` to D's ring in pieces. All stagers of one reach share its packer."""
+
+    def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int) -> None:
+        self._end = end
+        self.cache: Cache = end.cache(block_bytes, layers)
+        size, device = len(self.cache.slots) * self.cache.blocks * block_bytes, end.device_id
+        ring, base = end.ring.numel(), end.ring.data_ptr()
+        ours = end.descriptors(OWN, end.memory.data_ptr(), size, block_bytes, device)
+        theirs = end.descriptors(DECODE, decode.memory, size, block_bytes, decode.device_id)
+        blocks = end.descriptors(OWN, base, ring, block_bytes, device)
+        pieces = end.descriptors(OWN, base, ring, PIECE_BYTES, device)
+        their_pieces = end.descriptors(DECODE, decode.ring, ring, PIECE_BYTES, decode.device_id)
+        self._prepared: list[Any] = [ours, theirs, blocks, pieces, their_pieces]
+        layout = self.cache.layout
+        gathered = Route(DECODE, 0, blocks, theirs)
+        self.link = Link(DECODE, (Route(DECODE, 0, ours, theirs),), layout.region_blocks, gathered=gathered)
+        self.ring = Route(DECODE, 0, pieces, their_pieces)
+        self.packer = Packer(end.transport, layout, self.cache.staging, block_bytes)
+        copy_s, byte_s = self.cache.staging.copy_costs()
+        self._prior = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
+
+    def stager(self, packing: Packing) -> Stager:
+        return Stager(self.packer, self.cache.layout, packing, self._prior)
+
+    def calibrate(self, stager: Stager, pause: float) -> None:
+        """As a worker does when a decode engine first offers its ring."""
+        stager.calibrate(DECODE, self._end.transport, self.ring)
+        while stager.is_busy:
+            stager.turn()
+            time.sleep(pause)
+
+    def window(self, registration: Registration) -> PushWindow | None:
+        offer = registration.window
+        return None if offer is None else PushWindow(offer, self.ring, registration.request_id)
+
+    def close(self) -> None:
+        for descriptors in self._prepared:
+            self._end.release(descriptors)

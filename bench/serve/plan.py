@@ -1,0 +1,140 @@
+"""What is measured, and in which order. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+AGGREGATED = "aggregated"
+MODES = {
+    AGGREGATED: "one engine that does everything, no transfer",
+    "pull": "stock NixlConnector: D reads after P has answered",
+    "push": "stock NixlPushConnector: P writes the whole request after prefill",
+    "request": "layerpush with layerwise: false",
+    "chunk": "layerpush with granularity: chunk",
+    "layer": "layerpush with granularity: layer",
+}
+LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True)
+class Load:
+    """``concurrency`` requests at a time, or Poisson arrivals at ``rate`` per second: one of the two."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+
+    @property
+    def key(self) -> str:
+        return f"c{self.concurrency}" if self.rate is None else f"r{self.rate:g}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What engines are started with: another one needs other engines. ``step_tokens`` None: theirs, not ours."""
+
+    link: str
+    step_tokens: int | None
+
+    def __str__(self) -> str:
+        return self.link if self.step_tokens is None else f"{self.link}, {self.step_tokens} tokens a step"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the sweep, at which all modes are compared."""
+
+    setup: Setup
+    prompt_tokens: int
+    load: Load
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return f"{self.setup.link}-b{self.setup.step_tokens or 0}-p{self.prompt_tokens}-{self.load.key}"
+
+    def __str__(self) -> str:
+        return f"{self.prompt_tokens} tokens, {self.load}, {self.setup}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ``vllm bench serve``: a mode's share of a round."""
+
+    cell: Cell
+    round: int
+    mode: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.cell.key}-{self.round:03d}-{self.mode}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole sweep. ``requests`` is per call, and per stream where several run at a time."""
+
+    modes: Sequence[str]
+    lengths: Sequence[int]
+    loads: Sequence[Load]
+    setups: Sequence[Setup]
+    rounds: int
+    requests: int
+    answer_tokens: int
+    seed: int
+
+    def cells(self, setup: Setup) -> list[Cell]:
+        """Those that the same engines serve."""
+        return [Cell(setup, length, load) for length in self.lengths for load in self.loads]
+
+    def calls(self, setup: Setup) -> Iterator[Call]:
+        """Round by round all modes in turn; each round begins with another one, so that drift hits all alike."""
+        for cell in self.cells(setup):
+            for number in range(self.rounds):
+                first = number % len(self.modes)
+                for mode in [*self.modes[first:], *self.modes[:first]]:
+                    yield Call(cell, number, mode)
+
+    def warm_up(self, setup: Setup, mode: str) -> Call:
+        """The longest prompts, as many at a time as ever: handshakes are made and KV memory is touched."""
+        widest = max(self.loads, key=lambda load: load.concurrency or 1)
+        return Call(Cell(setup, max(self.lengths), widest), self.rounds, mode)
+
+    def prompts(self, call: Call) -> int:
+        """How many requests a call sends."""
+        return self.requests * (call.cell.load.concurrency or 1)
+
+    def seed_of(self, call: Call) -> int:
+        """Of its prompts, and of their arrivals: the same in all modes of a round, others in other rounds."""
+        return self.seed + call.round
+
+    @property
+    def streams(self) -> int:
+        """The most requests that are under way at a time, as far as that is ours to say."""
+        return max(load.concurrency or 4 for load in self.loads)
+
+    def weight(self, call: Call) -> int:
+        """About proportional to the time that a call takes."""
+        return self.prompts(call) * (call.cell.prompt_tokens + self.answer_tokens)
+
+
+def seconds_left(plan: Plan, waiting: Sequence[Call], done: Sequence[tuple[Call, float]]) -> float | None:
+    """What the calls of ``waiting`` will take, after the mean of the same ones, or else of all that are done.
+
+    None while nothing is done.
+    """
+    if not done:
+        return None
+    pace = sum(seconds for _, seconds in done) / max(1, sum(plan.weight(call) for call, _ in done))
+    seen: dict[tuple[Cell, str], list[float]] = {}
+    for call, seconds in done:
+        seen.setdefault((call.cell, call.mode), []).append(seconds)
+
+    def expected(call: Call) -> float:
+        same = seen.get((call.cell, call.mode))
+        return sum(same) / len(same) if same else pace * plan.weight(call)
+
+    return sum(map(expected, waiting))

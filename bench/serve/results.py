@@ -1,0 +1,196 @@
+"""From calls to figures: by cell and mode, with intervals, ratios and the comparison of answers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bench.bootstrap import Interval, Ratio, median_of_rounds, ratio_over_rounds
+from bench.serve.measured import Measured
+from bench.serve.plan import AGGREGATED, Cell
+
+MEASURES = (
+    "ttft_ms",
+    "tpot_ms",
+    "latency_ms",
+    "requests_per_s",
+    "tokens_per_s",
+    "prefill_ms",
+    "exposed_ms",
+    "transfer_ms",
+    "writes",
+    "descriptors",
+    "bytes",
+    "writer_cpu_ms",
+)
+AGAINST_AGGREGATED = ("ttft_ms", "tpot_ms", "requests_per_s", "prefill_ms")
+PAIRS = (
+    ("layer", "request"),
+    ("chunk", "request"),
+    ("layer", "chunk"),
+    ("layer", "push"),
+    ("layer", "pull"),
+    ("request", "push"),
+    ("request", "pull"),
+    ("push", "pull"),
+)
+COMPARED = ("ttft_ms", "exposed_ms")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One measure in one mode: the samples of each round."""
+
+    rounds: Sequence[Sequence[float]]
+
+    @cached_property
+    def interval(self) -> Interval:
+        return median_of_rounds(self.rounds)
+
+    @cached_property
+    def samples(self) -> list[float]:
+        return [sample for one in self.rounds for sample in one]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.samples))
+
+    @property
+    def p50(self) -> float:
+        return self.interval.median
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.samples, 99))
+
+    def as_json(self) -> dict[str, Any]:
+        """``low`` and ``high`` are the 95 % interval of ``p50``."""
+        return {
+            "mean": self.mean,
+            "p50": self.p50,
+            "p99": self.p99,
+            "low": self.interval.low,
+            "high": self.interval.high,
+            "raw": [list(one) for one in self.rounds],
+        }
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An answer that is not the aggregated engine's."""
+
+    cell: Cell
+    round: int
+    mode: str
+    request: int
+    right: str
+    answer: str
+
+    def __str__(self) -> str:
+        where = f"{self.mode} at {self.cell}, round {self.round}, request {self.request}"
+        return f"{where}: {_short(self.answer)} instead of {_short(self.right)}"
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """All calls of a cell: ``calls[mode][round]``."""
+
+    cell: Cell
+    calls: Mapping[str, Sequence[Measured]]
+
+    def series(self, mode: str, measure: str) -> Series | None:
+        """None where a round lacks it."""
+        rounds: list[list[float] | None] = [getattr(call, measure) for call in self.calls[mode]]
+        there = [one for one in rounds if one]
+        return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
+
+    def ratio(self, measure: str, mode: str, other: str) -> Ratio | None:
+        """Of medians; None where one of them is not known, or nothing to divide by."""
+        if not {mode, other} <= set(self.calls):
+            return None
+        above, below = self.series(mode, measure), self.series(other, measure)
+        if above is None or below is None or min(below.samples) <= 0:
+            return None
+        return ratio_over_rounds(above.rounds, below.rounds)
+
+    def ratios(self) -> dict[str, dict[str, Ratio]]:
+        """By measure, then by ``mode/other``."""
+        wanted: dict[str, list[tuple[str, str]]] = {
+            measure: [(mode, AGGREGATED) for mode in self.calls if mode != AGGREGATED] for measure in AGAINST_AGGREGATED
+        }
+        for measure in COMPARED:
+            wanted.setdefault(measure, []).extend(PAIRS)
+        return {
+            measure: {f"{a}/{b}": ratio for a, b in pairs if (ratio := self.ratio(measure, a, b)) is not None}
+            for measure, pairs in wanted.items()
+        }
+
+    def wrong(self) -> Iterator[Wrong]:
+        """Answers that differ, of all rounds in which the aggregated engine has answered."""
+        right = {call.round: call.answers for call in self.calls.get(AGGREGATED, ())}
+        for mode, calls in self.calls.items():
+            for call in calls:
+                pairs = zip(call.answers, right.get(call.round, call.answers), strict=True)
+                for number, (answer, expected) in enumerate(pairs):
+                    if answer != expected:
+                        yield Wrong(self.cell, call.round, mode, number, expected, answer)
+
+    def as_json(self) -> dict[str, Any]:
+        setup, load = self.cell.setup, self.cell.load
+        return {
+            "link": setup.link,
+            "max_num_batched_tokens": setup.step_tokens,
+            "prompt_tokens": self.cell.prompt_tokens,
+            "concurrency": load.concurrency,
+            "request_rate": load.rate,
+            "rounds": len(self.calls[AGGREGATED]),
+            "requests": len(self.calls[AGGREGATED][0].ttft_ms),
+            "modes": {mode: self._mode_json(mode) for mode in self.calls},
+            "ratios": {
+                measure: {name: asdict(ratio) for name, ratio in ratios.items()}
+                for measure, ratios in self.ratios().items()
+            },
+        }
+
+    def _mode_json(self, mode: str) -> dict[str, Any]:
+        calls = self.calls[mode]
+        series = {measure: self.series(mode, measure) for measure in MEASURES}
+        return {
+            **{measure: each and each.as_json() for measure, each in series.items()},
+            "pushed_as": dict(sum((Counter(call.pushed_as) for call in calls), Counter())),
+            "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
+            "problems": [problem for call in calls for problem in call.problems],
+            "starts": [call.start for call in calls],
+            "argv": calls[0].argv,
+        }
+
+
+def by_cell(cells: Sequence[Cell], modes: Sequence[str], calls: Sequence[Measured]) -> list[CellResult]:
+    """Those cells of which there is something, in the order of ``cells``; rounds in order."""
+    results = []
+    for cell in cells:
+        here = sorted((call for call in calls if call.cell == cell.key), key=lambda call: call.round)
+        found = {mode: [call for call in here if call.mode == mode] for mode in modes}
+        if here:
+            results.append(CellResult(cell, {mode: each for mode, each in found.items() if each}))
+    return results
+
+
+def compared(results: Sequence[CellResult]) -> int:
+    """How many answers stand beside the aggregated engine's."""
+    return sum(
+        len(call.answers)
+        for result in results
+        for mode, calls in result.calls.items()
+        for call in calls
+        if mode != AGGREGATED
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

@@ -1,0 +1,150 @@
+"""One call after the other: requests are sent, engines asked, answers compared, results kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bench.serve.driver import arguments
+from bench.serve.measured import Measured, measured
+from bench.serve.parts import Parts
+from bench.serve.plan import Call, Plan, Setup, seconds_left
+from bench.serve.pushes import Pushes, figures_of_ranks
+from bench.serve.results import Wrong, by_cell
+from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
+from bench.serve.site import Site, Target, Targets
+from layerpush.demo.trace_figures import TraceError
+from layerpush.threadname import WRITER
+
+
+class WrongAnswersError(Exception):
+    """Answers that are not the aggregated engine's."""
+
+    def __init__(self, wrong: Sequence[Wrong]) -> None:
+        super().__init__(f"{len(wrong)} answers differ from the aggregated engine's; {wrong[0]}")
+        self.wrong = wrong
+
+
+class Client(Protocol):
+    """Has ``vllm bench serve`` send requests."""
+
+    def run(self, words: Sequence[str], name: str, watch: Callable[[], None]) -> dict[str, Any]: ...
+
+
+class Progress(Protocol):
+    """Hears how far a run is."""
+
+    def setup(self, setup: Setup, modes: Sequence[str], calls: int) -> None: ...
+
+    def warmed(self, mode: str) -> None: ...
+
+    def called(self, call: Call, result: Measured, left_s: float | None) -> None: ...
+
+
+@dataclass
+class Run:
+    """A sweep over ``site``. What ``parts`` has already is not measured again."""
+
+    plan: Plan
+    site: Site
+    client: Client
+    parts: Parts
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self._done: list[tuple[Call, float]] = []
+        self._start_s: list[float] = []
+        self._pushes: dict[str, Pushes] = {}
+
+    def measure(self) -> None:
+        """All that is missing. Raises ``WrongAnswersError``, and whatever site and client raise."""
+        self.check_answers()
+        for setup in self.plan.setups:
+            waiting = self._missing(setup)
+            if not waiting:
+                continue
+            modes = [mode for mode in self.plan.modes if any(call.mode == mode for call in waiting)]
+            self.progress.setup(setup, modes, len(waiting))
+            began = time.monotonic()
+            with self.site.up(setup, modes) as targets:
+                for mode in modes:
+                    self._warm_up(setup, targets[mode])
+                    self.progress.warmed(mode)
+                self._start_s.append(time.monotonic() - began)
+                self._measure(waiting, targets)
+            self.parts.starts += 1
+
+    def check_answers(self) -> None:
+        """Compare what is there. Raises ``WrongAnswersError``."""
+        cells = [cell for setup in self.plan.setups for cell in self.plan.cells(setup)]
+        results = by_cell(cells, self.plan.modes, self.parts.calls)
+        if wrong := [each for result in results for each in result.wrong()]:
+            raise WrongAnswersError(wrong)
+
+    def _measure(self, waiting: Sequence[Call], targets: Targets) -> None:
+        for call in waiting:
+            began = time.monotonic()
+            result = self._call(call, targets[call.mode])
+            self._done.append((call, time.monotonic() - began))
+            self.parts.save(call.key, result)
+            self.progress.called(call, result, self._left_s())
+            self.check_answers()
+
+    def _warm_up(self, setup: Setup, target: Target) -> None:
+        """One request more than there is room for at a time, so that all of the KV memory is used once."""
+        call = self.plan.warm_up(setup, target.mode)
+        requests = self.plan.streams + 1
+        words = arguments(self.plan, call, target.url, self.site.model, requests)
+        pushes = None if target.trace is None else Pushes(target.trace)
+        measured(call, words, 0, self.client.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
+        if pushes is not None:
+            self._pushes[target.mode] = pushes
+            pushes.new(requests)
+
+    def _call(self, call: Call, target: Target) -> Measured:
+        requests = self.plan.prompts(call)
+        prefills = Meter(target.prefill, [PREFILL])
+        transfers = Meter(target.transfers if target.trace is None else None, [TRANSFER, BYTES, DESCRIPTORS])
+        cpu_s = thread_cpu_s(target.processes(), WRITER)
+        words = arguments(self.plan, call, target.url, self.site.model)
+        result = measured(call, words, self.parts.starts, self.client.run(words, call.key, self.site.check))
+        result.add_prefills(prefills.since(requests).get(PREFILL))
+        result.add_transfers(transfers.since(requests))
+        if target.mode in self._pushes:
+            self._add_pushes(result, self._pushes[target.mode], requests)
+        result.problems += [*prefills.problems, *transfers.problems]
+        cpu_after_s = thread_cpu_s(target.processes(), WRITER)
+        if cpu_s is not None and cpu_after_s is not None:
+            result.writer_cpu_ms = [1e3 * (cpu_after_s - cpu_s) / requests]
+        return result
+
+    def _add_pushes(self, result: Measured, pushes: Pushes, requests: int) -> None:
+        here = pushes.new(requests)
+        result.pushed_as = dict(Counter(parts[0].mode for parts in here))
+        result.plans = dict(Counter(write.plan for parts in here for push in parts for write in push.writes))
+        try:
+            figures = [figures_of_ranks(parts) for parts in here]
+        except TraceError as error:
+            result.problems.append(str(error))
+            return
+        if len(figures) != requests:
+            result.problems.append(f"the trace has {len(figures)} pushes of {requests} requests")
+            return
+        result.add_figures(figures)
+
+    def _missing(self, setup: Setup) -> list[Call]:
+        have = self.parts.have
+        return [call for call in self.plan.calls(setup) if call.key not in have]
+
+    def _left_s(self) -> float | None:
+        """Of calls, and of the engines that are still to be started."""
+        waiting = [self._missing(setup) for setup in self.plan.setups]
+        current = self._done[-1][0].cell.setup
+        starts = sum(bool(calls) and setup != current for setup, calls in zip(self.plan.setups, waiting, strict=True))
+        left = seconds_left(self.plan, [call for calls in waiting for call in calls], self._done)
+        if left is None:
+            return None
+        return left + starts * sum(self._start_s) / len(self._start_s)

@@ -1,0 +1,128 @@
+"""What engines say of themselves: histograms on ``/metrics``, and the CPU time of a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import urllib.request
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFILL = "vllm:request_prefill_time_seconds"
+TRANSFER = "vllm:nixl_xfer_time_seconds"
+BYTES = "vllm:nixl_bytes_transferred"
+DESCRIPTORS = "vllm:nixl_num_descriptors"
+TIMEOUT_S = 10.0
+PATIENCE_S = 3.0
+LOOK_S = 0.1
+
+_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Sum and number of the observations so far, over all labels."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def since(self, earlier: Histogram) -> Histogram:
+        return Histogram(self.total - earlier.total, self.count - earlier.count)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count > 0 else None
+
+
+def histograms(url: str, names: Collection[str]) -> dict[str, Histogram]:
+    """Those of ``names`` at ``url``/metrics; one that is not there is empty. Raises ``OSError``."""
+    with _no_proxy.open(f"{url}/metrics", timeout=TIMEOUT_S) as response:
+        return parsed(response.read().decode(), names)
+
+
+def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
+    """The same from the text of a scrape."""
+    found = {name: Histogram() for name in names}
+    for family in text_string_to_metric_families(text):
+        if family.name in found:
+            parts = {"_sum": 0.0, "_count": 0.0}
+            for sample in family.samples:
+                ending = sample.name.removeprefix(family.name)
+                if ending in parts:
+                    parts[ending] += sample.value
+            found[family.name] = Histogram(parts["_sum"], parts["_count"])
+    return found
+
+
+class Meter:
+    """Histograms at ``url`` from now on; of nobody, where that is None. The first of ``names`` counts requests."""
+
+    def __init__(self, url: str | None, names: Sequence[str], patience_s: float = PATIENCE_S) -> None:
+        self.problems: list[str] = []
+        self._url = url
+        self._names = names
+        self._patience_s = patience_s
+        self._before = self._look()
+
+    def since(self, requests: int) -> dict[str, Histogram]:
+        """What has been observed meanwhile; empty where nobody can be asked.
+
+        Waits a little until there are so many observations: engines report from time to time.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while self._before:
+            now = self._look()
+            since = {name: now[name].since(self._before[name]) for name in now}
+            count = since[self._names[0]].count if since else 0
+            if count >= requests or not since:
+                return since
+            if time.monotonic() > deadline:
+                self.problems.append(f"{self._url}/metrics counts {count:g} of {requests} {self._names[0]}")
+                return since
+            time.sleep(LOOK_S)
+        return {}
+
+    def _look(self) -> dict[str, Histogram]:
+        if self._url is None:
+            return {}
+        try:
+            return histograms(self._url, self._names)
+        except OSError as error:  # times of requests are worth having without
+            self.problems.append(f"{self._url}/metrics: {error}")
+            return {}
+
+
+def thread_cpu_s(pids: Iterable[int], name: str, proc: Path = Path("/proc")) -> float | None:
+    """CPU seconds that the threads of this name have used in all ``pids``; None if there is no such thread."""
+    seconds = [
+        _cpu_s(task)
+        for pid in pids
+        for task in _tasks(proc / str(pid))
+        if _text(task / "comm").strip() == name  # the kernel keeps 15 characters
+    ]
+    return sum(seconds) if seconds else None
+
+
+def _tasks(process: Path) -> list[Path]:
+    with contextlib.suppress(OSError):  # it has ended
+        return list((process / "task").iterdir())
+    return []
+
+
+def _cpu_s(task: Path) -> float:
+    """To the nanosecond where the kernel counts so, else in clock ticks."""
+    exact = _text(task / "schedstat").split()
+    if exact:
+        return int(exact[0]) / 1e9
+    fields = _text(task / "stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

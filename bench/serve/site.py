@@ -1,0 +1,209 @@
+"""What is measured: running servers, ours or the user's, and where to ask them what."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from bench.serve.lineup import Lineup, dispatch_of
+from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
+from layerpush.demo.display import Display
+from layerpush.demo.engines import Engine, EngineGroup, Place
+from layerpush.demo.interrupts import Interrupts
+from layerpush.demo.workspace import places_of
+
+PARTS = ("prefill", "decode", "trace")
+DISPATCH_PATIENCE_S = 60.0
+LOOK_S = 0.2
+GIB = 1 << 30
+
+
+class SiteError(RuntimeError):
+    """The servers are not what they have to be."""
+
+
+def _nobody() -> list[int]:
+    return []
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests of a mode go, ``url``, and who can be asked about them; None and nobody: cannot be asked.
+
+    ``processes`` are those of P. ``transfers`` is the URL of the side that NIXL's histograms are kept on.
+    """
+
+    mode: str
+    url: str
+    prefill: str | None = None
+    transfers: str | None = None
+    trace: Path | None = None
+    processes: Callable[[], list[int]] = _nobody
+
+
+Targets = Mapping[str, Target]
+
+
+class Site(Protocol):
+    """Where servers come from."""
+
+    model: Sequence[str]
+    """How ``vllm bench serve`` is to name model and tokenizer."""
+
+    def up(self, setup: Setup, modes: Sequence[str]) -> contextlib.AbstractContextManager[Targets]:
+        """Servers of these modes, for as long as the block lasts."""
+
+    def check(self) -> None:
+        """Raises an exception when one of them has ended."""
+
+
+class OwnSite:
+    """Engines and proxies on this machine, started for each setup."""
+
+    def __init__(
+        self,
+        lineup: Callable[[Setup, tuple[Place, Place], Path], Lineup],
+        served: Sequence[str],
+        display: Display,
+        interrupts: Interrupts,
+        logs: Path,
+    ) -> None:
+        self.model = served
+        self._lineup = lineup
+        self._display = display
+        self._interrupts = interrupts
+        self._logs = logs
+        self._group: EngineGroup | None = None
+
+    @contextlib.contextmanager
+    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
+        """Raises ``EngineFailedError``, ``LinkError`` or ``SiteError``."""
+        logs = self._logs / f"{setup.link}-b{setup.step_tokens}"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (
+            places_of(None if setup.link == LOOPBACK else setup.link, self._interrupts) as places,
+            EngineGroup(logs, self._interrupts) as group,
+        ):
+            lineup = self._lineup(setup, places, logs / "trace")
+            self._warn(lineup.memory_bytes(modes))
+            engines = {spec.name: group.start(spec) for spec in lineup.engines(modes)}
+            self._wait(group, list(engines.values()))
+            targets: dict[str, Target] = {}
+            proxies: dict[str, Engine] = {}
+            for mode in modes:
+                prefill, decode_spec = engines[lineup.prefill(mode).name], lineup.decode(mode)
+                if decode_spec is None:
+                    targets[mode] = Target(mode, prefill.url, prefill.url, processes=prefill.members)
+                    continue
+                decode = engines[decode_spec.name]
+                proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url))
+                targets[mode] = Target(
+                    mode,
+                    proxies[mode].url,
+                    prefill.url,
+                    decode.url if mode == "pull" else prefill.url,
+                    lineup.trace_dir(mode) if "trace_dir" in prefill.spec.extra_config else None,
+                    prefill.members,
+                )
+            self._wait(group, list(proxies.values()))
+            for mode, proxy in proxies.items():
+                check_dispatch(mode, proxy.url)
+            self._group = group
+            try:
+                yield targets
+            finally:
+                self._group = None
+
+    def check(self) -> None:
+        """Raises ``EngineFailedError``."""
+        if self._group is not None:
+            self._group.check_alive()
+
+    def _warn(self, needed: int) -> None:
+        available = available_bytes()
+        if available is not None and needed > available:
+            self._display.console.print(
+                f"[yellow]These servers need about {needed / GIB:.0f} GiB of memory, {available / GIB:.0f} GiB are "
+                "available: the system may end one. Fewer --modes or shorter --lengths need less.[/]"
+            )
+
+    def _wait(self, group: EngineGroup, engines: Sequence[Engine]) -> None:
+        if engines:
+            with self._display.starting(engines) as on_ready:
+                group.wait_ready(engines, on_ready)
+
+
+class GivenSite:
+    """Servers that somebody else has started, and keeps."""
+
+    def __init__(self, targets: Targets, served: Sequence[str]) -> None:
+        self.model = served
+        self._targets = targets
+
+    @contextlib.contextmanager
+    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:  # noqa: ARG002  # they are what they are
+        yield {mode: self._targets[mode] for mode in modes}
+
+    def check(self) -> None:
+        """Whether they live is not ours to know: requests will fail."""
+
+
+def given(texts: Sequence[str]) -> dict[str, Target]:
+    """Read ``MODE=URL[,prefill=URL][,decode=URL][,trace=DIR]``, one for each mode. Raises ``ValueError``."""
+    targets: dict[str, Target] = {}
+    for text in texts:
+        first, *rest = text.split(",")
+        mode, _, url = first.partition("=")
+        if mode not in MODES:
+            raise ValueError(f"--at {text}: {mode!r} is no mode; they are {', '.join(MODES)}")
+        if mode in targets:
+            raise ValueError(f"--at {text}: {mode} is given twice")
+        parts = dict(part.partition("=")[::2] for part in rest)
+        if unknown := parts.keys() - set(PARTS):
+            raise ValueError(f"--at {text}: {unknown.pop()!r} is none of {', '.join(PARTS)}")
+        for each in (url, *(parts[name] for name in ("prefill", "decode") if name in parts)):
+            if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).netloc:
+                raise ValueError(f"--at {text}: {each!r} is no URL; write http://HOST:PORT")
+        trace = Path(parts["trace"]) if "trace" in parts else None
+        if trace is not None and not trace.is_dir():
+            raise ValueError(f"--at {text}: there is no directory {trace}; it is P's trace_dir")
+        urls = {name: parts[name].rstrip("/") for name in ("prefill", "decode") if name in parts}
+        prefill = url.rstrip("/") if mode == AGGREGATED else urls.get("prefill")
+        transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
+        targets[mode] = Target(mode, url.rstrip("/"), prefill, transfers, trace)
+    if AGGREGATED not in targets:
+        raise ValueError(f"--at: {AGGREGATED}=URL is missing; its answers are what all others are compared with")
+    return targets
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory that can still be had; None where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) << 10
+    return None
+
+
+def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
+    """See that the proxy goes about requests as the mode means it, once it has heard who P is. Raises ``SiteError``."""
+    wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
+    while (found := _dispatch(proxy)) != wanted:
+        if time.monotonic() > deadline:
+            raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {wanted}; see its log")
+        time.sleep(LOOK_S)
+
+
+def _dispatch(proxy: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{proxy}/health", timeout=10) as response:
+        (found,) = {each["dispatch"] for each in json.load(response)["engines"] if each["role"] == "prefill"}
+    return str(found)

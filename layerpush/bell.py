@@ -1,0 +1,49 @@
+"""Wakes one sleeping thread. Like ``threading.Event``, at half the price for whoever rings."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+
+class Door(Protocol):
+    """A ``threading.Lock``, or a test's."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+class Bell:
+    """Any thread may ``set``; one thread waits and clears. ``Event`` wakes through a condition with a lock and a list
+    of waiters, which costs the forward pass about 6 us more for each layer.
+    """
+
+    def __init__(self, door: Door | None = None) -> None:
+        self._rung = False
+        self._door = door or threading.Lock()
+        self._door.acquire()
+
+    def is_set(self) -> bool:
+        return self._rung
+
+    def set(self) -> None:
+        """The waiting thread wakes up; one that does not wait yet will not."""
+        if self._rung:
+            return
+        self._rung = True
+        try:
+            self._door.release()
+        except RuntimeError:  # rung by somebody else in the same moment, or before ``clear`` took it back: it is open
+            return
+
+    def clear(self) -> None:
+        """What is rung from now on ends the next ``wait``. By the waiting thread."""
+        self._rung = False
+        self._door.acquire(blocking=False)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until it rings, ``timeout`` seconds at most; whether it has rung."""
+        if not self._rung:
+            self._door.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        return self._rung

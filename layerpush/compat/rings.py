@@ -1,0 +1,51 @@
+"""Staging rings as NIXL memory, beside the KV cache that vLLM registers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from layerpush.staging import PIECE_BYTES
+from layerpush.wire import Window
+
+
+class Worker(Protocol):
+    """What of vLLM's NIXL worker is needed."""
+
+    nixl_wrapper: Any
+    nixl_memory_type: str
+    nixl_backends: list[str]
+    device_id: int
+    _registered_descs: list[Any]
+
+
+def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
+    """Make a ring known to NIXL. Before the KV cache is registered: peers get to know of both at once. The worker's own
+    ``device_id`` is 0 until then, whatever its device.
+    """
+    descriptors = worker.nixl_wrapper.get_reg_descs([(base, size, device, "")], worker.nixl_memory_type)
+    worker.nixl_wrapper.register_memory(descriptors, backends=worker.nixl_backends)
+    worker._registered_descs.append(descriptors)
+
+
+def own_ring(worker: Worker, base: int, size: int, element: int) -> Any:
+    """Our ring as a list of descriptors of ``element`` bytes each; what is left over at the end has none."""
+    return _prepared(worker, "NIXL_INIT_AGENT", base, size, element, worker.device_id)
+
+
+def peer_ring(worker: Worker, agent: str, window: Window) -> Any:
+    """A decode rank's ring as a list of pieces. Raises what NIXL raises, as for memory that the rank has not."""
+    return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
+
+
+def release_ring(worker: Worker, handle: Any) -> None:
+    worker.nixl_wrapper.release_dlist_handle(handle)
+
+
+def _prepared(worker: Worker, agent: str, base: int, size: int, element: int, device: int) -> Any:
+    rows = np.empty((size // element, 3), dtype=np.uint64)
+    rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
+    rows[:, 1] = element
+    rows[:, 2] = device
+    return worker.nixl_wrapper.prep_xfer_dlist(agent, worker.nixl_wrapper.get_xfer_descs(rows, worker.nixl_memory_type))

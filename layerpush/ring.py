@@ -1,0 +1,55 @@
+"""Spans of a staging buffer: who has which bytes of it. Pure; one thread owns a ring."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+class RingError(ValueError):
+    """A span was given back that is not taken: somebody may still write into what another one gets next."""
+
+
+class Ring:
+    """``capacity_bytes`` bytes, handed out from where the last span ended: what was just given back rests."""
+
+    def __init__(self, size: int) -> None:
+        self.capacity_bytes = size
+        self.used_bytes = 0
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        """How many spans are taken."""
+        return len(self._starts)
+
+    def take(self, size: int, align: int = 1) -> int | None:
+        """The offset of ``size`` bytes, a multiple of ``align``; None if there is no room for them now."""
+        if size <= 0:
+            raise ValueError(f"a span of {size} bytes")
+        for low, high in self._gaps():
+            start = -(-low // align) * align
+            if start + size <= high:
+                self._starts.insert(bisect_left(self._starts, start), start)
+                self._sizes[start] = size
+                self.used_bytes += size
+                self._next = start + size
+                return start
+        return None
+
+    def give(self, offset: int) -> None:
+        """Give a span back. Raises ``RingError``."""
+        if offset not in self._sizes:
+            raise RingError(f"no span begins at byte {offset}")
+        self.used_bytes -= self._sizes.pop(offset)
+        del self._starts[bisect_left(self._starts, offset)]
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Free bytes: first those behind the last span that was handed out, then all."""
+        gaps, low = [], 0
+        for start in self._starts:
+            gaps.append((low, start))
+            low = start + self._sizes[start]
+        gaps.append((low, self.capacity_bytes))
+        ahead = [(max(low, self._next), high) for low, high in gaps if high > self._next]
+        return ahead + gaps

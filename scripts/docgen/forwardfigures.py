@@ -1,0 +1,54 @@
+"""Pushes during a synthetic forward, from the JSON of ``python -m bench.forward``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.docgen.conditions import alone, not_measured
+from scripts.docgen.tables import number_table
+
+RESULT = Path("bench/results/forward.json")
+COMMAND = f"python -m bench.forward --out {RESULT}"
+LAYER, REFERENCE = "layer", "request"
+
+
+def tables(root: Path) -> str:
+    """One row for each link, model, prompt length and pattern of blocks; below it what is beyond a limit."""
+    path = root / RESULT
+    if not path.exists():
+        return not_measured(COMMAND)
+    result = json.loads(path.read_text())
+    cells = result["cells"]
+    modes = list(cells[0]["modes"])
+    headings = (
+        *("model", "link", "blocks", "tokens", "load"),
+        *(f"exposed by `{mode}`" for mode in modes),
+        *("of request's", "limit", "forward", "hook"),
+    )
+    table = number_table(headings, [_row(cell, modes) for cell in cells], words=3)
+    missed = sum(bool(cell["misses"]) for cell in cells)
+    about = (
+        f"Medians of {result['rounds']} rounds. Load is the time of all bytes on the wire over that of the forward; "
+        "forward is that with a push by layer over that without, with its 95 % interval; a hook is one call on the "
+        f"forward's thread, median. In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
+    )
+    return f"{table}\n\n{about} {alone(result)}"
+
+
+def _row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
+    exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
+    layer = cell["modes"].get(LAYER)
+    if layer is None:
+        rest = ("",) * 4
+    else:
+        share, slower = layer.get(f"exposed_of_{REFERENCE}"), layer["slowdown"]
+        rest = (
+            f"{share['ratio']:.3f}" if share else "",
+            f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
+            f"{slower['ratio']:.3f} [{slower['low']:.3f}, {slower['high']:.3f}]",
+            f"{layer['hook_us']['p50']:.1f} µs",
+        )
+    return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}", *exposed, *rest)

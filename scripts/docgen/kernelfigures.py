@@ -1,0 +1,83 @@
+"""How fast blocks are gathered and scattered, from the JSON of ``python -m bench.kernel``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.docgen.conditions import alone, not_measured
+from scripts.docgen.tables import number_table
+
+RESULT = Path("bench/results/kernel.json")
+COMMAND = f"python -m bench.kernel --out {RESULT}"
+SIZES = tuple(kib << 10 for kib in (4, 16, 64, 256))
+COUNTS = (64, 1024, 8192)
+IDS = "random"
+OURS = "layerpush"
+DIRECTIONS = {"gather": "index_select", "scatter": "index_copy_"}
+"""Each with torch's operator for it."""
+
+Cell = Mapping[str, Any]
+
+
+def tables(root: Path) -> str:
+    """GB/s and share of a copy's rate, by block size and count; on a GPU also what gathering costs its neighbour."""
+    path = root / RESULT
+    if not path.exists():
+        return not_measured(COMMAND)
+    result = json.loads(path.read_text())
+    parts = [_rates(result["cells"]), _about(result)]
+    if result["contention"]:
+        parts += [_contention(result["contention"]), "Products of large matrices, alone and beside gathering."]
+    return "\n\n".join(parts)
+
+
+def _rates(cells: list[Cell]) -> str:
+    by_place = {
+        (cell["block_bytes"], cell["blocks"], cell["direction"]): cell["ways"] for cell in cells if cell["ids"] == IDS
+    }
+    measured = [(size, count) for size in SIZES for count in COUNTS if (size, count, "gather") in by_place]
+    headings = ["KiB per block", "blocks"]
+    for direction, torchs in DIRECTIONS.items():
+        headings += [f"{direction} GB/s", "of a copy", f"`{torchs}` GB/s", "of a copy"]
+    rows = []
+    for size, count in measured:
+        ways = [(by_place[size, count, direction], torchs) for direction, torchs in DIRECTIONS.items()]
+        rates = [rate for each, torchs in ways for way in (OURS, torchs) for rate in _rate(each[way])]
+        rows.append((f"{size / 1024:g}", str(count), *rates))
+    return number_table(tuple(headings), rows, words=0)
+
+
+def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{way['gb_s']['p50']:.3g}", f"{way['of_copy']['ratio']:.0%}"
+
+
+def _about(result: Mapping[str, Any]) -> str:
+    device = result["device"]
+    threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
+    said = (
+        f"Median payload of {result['rounds']} rounds, blocks in any order, beside a plain copy of as many contiguous "
+        "bytes in the same rounds; nothing of it is in a cache."
+    )
+    if device["kind"] == "cpu":
+        said += f" On a CPU torch's operators do the work, in {threads}, and this says nothing about a GPU."
+    else:
+        said += f" On one {device['name']}, with at most {result['max_programs']} programs."
+    return f"{said} {alone(result)}"
+
+
+def _contention(every: list[Mapping[str, Any]]) -> str:
+    rows = []
+    for each in every:
+        rates, slower = sorted(each["gathered_gb_s"]), each["slowdown"]
+        percents = [f"{100 * (slower[name] - 1):.1f}" for name in ("ratio", "low", "high")]
+        rows.append(
+            (
+                str(each["max_programs"]),
+                f"{rates[len(rates) // 2]:.0f}",
+                f"{percents[0]} [{percents[1]}, {percents[2]}]",
+            )
+        )
+    return number_table(("programs at most", "GB/s gathered", "products slower by %"), rows, words=0)

@@ -1,0 +1,86 @@
+"""What packing is worth, from the JSON of ``python -m bench.push``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.push.cells import LIMIT
+from scripts.docgen.conditions import alone, not_measured
+from scripts.docgen.tables import number_table
+
+RESULT = Path("bench/results/push.json")
+COMMAND = f"python -m bench.push --out {RESULT}"
+PATTERNS = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
+"""The patterns that are worth a table: in the others there is less to pack, or nothing."""
+LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA IPC, on one GPU"}
+
+Cell = Mapping[str, Any]
+
+
+def summary(root: Path) -> str:
+    """One paragraph: at how many points auto is as good as the best plan."""
+    result = _result(root)
+    return not_measured(COMMAND) if result is None else _summary(result)
+
+
+def tables(root: Path) -> str:
+    """For each link and pattern the best plan by block size and count, and what auto takes of its time."""
+    result = _result(root)
+    if result is None:
+        return not_measured(COMMAND)
+    cells = result["cells"]
+    parts = [_summary(result)]
+    for link in dict.fromkeys(cell["link"] for cell in cells):
+        for ids, what in PATTERNS.items():
+            here = [cell for cell in cells if (cell["link"], cell["ids"]) == (link, ids)]
+            if here:
+                parts += [f"Over {LINKS.get(link, link)}, {what}:", _table(here)]
+    parts.append(
+        f"Each cell: the plan with the lowest median of {result['rounds']} rounds, its time as a share of direct's, "
+        "and, after the comma, auto's time as a share of that plan's. **Bold**: auto takes more than "
+        f"{LIMIT:g} times as long as the best plan or as direct; with an exclamation mark, the whole 95 % interval "
+        "says so."
+    )
+    return "\n\n".join(parts)
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    said: str = result["summary"]
+    ucx = {about["ucx"] for about in result["about"].values()}
+    versions = {"versions": {"ucx": ", ".join(sorted(ucx)), **result["versions"]}}
+    return f"{said[0].upper()}{said[1:]}. {alone({**result, **versions})}"
+
+
+def _table(cells: Sequence[Cell]) -> str:
+    counts = sorted({cell["blocks"] for cell in cells})
+    by_place = {(cell["block_bytes"], cell["blocks"]): cell for cell in cells}
+    rows = [
+        (f"{size / 1024:g} KiB", *(_best(by_place.get((size, count))) for count in counts))
+        for size in sorted({cell["block_bytes"] for cell in cells})
+    ]
+    return number_table(("per block", *(f"{count} blocks" for count in counts)), rows)
+
+
+def _best(cell: Cell | None) -> str:
+    """Empty where the WRITE would be too large."""
+    if cell is None:
+        return ""
+    best, auto = cell["best"], cell["auto"]
+    share = "" if best == "direct" else f" {cell['ways'][best]['of_direct']['ratio']:.2f}"
+    to_best = f"{auto['to_best']['ratio']:.2f}"
+    if auto["misses"]:
+        to_best = f"**{to_best}{'!' if _is_sure(auto) else ''}**"
+    return f"{best}{share}, {to_best}"
+
+
+def _is_sure(auto: Mapping[str, Any]) -> bool:
+    return any(auto[against]["low"] > LIMIT for against in ("to_best", "to_direct"))
+
+
+def _result(root: Path) -> Mapping[str, Any] | None:
+    path = root / RESULT
+    result: Mapping[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return result

@@ -1,0 +1,272 @@
+"""A worker's staging memory, against a NIXL that only notes what it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from layerpush import compat
+from layerpush.config import LayerPushConfig
+from layerpush.prefill.staging import Link
+from layerpush.staging import PIECE_BYTES
+from layerpush.tensorstaging import TensorStaging
+from layerpush.transport.base import Route, WriteState
+from layerpush.wire import Window
+from layerpush.workerstaging import WorkerStaging
+from tests.unit.builders import layout_of
+
+BLOCKS, BLOCK_BYTES = 64, 256
+LAYOUT = layout_of([0, 0], BLOCKS, BLOCK_BYTES)
+OFFER = Window(
+    rank=0, ring=1 << 40, ring_size=256 * PIECE_BYTES, device=0, offset=0, size=PIECE_BYTES, layout=LAYOUT.digest
+)
+
+
+class Nixl:
+    """``broken`` are the calls that fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.prepared: list[str] = []
+        self.released: list[Any] = []
+        self.broken: set[str] = set()
+        self.devices: set[int] = set()
+        """That memory was registered on."""
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.broken:
+            raise RuntimeError(f"{name} fails")
+
+    def get_reg_descs(self, rows: Any, memory: str) -> Any:
+        self.devices |= {int(row[2]) for row in rows}
+        return rows, memory
+
+    def get_xfer_descs(self, rows: Any, memory: str) -> Any:
+        return rows, memory
+
+    def register_memory(self, *_: Any, **__: Any) -> None:
+        self._called("register_memory")
+
+    def prep_xfer_dlist(self, agent: str, _: Any) -> str:
+        self._called("prep_xfer_dlist")
+        self.prepared.append(agent)
+        return f"list {len(self.prepared)}"
+
+    def release_dlist_handle(self, handle: Any) -> None:
+        self.released.append(handle)
+        self._called("release_dlist_handle")
+
+
+class Wire:
+    """WRITEs that do not end."""
+
+    def __init__(self, nixl: Nixl) -> None:
+        self.nixl = nixl
+
+    def post_write(self, *_: Any) -> str:
+        return "a WRITE"
+
+    def poll(self, _: Any) -> WriteState:
+        return WriteState.PENDING
+
+    def release(self, handle: Any) -> None:
+        self.nixl.released.append(handle)
+
+
+class Place:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.nixl = Nixl()
+        self.worker = SimpleNamespace(
+            nixl_wrapper=self.nixl,
+            nixl_memory_type="DRAM",
+            nixl_backends=["UCX"],
+            device_id=0,
+            tp_rank=0,
+            use_host_buffer=False,
+            _has_mamba=False,
+            _registered_descs=[],
+            transport=Wire(self.nixl),
+        )
+        self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
+        monkeypatch.setattr(compat, "slot_views", lambda _, caches: list(caches.values()))
+        self.staging = WorkerStaging(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
+
+    def start(self) -> WorkerStaging:
+        self.staging.allocate(torch.device("cpu"))
+        self.staging.build(LAYOUT, self.caches)
+        return self.staging
+
+    def packs(self) -> bool:
+        return self.staging.stager is not None
+
+
+def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    staging = place.start()
+    assert place.packs()
+    assert len(place.worker._registered_descs) == 1
+    assert place.nixl.prepared == ["NIXL_INIT_AGENT"] * 2
+    assert staging.unpacker is not None
+    offer = staging.unpacker.offer("d-1")
+    assert offer is not None
+    assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
+    (ring,) = staging.rings
+    assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    "config", [{"packing": "off"}, {"layerwise": False}, {"staging_bytes": 0}, {"staging_bytes": PIECE_BYTES}]
+)
+def test_without_room_or_wish_nothing_is_packed(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch, **config)
+    place.start()
+    assert not place.packs()
+    assert place.staging.unpacker is None
+    assert place.staging.rings == ()
+    assert place.staging.ring_of("D", "d-0", OFFER) is None
+    place.staging.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "use_mla", "gathers"), [(2, False, True), (1, False, False), (4, False, False), (1, True, True)]
+)
+def test_only_whole_blocks_are_gathered(
+    theirs: int, use_mla: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our heads of two blocks are no neighbours on D, whatever their ids: those of other ranks lie between them."""
+    place = Place(monkeypatch)
+    place.worker.use_mla = use_mla
+    place.worker.transfer_topo = SimpleNamespace(
+        get_engine_info=lambda _: SimpleNamespace(remote_tp_size=theirs),
+        tp_ratio=lambda size: {1: 2, 2: 1, 4: -2}[size],  # we are two ranks
+    )
+    link = Link("D", (Route("d-0", 0, "cache", "their cache"),), (BLOCKS, BLOCKS))
+    gathered = place.start().with_gathering(link).gathered
+    assert gathered == (Route("d-0", 0, "list 1", "their cache") if gathers else None)
+
+
+def test_a_link_that_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory, blocks that do not fit, several ranks."""
+    routes = tuple(Route(f"d-{rank}", rank, "cache", "their cache") for rank in range(2))
+    for config, link in (
+        ({"packing": "off"}, Link("D", routes[:1], (BLOCKS, BLOCKS))),
+        ({}, Link("D", (), (), refusal="another block size")),
+        ({}, Link("D", routes, (BLOCKS, BLOCKS), share=0.5)),
+    ):
+        assert Place(monkeypatch, **config).start().with_gathering(link) is link
+
+
+def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever registers must not suffer from it."""
+    place = Place(monkeypatch, staging_bytes=130 * PIECE_BYTES)
+    staging = place.start()
+    assert place.packs()
+    assert staging.unpacker is not None
+    assert staging.unpacker.offer("d-1") is None
+
+
+def test_memory_that_cannot_be_registered_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    place.nixl.broken.add("register_memory")
+    place.start()
+    assert not place.packs()
+
+
+def test_a_device_that_cannot_copy_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: TensorStaging) -> tuple[float, float]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(TensorStaging, "copy_costs", broken)
+    place = Place(monkeypatch)
+    place.start()
+    assert not place.packs()
+    assert place.staging.rings == ()
+
+
+def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WRITEs may be on their way to the first while a second one is offered."""
+    place = Place(monkeypatch)
+    staging = place.start()
+    first = staging.ring_of("D", "d-0", OFFER)
+    assert first is not None
+    assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, offset=PIECE_BYTES)) == first
+    for change in ({"ring": 1 << 41}, {"ring_size": PIECE_BYTES}, {"device": 1}):
+        assert staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, **change)) is None
+    assert staging.ring_of("D", "d-0", OFFER) == first
+    assert place.nixl.released == []
+    staging.disconnected("D")
+    assert place.nixl.released == [first.remote_descriptors]
+    again = staging.ring_of("D", "d-0", msgspec.structs.replace(OFFER, ring=1 << 41))
+    assert again is not None
+    assert again.remote_descriptors != first.remote_descriptors
+
+
+def test_a_ring_that_is_not_there_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    staging = place.start()
+    place.nixl.broken.add("prep_xfer_dlist")
+    before = place.nixl.calls.count("prep_xfer_dlist")
+    for _ in range(3):
+        assert staging.ring_of("D", "d-0", OFFER) is None
+    assert place.nixl.calls.count("prep_xfer_dlist") == before + 1
+
+
+def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The WRITE's handle goes first, then the list that it was made from."""
+    place = Place(monkeypatch)
+    staging = place.start()
+    ring = staging.ring_of("D", "d-0", OFFER)
+    assert ring is not None
+    assert staging.stager is not None
+    staging.stager.turn()
+    assert staging.engines_in_flight == {"D"}
+    place.nixl.broken.add("release_dlist_handle")
+    staging.disconnected("D")
+    assert place.nixl.released == ["a WRITE", ring.remote_descriptors]
+    assert staging.engines_in_flight == set()
+    staging.close()
+    staging.close()
+    assert len(place.nixl.released) == 4
+
+
+def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's ``device_id`` is 0 until vLLM has registered the KV cache."""
+    place = Place(monkeypatch)
+    monkeypatch.setattr("layerpush.workerstaging.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8))
+    place.staging.allocate(torch.device("cuda", 3))
+    assert place.nixl.devices == {3}
+
+
+@pytest.mark.parametrize("reason", ["use_host_buffer", "_has_mamba"])
+def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    setattr(place.worker, reason, True)
+    place.start()
+    assert place.nixl.calls == []
+    assert not place.packs()
+
+
+def test_memory_that_there_is_none_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs torch has no error of its own for that."""
+
+    def none_left(*_: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr("layerpush.workerstaging.staging_memory", none_left)
+    place = Place(monkeypatch)
+    place.start()
+    assert not place.packs()
+
+
+def test_a_ring_that_nixl_has_no_list_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    place.nixl.broken.add("prep_xfer_dlist")
+    place.start()
+    assert not place.packs()
+    assert place.staging.unpacker is None
+    place.staging.close()

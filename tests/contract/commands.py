@@ -1,0 +1,34 @@
+"""Benchmarks that are run as their users run them, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 100
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """``python -m MODULE ARGUMENTS`` at the root of the checkout."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def children(pid: int, count: int) -> list[int] | None:
+    """The child processes, if there are so many."""
+    found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found if len(found) == count else None
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/root").exists()

@@ -1,0 +1,136 @@
+"""bench.serve with vLLM's own ``bench serve``: what it asks of it, and what it reads from its files. No engine runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.serve.tokenizer import write_tokenizer
+from layerpush.demo.cluster import DEMO_SHAPE
+from layerpush.demo.ports import PortAllocator
+from tests.contract.waiting import until
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 280
+ROUNDS = 3
+PORTS = PortAllocator()
+
+
+@contextlib.contextmanager
+def stub(word: str = "token") -> Iterator[str]:
+    """The URL of an engine that answers every prompt with the same words."""
+    url = f"http://127.0.0.1:{(port := PORTS.take())}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.stubengine", "--port", str(port), "--word", word], cwd=ROOT
+    )
+    try:
+        until(lambda: healthy(url))
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def healthy(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(urllib.request.urlopen(f"{url}/health", timeout=1).status == 200)
+    return False
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    tokenizer = write_tokenizer(tmp_path / "words", 512, 4096, DEMO_SHAPE.config())
+    words = ["--model", str(tokenizer), "--lengths", "64", "--rounds", str(ROUNDS), "--requests", "2", *arguments]
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.serve", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    process = start(tmp_path, *arguments)
+    said, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 20)
+def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    with stub() as one, stub() as other:
+        arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--concurrency", "1,2", "--out", str(out))
+        status, said = bench(tmp_path, *arguments)
+    assert status == 0, said
+    written = json.loads(out.read_text())
+    assert {"argv", "git_sha", "versions", "machine", "seed", "settings", "answers", "cells"} <= set(written)
+    assert written["answers"] == {"compared": 18, "wrong": 0}
+    assert [(cell["prompt_tokens"], cell["concurrency"], cell["requests"]) for cell in written["cells"]] == [
+        (64, 1, 2),
+        (64, 2, 4),
+    ]
+    for cell in written["cells"]:
+        for mode in ("aggregated", "layer"):
+            found = cell["modes"][mode]
+            assert [len(one) for one in found["ttft_ms"]["raw"]] == [cell["requests"]] * ROUNDS
+            assert min(found["ttft_ms"]["raw"][0]) > 0
+            assert found["tpot_ms"]["p50"] >= 0
+            assert found["exposed_ms"] is None
+        assert cell["ratios"]["ttft_ms"]["layer/aggregated"]["ratio"] > 0
+    assert "to aggregated" in said
+    assert [path.name for path in tmp_path.iterdir() if path.name != "words"] == ["serve.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 20)
+def test_an_answer_that_differs_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    with stub() as one, stub("other") as other:
+        arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--out", str(out))
+        status, said = bench(tmp_path, *arguments)
+    assert status == 1, said
+    assert "' other0 other1" in said
+    assert "Nothing is written" in said
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 20)
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    with stub() as one, stub() as other:
+        servers = ("--at", f"aggregated={one}", "--at", f"layer={other}")
+        process = start(tmp_path, *servers, "--out", str(out))
+        kept = tmp_path / "serve.json.parts"
+        until(lambda: len(list(kept.glob("loopback*.json"))) >= 2, SECONDS)
+        client = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT, said
+        assert f"--resume {out}" in said
+        until(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in client))
+        done = len(list(kept.glob("loopback*.json")))
+        process = start(tmp_path, *servers, "--resume", str(out))
+        said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert f"{ROUNDS * 2 - done} calls" in said
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert [len(found["ttft_ms"]["raw"]) for found in cell["modes"].values()] == [ROUNDS, ROUNDS]
+    assert cell["modes"]["layer"]["starts"] == sorted(cell["modes"]["layer"]["starts"])
+    assert set(cell["modes"]["layer"]["starts"]) == {0, 1}
+    assert not kept.exists()
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

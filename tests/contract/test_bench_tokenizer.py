@@ -1,0 +1,38 @@
+"""The tokenizer of bench.serve, as vLLM uses it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.serve.tokenizer import write_tokenizer
+from layerpush.demo.cluster import DEMO_SHAPE
+
+VOCABULARY = 2048
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    from vllm.tokenizers import get_tokenizer
+
+    folder: Path = tmp_path_factory.mktemp("words")
+    return get_tokenizer(str(write_tokenizer(folder, VOCABULARY, 32768, DEMO_SHAPE.config())))
+
+
+@pytest.mark.slow
+def test_text_and_tokens_are_one(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    tokens = random.Random(0).choices(range(VOCABULARY), k=5000)
+    text = tokenizer.decode(tokens)
+    assert tokenizer.encode(text) == tokens
+    assert tokenizer.encode(f" {text}") == tokens
+    assert tokenizer.vocab_size == VOCABULARY
+    assert tokenizer.num_special_tokens_to_add() == 0
+    assert tokenizer.all_special_ids in ([], [0])
+
+
+@pytest.mark.slow
+def test_no_prompt_is_too_long_for_its_tokens(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """vLLM refuses texts of more characters than the longest token has, times the tokens that there is room for."""
+    assert len(tokenizer.decode([VOCABULARY - 1] * 1000)) <= 1000 * tokenizer.max_chars_per_token

@@ -1,0 +1,99 @@
+"""Runs inside an engine host: looks at its worker's staging memory, and spoils copies from and to it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from layerpush.prefill.calibration import SCRATCH_PIECES
+from layerpush.staging import PIECE_BYTES
+from tests.e2e import probes
+
+if TYPE_CHECKING:
+    from tests.e2e.hostmain import HostedEngine
+
+Copying = Literal["gather", "scatter"]
+EXPONENT = 0x40
+"""This bit of the last byte of a float32 makes any number of a KV cache a very large or a very small one."""
+
+
+def in_use(host: HostedEngine) -> list[str]:
+    """What of the ring somebody has: nothing, if no push and no load is under way."""
+    staging = _worker_staging()
+    if staging is None or staging._staging is None:
+        return []
+    used = staging._staging.ring.used_bytes - SCRATCH_PIECES * PIECE_BYTES
+    windows = len(staging.unpacker._windows)
+    unpacking = len(staging.stager.packer._unpacking)
+    counts = {"bytes": used, "windows": windows, "scatters": len(staging.unpacker._running), "unpackings": unpacking}
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def wait_until_free(host: HostedEngine, timeout: float) -> list[str]:
+    """Poll `in_use` until nothing is, or the time is over: the writer thread gives back a bit later."""
+    deadline = time.monotonic() + timeout
+    while (held := in_use(host)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return held
+
+
+def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
+    """Whether these arguments of ``make_prepped_xfer`` are of a WRITE that only finds out how long one takes."""
+    staging = _worker_staging()
+    return staging is not None and local is staging._pieces and max(local_ids) < SCRATCH_PIECES
+
+
+def plans_under_way(host: HostedEngine) -> list[str]:
+    """The plans of the WRITEs that have not ended."""
+    worker = probes.connector_worker()
+    pushes = list(worker.writer._pushes.values())
+    return sorted({part.record.plan for push in pushes for part in push.parts})
+
+
+def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
+    """These copies, counted from now, cannot be made."""
+    copies, numbers = _staging(), iter(range(1 << 30))
+    real = getattr(copies, copying)
+
+    def fails(*args: Any) -> Any:
+        if first <= next(numbers) < first + count:
+            raise RuntimeError(f"scripted: this {copying} cannot be made")
+        return real(*args)
+
+    setattr(copies, copying, fails)
+
+
+def damage(host: HostedEngine, copying: Copying, number: int) -> None:
+    """One byte in the ring goes wrong: after this gather, or before this scatter."""
+    copies, numbers = _staging(), iter(range(1 << 30))
+    real = getattr(copies, copying)
+
+    def damages(layers: slice, blocks: Any, offset: int) -> Any:
+        hit = next(numbers) == number
+        if hit and copying == "scatter":
+            copies._memory[offset + 3] ^= EXPONENT
+        copy = real(layers, blocks, offset)
+        if hit and copying == "gather":
+            copies._memory[offset + 3] ^= EXPONENT
+        return copy
+
+    setattr(copies, copying, damages)
+
+
+def reset(host: HostedEngine) -> None:
+    """Copies are what they were."""
+    staging = _worker_staging()
+    if staging is not None and staging._staging is not None:
+        for copying in ("gather", "scatter"):
+            staging._staging.__dict__.pop(copying, None)
+
+
+def _staging() -> Any:
+    staging = _worker_staging()
+    assert staging is not None
+    assert staging._staging is not None, "this engine has no staging memory"
+    return staging._staging
+
+
+def _worker_staging() -> Any:
+    return getattr(probes.connector_worker(), "_staging", None)

@@ -1,0 +1,95 @@
+"""bench.kernel: what it writes, and that it writes nothing when a byte is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench import contention, kernel
+
+FEW = ["--block-bytes", "64,4096", "--blocks", "1,4", "--ids", "random,half", "--rounds", "2", "--device", "cpu"]
+FLUSH = mock.patch.dict(kernel.FLUSH_BYTES, {"cpu": 1 << 16})
+
+
+@FLUSH
+def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "kernel.json"
+    result = CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert {"argv", "git_sha", "versions", "machine", "date", "seed", "device", "rounds"} <= set(written)
+    assert {"torch", "triton", "ucx"} <= set(written["versions"])
+    assert written["left_out"] == written["contention"] == []
+    cells = written["cells"]
+    assert len(cells) == 2 * 2 * 2 * 2
+    assert {cell["direction"] for cell in cells} == {"gather", "scatter"}
+    for cell in cells:
+        torch_way = {"gather": "index_select", "scatter": "index_copy_"}[cell["direction"]]
+        assert set(cell["ways"]) == {"copy", "layerpush", torch_way}
+        for way in cell["ways"].values():
+            assert len(way["seconds"]) == 2
+            assert way["gb_s"]["p20"] <= way["gb_s"]["p50"] <= way["gb_s"]["p80"]
+            assert way["gb_s"]["p20"] * min(way["seconds"]) <= cell["block_bytes"] * cell["blocks"] / 1e9
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@FLUSH
+def test_what_is_too_large_is_left_out_and_said(tmp_path: Path) -> None:
+    out = tmp_path / "kernel.json"
+    arguments = ["--block-bytes", "64,2097152", "--blocks", "1", "--ids", "half", "--rounds", "2", "--most-mib", "1"]
+    result = CliRunner().invoke(kernel.app, [*arguments, "--device", "cpu", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "1 cases above 1 MiB left out" in result.output
+    assert json.loads(out.read_text())["left_out"] == [{"block_bytes": 2097152, "blocks": 1, "ids": "half"}]
+
+
+@FLUSH
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_a_wrong_byte_is_an_error_and_nothing_is_written(direction: str, tmp_path: Path) -> None:
+    """Not even the figures of other ways."""
+    right = getattr(kernel, f"{direction}_blocks")
+
+    def wrong(*tensors: torch.Tensor, max_programs: int) -> None:
+        right(*tensors, max_programs=max_programs)
+        tensors[-1].view(torch.uint8).view(-1)[-1] ^= 1
+
+    out = tmp_path / "kernel.json"
+    with mock.patch.object(kernel, f"{direction}_blocks", wrong):
+        result = CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)])
+    assert result.exit_code == 1
+    assert f"layerpush: wrong bytes after the {direction}" in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 64])
+@pytest.mark.parametrize("pattern", ["contiguous", "random", "half"])
+def test_ids_are_distinct_and_follow_their_pattern(pattern: str, blocks: int) -> None:
+    ids = kernel.Case(64, blocks, pattern).block_ids(seed=1)
+    assert len(ids) == len(set(ids.tolist())) == blocks
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 2 * blocks
+    steps = (ids.diff() == 1).tolist()
+    if pattern == "contiguous":
+        assert all(steps)
+    elif pattern == "half":
+        assert all(steps[: blocks // 2 - 1])
+    if pattern != "contiguous" and blocks == 64:
+        assert not any(steps[-8:])
+
+
+def test_slowdown_is_of_medians() -> None:
+    measured = contention.Contention(8, [1.0, 1.0, 9.0], [1.1, 1.1, 1.1], [100.0, 120.0, 110.0])
+    assert measured.slowdown.ratio == pytest.approx(1.1)
+    assert str(measured) == "8 programs: 110 GB/s, products +10.0% slower"
+
+
+@pytest.mark.gpu
+def test_products_and_gathering_run_beside_each_other() -> None:
+    with mock.patch.multiple(contention, SIDE=2048, PRODUCTS=50):
+        measured = contention.Rival(torch.device("cuda", torch.cuda.current_device()), seed=0).measure(4, rounds=3)
+    assert min(measured.gathered_gb_s) > 0
+    assert len(measured.alone_s) == len(measured.beside_s) == 3

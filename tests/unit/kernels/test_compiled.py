@@ -1,0 +1,71 @@
+"""What the compiler makes of the kernel for an H100, no GPU needed: 16 bytes per access wherever alignment allows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from layerpush_kernels import packing
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TILE = 1024
+ACCESSES = 4  # of each thread, per tile
+
+pytestmark = [
+    pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="this Triton cannot compile for NVIDIA"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(*, table: bool, ids: str = "i64", **constants: object) -> CompiledKernel:
+    kernel = packing.copy_blocks
+    signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in kernel.params}
+    signature |= {"ids": f"*{ids}", "pointers": "*i64" if table else "constexpr"}
+    constants |= {"TILE": TILE} | ({} if table else {"pointers": None})
+    source = ASTSource(kernel, signature, constexprs=constants)
+    return triton.compile(source, target=HOPPER, options={"num_warps": TILE // packing.UNITS_PER_WARP})
+
+
+def accesses(kernel: CompiledKernel, instruction: str) -> list[int]:
+    """Bytes of each global load (``ld``) or store (``st``) in the PTX."""
+    found = re.findall(rf"{instruction}\.global\S*?(?:\.v(\d))?\.b(\d+)\b", kernel.asm["ptx"])
+    return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("unit", [16, 8, 4, 2, 1])
+def test_every_access_is_one_unit(unit: int, gather: bool, split: bool) -> None:
+    kernel = compiled(table=True, GATHER=gather, SPLIT=split, UNIT=unit)
+    assert accesses(kernel, "st") == [unit] * ACCESSES
+    id_and_pointer = [8, 8]
+    assert sorted(accesses(kernel, "ld")) == sorted([unit] * ACCESSES + id_and_pointer)
+
+
+@pytest.mark.parametrize("ids", ["i32", "i64"])
+def test_a_single_cache_needs_no_pointer(ids: str) -> None:
+    kernel = compiled(table=False, ids=ids, GATHER=True, SPLIT=False, UNIT=16)
+    assert sorted(accesses(kernel, "ld")) == [int(ids[1:]) // 8] + [16] * ACCESSES
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_all_loads_of_a_tile_are_in_flight_together(gather: bool, split: bool) -> None:
+    """In the machine code too: four loads of 128 bits, then four stores, nothing spilled, no shared memory."""
+    kernel = compiled(table=True, GATHER=gather, SPLIT=split, UNIT=16)
+    assert kernel.metadata.shared == 0
+    found = re.findall(r"\b(?:LDG|STG|LDL|STL)\b\S*", kernel.asm["sass"])
+    wide = [each[:3] for each in found if "128" in each]
+    assert wide == ["LDG"] * ACCESSES + ["STG"] * ACCESSES
+    assert not [each for each in found if each.startswith(("LDL", "STL"))]

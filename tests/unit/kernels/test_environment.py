@@ -1,0 +1,28 @@
+"""TRITON_INTERPRET=1 in the environment: CPU tensors go through the kernel, as a debugger would want it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import torch, triton
+from layerpush_kernels import gather_blocks, packing, scatter_blocks
+assert not isinstance(packing.copy_blocks, triton.JITFunction)
+cache = torch.randn(5, 2, 16, 4, 8, dtype=torch.bfloat16)
+ids, part = torch.tensor([4, 1]), cache[..., 1:3, :]
+packed = torch.empty(2, 2, 16, 2, 8, dtype=torch.bfloat16)
+gather_blocks(part, ids, packed)
+assert torch.equal(packed, part[ids])
+scatter_blocks(packed + 1, ids, part)
+assert torch.equal(part[ids], packed + 1)
+"""
+
+
+def test_the_kernel_runs_under_the_interpreter_of_the_environment() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert result.returncode == 0, result.stderr

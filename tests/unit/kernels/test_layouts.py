@@ -1,0 +1,85 @@
+"""Layouts that vLLM uses, whole and one rank's heads: what arrives is what vLLM would see at the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from layerpush_kernels import gather_blocks, layer_table, scatter_blocks
+from tests.unit.kernels.arena import noise
+from tests.unit.kernels.places import PLACES, running_at
+
+BLOCKS, SIZE, HEADS, DIM = 6, 4, 4, 24
+Maker = Callable[[torch.device, int], torch.Tensor]
+
+
+def filled(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
+    """All values are numbers: NaN would differ from itself here."""
+    return (noise(torch.Size(shape).numel(), seed).to(torch.bfloat16) - 128).view(shape).to(device)
+
+
+LAYOUTS: dict[str, Maker] = {
+    "NHD": lambda device, seed: filled((BLOCKS, 2, SIZE, HEADS, DIM), device, seed),
+    "HND": lambda device, seed: filled((BLOCKS, 2, HEADS, SIZE, DIM), device, seed).transpose(2, 3),
+    "halves, NHD": lambda device, seed: filled((2, BLOCKS, SIZE, HEADS, DIM), device, seed).movedim(1, 0),
+    "halves, HND": lambda device, seed: (
+        filled((2, BLOCKS, HEADS, SIZE, DIM), device, seed).transpose(2, 3).movedim(1, 0)
+    ),
+    "layer of a block of layers": lambda device, seed: filled((BLOCKS, 3, 2, SIZE, HEADS, DIM), device, seed)[:, 2],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("heads", [slice(0, HEADS), slice(1, 3), slice(3, 4)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_move_from_p_to_d(layout: str, heads: slice, place: str) -> None:
+    with running_at(place) as device:
+        source, target = (LAYOUTS[layout](device, seed) for seed in (1, 2))
+        was = target.clone()
+        ours, theirs = torch.tensor([5, 0, 3], device=device), torch.tensor([1, 4, 2], device=device)
+        part, room = source[..., heads, :], target[..., heads, :]
+        packed = torch.empty(3 * part[0].nbytes, dtype=torch.uint8, device=device)
+        gather_blocks(part, ours, packed)
+        scatter_blocks(packed, theirs, room)
+        was[..., heads, :][theirs] = part[ours]
+        assert torch.equal(target, was)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_mla_blocks_move_from_p_to_d(place: str) -> None:
+    with running_at(place) as device:
+        source, target = (filled((BLOCKS, SIZE, 576), device, seed) for seed in (1, 2))
+        ids = torch.tensor([5, 0, 3], device=device)
+        packed = torch.empty((3, SIZE, 576), dtype=torch.bfloat16, device=device)
+        gather_blocks(source, ids, packed)
+        assert torch.equal(packed, source[ids])
+        scatter_blocks(packed, ids, target)
+        assert torch.equal(target[ids], source[ids])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_rank_of_p_gathers_the_heads_of_two_ranks_of_d(place: str) -> None:
+    """Two ranks of D with half the heads each, their caches side by side, have what P has."""
+    with running_at(place) as device:
+        source = filled((BLOCKS, 2, SIZE, HEADS, DIM), device, 1)
+        ranks = [filled((BLOCKS, 2, SIZE, HEADS // 2, DIM), device, seed) for seed in (2, 3)]
+        ids = torch.arange(BLOCKS, device=device)
+        packed = torch.empty(ranks[0].nbytes, dtype=torch.uint8, device=device)
+        for rank, cache in enumerate(ranks):
+            gather_blocks(source.unflatten(3, (2, -1))[:, :, :, rank], ids, packed)
+            scatter_blocks(packed, ids, cache)
+        assert torch.equal(torch.cat(ranks, dim=3), source)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (0, 8, 16), (0, 4, 0), (2, 0, 0), (0, 0, 1), (16, 3, 8)], ids=str)
+def test_the_least_aligned_layer_decides_for_all(shifts: tuple[int, ...], place: str) -> None:
+    with running_at(place) as device:
+        memories = [noise(5 * 64 + 16, seed).to(device) for seed in range(len(shifts))]
+        caches = [memory[shift:][: 5 * 64].view(5, 64) for memory, shift in zip(memories, shifts, strict=True)]
+        ids = torch.tensor([4, 1], device=device)
+        out = torch.zeros((len(caches), 2, 64), dtype=torch.uint8, device=device)
+        gather_blocks(layer_table(caches), ids, out)
+        assert torch.equal(out, torch.stack([cache[ids] for cache in caches]))

@@ -1,0 +1,107 @@
+"""Calls of bench.serve without engines: results as ``vllm bench serve`` writes them, and a site of stubs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.serve.measured import Measured, measured
+from bench.serve.plan import AGGREGATED, Call, Cell, Load, Plan, Setup
+from bench.serve.site import Target, Targets
+
+SETUP = Setup("loopback", 512)
+CELL = Cell(SETUP, 1024, Load(concurrency=1))
+MODES = (AGGREGATED, "request", "layer")
+
+
+def plan(**changes: Any) -> Plan:
+    usual: dict[str, Any] = {
+        "modes": MODES,
+        "lengths": [1024],
+        "loads": [Load(concurrency=1)],
+        "setups": [SETUP],
+        "rounds": 3,
+        "requests": 2,
+        "answer_tokens": 5,
+        "seed": 7,
+    }
+    return Plan(**usual | changes)
+
+
+def result(ttfts_s: Sequence[float], answers: Sequence[str] | None = None, **changes: Any) -> dict[str, Any]:
+    """A file of ``--save-result --save-detailed``: answers of 5 tokens, 10 ms after one another."""
+    usual = {
+        "duration": 2.0,
+        "completed": len(ttfts_s),
+        "failed": 0,
+        "errors": [""] * len(ttfts_s),
+        "ttfts": list(ttfts_s),
+        "latencies": [each + 0.04 for each in ttfts_s],
+        "input_lens": [1024] * len(ttfts_s),
+        "output_lens": [5] * len(ttfts_s),
+        "generated_texts": list(answers or [f"right {number}" for number in range(len(ttfts_s))]),
+    }
+    return usual | changes
+
+
+def call(mode: str, number: int, ttfts_s: Sequence[float], answers: Sequence[str] | None = None) -> Measured:
+    return measured(Call(CELL, number, mode), ["--backend", "openai"], 0, result(ttfts_s, answers))
+
+
+@dataclass
+class StubClient:
+    """Answers at once. ``answers`` by mode; ``stop_after`` so many calls, warm-ups included, ``failure`` is raised."""
+
+    answers: dict[str, list[str]] = field(default_factory=dict)
+    stop_after: int | None = None
+    failure: BaseException = field(default_factory=KeyboardInterrupt)
+    words: list[list[str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def run(self, words: Sequence[str], name: str, watch: Callable[[], None]) -> dict[str, Any]:
+        if len(self.names) == self.stop_after:
+            raise self.failure
+        watch()
+        self.words.append(list(words))
+        self.names.append(name)
+        requests = int(words[words.index("--num-prompts") + 1])
+        mode = words[words.index("--base-url") + 1].removeprefix("http://")
+        answers = self.answers.get(mode, [])
+        texts = [f"right {number}" for number in range(requests)]
+        return result([0.5] * requests, [*answers, *texts[len(answers) :]])
+
+    @property
+    def measured(self) -> list[str]:
+        return [name for name in self.names if not name.startswith("warm-up")]
+
+
+@dataclass
+class StubSite:
+    """Its URLs are ``http://MODE``, at which nobody listens; nothing can be asked."""
+
+    model: Sequence[str] = ()
+    ups: list[tuple[Setup, list[str]]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
+        self.ups.append((setup, list(modes)))
+        yield {mode: Target(mode, f"http://{mode}") for mode in modes}
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass
+class Heard:
+    """Progress, as it was told."""
+
+    left: list[float | None] = field(default_factory=list)
+
+    def setup(self, setup: Setup, modes: Sequence[str], calls: int) -> None: ...
+
+    def warmed(self, mode: str) -> None: ...
+
+    def called(self, call: Call, result: Measured, left_s: float | None) -> None:
+        self.left.append(left_s)

@@ -1,0 +1,71 @@
+"""Staging memory of numpy bytes, whose copies take as long as a test wants."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from layerpush.layout import BlockIds, CacheLayout
+from layerpush.prefill.runs import slots_of
+from layerpush.ring import Ring
+from layerpush.transport.fake import Bytes
+
+
+class HeldCopy:
+    """Happens when it is over: whoever changes either side before that changes what is copied."""
+
+    def __init__(self, copy: Callable[[], None], looks: int) -> None:
+        self._copy = copy
+        self._looks = looks
+        self._happened = False
+
+    def is_over(self) -> bool:
+        self._looks -= 1
+        if self._looks < 0 and not self._happened:
+            self._happened = True
+            self._copy()
+        return self._happened
+
+
+class NumpyStaging:
+    """A `Staging` over ``cache``, flat bytes with region after region; copies need ``looks`` looks, in turn."""
+
+    def __init__(self, layout: CacheLayout, cache: Bytes, size: int) -> None:
+        self.ring = Ring(size)
+        self.memory = np.full(size, 0xDD, np.uint8)
+        self.looks: deque[int] = deque()
+        self._layout = layout
+        self._cache = cache
+        sizes = [region.blocks * region.block_bytes for region in layout.regions]
+        self._starts = np.cumsum([0, *sizes[:-1]]).tolist()
+
+    def gather(self, layers: slice, blocks: BlockIds, offset: int) -> HeldCopy:
+        def copy() -> None:
+            for packed, block in self._pairs(layers, blocks, offset):
+                packed[:] = block
+
+        return self._held(copy)
+
+    def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> HeldCopy:
+        def copy() -> None:
+            for packed, block in self._pairs(layers, blocks, offset):
+                block[:] = packed
+
+        return self._held(copy)
+
+    def _held(self, copy: Callable[[], None]) -> HeldCopy:
+        return HeldCopy(copy, self.looks.popleft() if self.looks else 0)
+
+    def _pairs(self, layers: slice, blocks: BlockIds, offset: int) -> list[tuple[Bytes, Bytes]]:
+        pairs = []
+        for slot in slots_of(self._layout, layers):
+            size = self._layout.regions[slot].block_bytes
+            for block in blocks.tolist():
+                at = self._starts[slot] + block * size
+                assert 0 <= block < self._layout.regions[slot].blocks
+                pairs.append((self.memory[offset : offset + size], self._cache[at : at + size]))
+                offset += size
+        assert offset <= len(self.memory)
+        return pairs

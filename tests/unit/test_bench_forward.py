@@ -1,0 +1,227 @@
+"""bench.forward: what it measures, what it concludes, what it shows. Its processes run in the contract tests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench.forward import report
+from bench.forward.__main__ import app
+from bench.forward.cases import Case, growing_cases, known_cases, time_left
+from bench.forward.cells import OFF, Cell, Series
+from bench.forward.growth import COSTS, fit, lines
+from bench.forward.kv import Noise
+from bench.forward.models import MODELS
+from bench.forward.plot import plot
+from bench.pair.settings import POISON
+
+CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
+CPU = torch.device("cpu")
+
+
+def test_a_block_of_a_known_model_has_its_bytes() -> None:
+    sizes = {name: (model.layers, model.block_bytes >> 10) for name, model in MODELS.items()}
+    assert sizes == {
+        "llama-8b": (32, 64),
+        "llama-70b-tp8": (80, 8),
+        "qwen3-30b-a3b": (48, 32),
+        "deepseek-mla": (61, 18),
+    }
+
+
+def test_cases_are_all_combinations_but_the_too_large_ones() -> None:
+    wanted, left_out = known_cases(list(MODELS), [4096, 131072], ["contiguous", "random"], 2048, 640 << 20)
+    assert len(wanted) + len(left_out) == 16
+    assert {case.tokens for case in wanted} == {4096}
+    assert {case.tokens for case in left_out} == {131072}
+    assert CASE in wanted
+    assert CASE.bytes == 160 << 20
+
+
+def test_a_step_computes_its_tokens_for_all_requests_together() -> None:
+    assert CASE.steps == (2048, 2048)
+    assert replace(CASE, tokens=5000).steps == (2048, 2048, 904)
+    assert replace(CASE, requests=4).steps == (512,) * 8
+    assert replace(CASE, requests=1000, tokens=32).steps == (16, 16)  # a block each at least
+
+
+def test_requests_have_blocks_of_their_own_and_nobody_has_block_0() -> None:
+    case = replace(CASE, requests=3, tokens=1000)
+    pool = case.cache_bytes // (case.layers * case.block_bytes)
+    draws = case.draws(pool, seed=0)
+    assert draws == case.draws(pool, seed=0)
+    assert draws != case.draws(pool, seed=1)
+    for side in ("sources", "targets"):
+        blocks = [block for draw in draws for block in getattr(draw, side)]
+        assert len(blocks) == len(set(blocks)) == 3 * 63
+        assert min(blocks) > 0
+        assert max(blocks) < pool
+
+
+def test_only_what_grows_differs_along_a_line() -> None:
+    grown = list(growing_cases(3))
+    by_what = {what: [each.case for each in grown if each.what == what] for what in ("layers", "blocks", "requests")}
+    assert [case.layers for case in by_what["layers"]] == [8, 16, 32]
+    assert [case.blocks for case in by_what["blocks"]] == [64, 128, 256]
+    assert [case.requests for case in by_what["requests"]] == [1, 2, 4]
+    assert all(len(each.case.steps) == 1 for each in grown)
+    assert len({(case.blocks, case.requests) for case in by_what["layers"]}) == 1
+
+
+def test_time_left_follows_the_bytes() -> None:
+    small = replace(CASE, tokens=1024)
+    assert time_left([small] * 3, [small], 2.0) == pytest.approx(6.0)
+    assert time_left([CASE], [small], 2.0) > 2.0
+    assert time_left([], [small], 2.0) == 0
+
+
+def test_kv_differs_by_layer_and_forward_is_the_same_everywhere_and_never_poison() -> None:
+    here, there = Noise(1 << 16, 0, CPU), Noise(1 << 16, 0, CPU)
+    kv = {(turn, layer): here.layer(turn, layer, 1 << 16) for turn in range(3) for layer in (0, 1, 79)}
+    for at, bytes_ in kv.items():
+        assert torch.equal(bytes_, there.layer(*at, 1 << 16))
+        assert not (bytes_ == POISON).any()
+        others = [other for where, other in kv.items() if where != at]
+        assert all((bytes_ != other).float().mean() > 0.9 for other in others)
+    for turn in range(0, 10_000, 997):  # however long a run is, a cut is whole
+        assert here.layer(turn, 130, 1 << 16).numel() == 1 << 16
+
+
+def series(forward_s: float, exposed_s: float = 0.0, end_s: float = 0.0, hook_us: float = 5.0) -> Series:
+    rounds = 4
+    return Series(
+        forward_s=[forward_s] * rounds,
+        forward_cpu_s=[0.7] * rounds,
+        end_s=[end_s or forward_s + exposed_s] * rounds,
+        exposed_s=[exposed_s] * rounds,
+        transfer_s=[0.2] * rounds,
+        post_s=[0.05] * rounds,
+        arm_s=[1e-5] * rounds,
+        writer_s=[0.1] * rounds,
+        decode_s=[0.1] * rounds,
+        writes=[80] * rounds,
+        descriptors=[20480] * rounds,
+        plans=[{"direct": 80}] * rounds,
+        hooks_us=[hook_us] * 80 * rounds,
+    )
+
+
+def cell(layer: Series | None = None, ceiling_s: float = 0.02, forward_s: float = 0.8) -> Cell:
+    """One descriptor of 16 MiB takes ``ceiling_s``, all 160 MiB ten times that."""
+    measured = {
+        OFF: series(forward_s),
+        "layer": layer or series(forward_s, exposed_s=0.002),
+        "chunk": series(forward_s, exposed_s=0.05),
+        "request": series(forward_s, exposed_s=0.2),
+    }
+    return Cell("loopback", CASE, measured, 16 << 20, [ceiling_s] * 4)
+
+
+def test_what_follows_from_a_cell() -> None:
+    here = cell()
+    assert here.wire_s == pytest.approx(0.2)
+    assert here.load == pytest.approx(0.25)
+    assert here.bound_s == pytest.approx(0.8 + 0.2 / 160)  # the last layer of the last step is sent after the forward
+    assert here.rate("layer") == pytest.approx(CASE.bytes / 0.2)
+    assert here.post_share("layer") == pytest.approx(0.25)
+    assert here.slowdown("layer").ratio == pytest.approx(1.0)
+    assert here.exposed_ratio("layer", "request").ratio == pytest.approx(0.01)
+    assert here.exposed_limit == pytest.approx(2 / 80)
+    assert here.misses == []
+
+
+def test_where_the_link_is_the_bottleneck_its_end_counts() -> None:
+    slow = {"ceiling_s": 0.2, "forward_s": 0.8}
+    in_time = cell(series(0.8, exposed_s=1.3, end_s=2.05), **slow)
+    assert in_time.load == pytest.approx(2.5)
+    assert in_time.bound_s == pytest.approx(2.0 + 0.8 / 160)
+    assert in_time.exposed_limit is None
+    assert in_time.misses == []
+    (late,) = cell(series(0.8, exposed_s=1.5, end_s=2.2), **slow).misses
+    assert late.startswith("the end comes at 1.10 x")
+
+
+@pytest.mark.parametrize(
+    ("layer", "missed"),
+    [
+        (series(0.8, 0.002, hook_us=11.0), "a hook takes 11.0 us"),
+        (series(0.84, 0.002), "the forward takes 1.050 x its time for sure"),
+        (series(0.8, 0.006), "exposed is 0.030 x a request's, not 0.025"),
+    ],
+)
+def test_a_missed_limit_is_named(layer: Series, missed: str) -> None:
+    assert cell(layer).misses == [missed]
+    assert report.missed([cell(layer)]) == [f"loopback, llama-70b-tp8 4k random: {missed}"]
+
+
+def test_a_line_through_points_is_found() -> None:
+    slope, intercept, r2 = fit([1, 2, 4, 8], [3.0, 5.0, 9.0, 17.0])
+    assert (slope, intercept, r2) == pytest.approx((2.0, 1.0, 1.0))
+    assert fit([1, 2, 4], [0.0, 0.0, 0.0]) == pytest.approx((0.0, 0.0, 1.0))
+    assert fit([1, 2, 3, 4], [1.0, 3.0, 1.0, 3.0])[2] < 0.5
+    with pytest.raises(ValueError, match="two points"):
+        fit([1, 1], [1.0, 2.0])
+
+
+def grown() -> list[tuple[str, int, Cell]]:
+    """Hooks of ``value`` microseconds each, 80 in a forward."""
+    return [("layers", value, cell(series(0.8, 0.002 * value, hook_us=value))) for value in (8, 16, 32)]
+
+
+def test_a_line_for_each_mode_and_cost() -> None:
+    found = {(line.mode, line.cost): line for line in lines(grown())}
+    assert set(found) == {(mode, cost) for mode in ("layer", "chunk", "request") for cost in COSTS}
+    assert found["layer", "hooks"].slope_s == pytest.approx(80e-6)
+    assert found["layer", "exposed"].slope_s == pytest.approx(2e-3)
+    assert found["chunk", "exposed"].slope_s == pytest.approx(0.0, abs=1e-9)
+    assert list(lines(grown()[:1])) == []
+
+
+def test_everything_is_in_the_json_and_in_the_tables(tmp_path: Path) -> None:
+    here, fitted = cell(), list(lines(grown()))
+    written = json.loads(json.dumps(here.as_json()))
+    assert written["bytes"] == CASE.bytes
+    assert written["misses"] == []
+    layer = written["modes"]["layer"]
+    assert layer["raw"]["exposed_s"] == [0.002] * 4
+    assert layer["exposed_of_request"]["ratio"] == pytest.approx(0.01)
+    assert sum(layer["hook_us"]["histogram"]["counts"]) == layer["hook_us"]["calls"] == 320
+    assert written["off"]["raw"]["forward_s"] == [0.8] * 4
+    console = Console(width=200, record=True)
+    console.print(*report.tables([here]), report.growth(fitted), report.line(here))
+    text = console.export_text()
+    assert "0.010 (2/L 0.025)" in text
+    assert "writer's processor time" in text
+    assert "exposed ms: layer 2.0  chunk 50.0  request 200.0" in text
+    plot([here], fitted, tmp_path / "forward.png", "A title")
+    assert (tmp_path / "forward.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--links", "ib"], "none of shm, loopback, cuda_ipc, and no rate such as"),
+        (["--links", "cuda_ipc"], "add --device cuda"),
+        (["--models", "gpt-2"], "none of llama-8b"),
+        (["--most-mib", "1"], "the smallest"),
+        (["--tokens", "0"], "positive"),
+        (["--packing", "zip"], "none of auto, off, gather, packed"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["--device", "cuda"], env={"COLUMNS": "400", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert "torch finds no CUDA device" in result.output

@@ -1,0 +1,440 @@
+"""scripts/gpu-bench: what it would run, that nothing outlasts its time, and what it says without a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench.gpu import __main__ as command
+from bench.gpu import host
+from bench.gpu.model import LLAMA_8B, config_of, write_model
+from bench.gpu.parts import (
+    KV_BYTES_PER_TOKEN,
+    MIB,
+    MODEL_BYTES,
+    NEEDED_MODULES,
+    PARTS,
+    STEP_TOKENS,
+    Room,
+    Step,
+    TooSmallError,
+    engines_for,
+    steps_of,
+)
+from bench.gpu.running import Ending, Ran, Runner
+from layerpush.demo.model import ModelShape
+from tests.docblocks import Command
+from tests.docprograms import check
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/gpu-bench"
+H200, H100, L4 = 143_771, 81_559, 23_034
+SECONDS = 60
+OPTIONS = ("--rounds", "9")
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(command.app, [str(each) for each in arguments])
+    return done.exit_code, done.output
+
+
+def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
+    return steps_of(part, Path("/out"), Room(gpu_mib, Path("/model")), options)
+
+
+def test_every_part_leaves_its_result_in_the_folder() -> None:
+    for part, result in (("kernels", "kernel"), ("push", "push"), ("forward", "forward"), ("serve", "serve")):
+        assert any(f"/out/{result}.json" in step.arguments for step in steps(part)), part
+
+
+def test_every_part_is_described_and_knows_its_modules() -> None:
+    assert set(PARTS) == set(NEEDED_MODULES)
+    assert all(steps(part) for part in PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("gpu_mib", [H200, H100])
+def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
+    """Pictures are drawn of what is there by then."""
+    for name in ("serve", "serve-layer", "serve-request"):
+        (tmp_path / f"{name}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
+        (tmp_path / f"{name}.json").touch()
+    for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
+        check(Command(("python", *step.arguments), ()))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("gpu_mib", [H200, H100])
+def test_options_go_to_the_bench_and_not_to_what_is_around_it(part: str, gpu_mib: int) -> None:
+    bench = "bench.kernel" if part == "kernels" else f"bench.{part}"
+    got = {step.arguments[1] for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[-2:] == OPTIONS}
+    assert got == {bench}
+    plain = [step.arguments for step in steps(part, gpu_mib) if step.arguments[1] == bench]
+    given = [step.arguments for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[1] == bench]
+    assert given == [(*arguments, *OPTIONS) for arguments in plain]
+
+
+def test_a_large_gpu_has_both_modes_side_by_side_and_prompts_of_64k() -> None:
+    (one,) = engines_for(H200)
+    assert one.modes == "request,layer"
+    assert one.lengths[0] == 8192
+    assert one.lengths[-1] >= 65536
+
+
+def test_a_smaller_gpu_has_one_mode_after_the_other() -> None:
+    assert [one.modes for one in engines_for(H100)] == ["layer", "request"]
+    names = [step.name for step in steps("serve", H100)]
+    assert names == ["model", "serve-layer", "serve-layer-pictures", "serve-request", "serve-request-pictures"]
+    assert sum(step.share for step in steps("serve", H100) if not step.name.endswith("pictures")) <= 1.11
+
+
+@pytest.mark.parametrize("gpu_mib", [H200, H100])
+def test_engines_and_their_longest_prompts_fit(gpu_mib: int) -> None:
+    for one in engines_for(gpu_mib):
+        assert one.count * (one.kv_bytes + MODEL_BYTES) < gpu_mib * MIB
+        assert one.lengths[-1] * KV_BYTES_PER_TOKEN < one.kv_bytes
+
+
+def test_a_gpu_that_is_too_small_is_refused() -> None:
+    with pytest.raises(TooSmallError, match="23034"):
+        engines_for(L4)
+
+
+def test_the_constants_are_those_of_the_model() -> None:
+    assert LLAMA_8B.kv_bytes_per_token // 2 == KV_BYTES_PER_TOKEN, "bf16 instead of float32"
+    weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_8B.tensors())
+    assert 0.99 * MODEL_BYTES < weights <= MODEL_BYTES
+
+
+def runner(tmp_path: Path, limit_s: float, said: list[str] | None = None, grace_s: float = 0.0) -> Runner:
+    say = (said if said is not None else []).append
+    return Runner(sys.executable, tmp_path, tmp_path / "logs", limit_s, say, dict(os.environ), grace_s)
+
+
+def python(source: str, name: str = "step", share: float = 1.0) -> Step:
+    return Step(name, ("-c", source), share)
+
+
+def test_steps_run_one_after_the_other_and_what_they_say_is_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    two = [python("print('one')", "first"), python("import os; print('two'); print(os.getcwd())", "second")]
+    ran = runner(tmp_path, SECONDS, said).part("push", two)
+    assert [(each.name, each.ending, each.status) for each in ran] == [
+        ("push-first", Ending.WELL, 0),
+        ("push-second", Ending.WELL, 0),
+    ]
+    assert said[0] == "one"
+    assert said[2:4] == ["two", str(tmp_path)]
+    assert (tmp_path / "logs/push-second.log").read_text().startswith("two\n")
+
+
+def test_a_step_that_fails_ends_its_part(tmp_path: Path) -> None:
+    ran = runner(tmp_path, SECONDS).part("push", [python("raise SystemExit(3)"), python("print('never')", "second")])
+    assert [(each.ending, each.status) for each in ran] == [(Ending.FAILED, 3)]
+    assert "status 3" in str(ran[0])
+
+
+@contextmanager
+def time_is_up_once(mark: Path) -> Iterator[None]:
+    """Hours pass for the runner in the moment in which a step leaves its mark: no test waits for a limit."""
+
+    def monotonic() -> float:
+        return 1e6 if mark.exists() else 0.0
+
+    with mock.patch("bench.gpu.running.time.monotonic", monotonic):
+        yield
+
+
+def marking(mark: Path, what: str) -> str:
+    """Source that leaves the text that ``what`` is worth, all at once."""
+    whole = f"pathlib.Path({str(mark)!r})"
+    return (
+        f"import pathlib; {whole}.with_suffix('.new').write_text({what}); {whole}.with_suffix('.new').rename({whole})"
+    )
+
+
+def test_a_step_that_is_late_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    source = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"{marking(mark, 'str(child.pid)')}\n"
+        "time.sleep(600)\n"
+    )
+    with time_is_up_once(mark):
+        ran = runner(tmp_path, 600.0).part("push", [python(source), python("print('never')", "second")])
+    assert [each.ending for each in ran] == [Ending.LATE]
+    assert ran[0].status < 0
+    assert_gone(int(mark.read_text()))
+
+
+def test_a_late_step_may_end_by_itself_first(tmp_path: Path) -> None:
+    mark = tmp_path / "ready"
+    source = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('put away'))\n"
+        f"{marking(mark, repr('ready'))}\n"
+        "time.sleep(600)\n"
+    )
+    said: list[str] = []
+    with time_is_up_once(mark):
+        (ran,) = runner(tmp_path, 600.0, said, grace_s=SECONDS).part("push", [python(source)])
+    assert (ran.ending, ran.status) == (Ending.LATE, 1)
+    assert "put away" in said
+
+
+def test_a_step_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "ready"
+    ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    source = f"{ignoring}; {marking(mark, repr('ready'))}; time.sleep(600)"
+    with time_is_up_once(mark):
+        (ran,) = runner(tmp_path, 600.0, grace_s=0.5).part("push", [python(source)])
+    assert (ran.ending, ran.status) == (Ending.LATE, -signal.SIGKILL)
+
+
+def test_a_step_gets_its_share_and_never_more_than_is_left(tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def run(self: Runner, name: str, step: Step, seconds: float) -> Ran:
+        given.append(seconds)
+        return Ran(name, [], Ending.WELL, 0, seconds)
+
+    clock = iter([0.0, 0.0, 90.0, 90.0])
+    with mock.patch.object(Runner, "_run", run), mock.patch("bench.gpu.running.time.monotonic", side_effect=clock):
+        runner(tmp_path, limit_s=100.0).part("push", [python("", share=0.3), python("", share=0.5), python("")])
+    assert given == [30.0, 10.0, 10.0]
+
+
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while Path(f"/proc/{pid}/root").exists():  # a link that the dead do not have
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | variables
+    return subprocess.run(
+        [str(SCRIPT), *arguments],
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: Path) -> None:
+    done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "push=--rounds 5", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    for part in PARTS:
+        assert f"{part}: at most 10 minutes" in done.stdout
+    lines = done.stdout.splitlines()
+    assert f"{sys.executable} -m pytest tests/unit/kernels -m gpu" in done.stdout
+    assert any("bench.push --device cuda" in line and "--rounds 5" in line for line in lines)
+    assert any("bench.serve" in line and "8192," in line and "cuda_ipc" in line for line in lines)
+    assert not list(tmp_path.iterdir()), "it ran nothing"
+
+
+def test_an_interpreter_without_what_the_script_needs_is_named() -> None:
+    done = script("all", "--out", "x", PYTHON="/no/such/python")
+    assert done.returncode == 2
+    assert "/no/such/python" in done.stderr
+    assert "PYTHON=" in done.stderr
+
+
+def no_gpu() -> AbstractContextManager[object]:
+    return mock.patch.object(host, "machine", return_value={"cpus": 2})
+
+
+def a_gpu(mib: int = H200) -> AbstractContextManager[object]:
+    return mock.patch.object(command, "gpu_mib", return_value=mib)
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    with no_gpu():
+        status, said = invoke("all", "--out", tmp_path / "out")
+    assert status == 2
+    assert "no GPU here: nvidia-smi" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_torch_cannot_use_is_another_matter() -> None:
+    gpus = {"gpus": [{"name": "NVIDIA H200", "memory_mib": H200}]}
+    with (
+        mock.patch.object(host, "machine", return_value=gpus),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(host.HostError, match=r"NVIDIA H200, but torch .* cannot use it"),
+    ):
+        host.gpu_mib()
+    with (
+        mock.patch.object(host, "machine", return_value=gpus),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        assert host.gpu_mib() == H200
+
+
+def test_modules_that_are_missing_are_named_by_part(tmp_path: Path) -> None:
+    with a_gpu(), mock.patch.dict(NEEDED_MODULES, {"push": ("numpy", "no_such_module")}):
+        status, said = invoke("kernels", "push", "--out", tmp_path)
+    assert status == 2
+    assert "for push: no_such_module" in said
+    assert "for kernels" not in said
+
+
+def test_a_gpu_without_room_for_engines_is_said(tmp_path: Path) -> None:
+    with a_gpu(L4):
+        status, said = invoke("serve", "--out", tmp_path)
+    assert status == 2
+    assert "three engines" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kernel"], "none of kernels, push, forward, serve, all"),
+        (["push", "--option", "puhs=--quick"], "PART=TEXT"),
+        (["push", "--option", "push"], "PART=TEXT"),
+        (["push", "--minutes", "0"], "--minutes"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path: Path, arguments: Sequence[str], said: str) -> None:
+    status, output = invoke(*arguments, "--out", tmp_path)
+    assert status == 2
+    assert said in output
+
+
+def test_a_folder_is_asked_for() -> None:
+    status, output = invoke("push")
+    assert status == 2
+    assert "--out" in output
+
+
+def planned(**parts: list[Step]) -> AbstractContextManager[object]:
+    return mock.patch.object(command, "steps_of", lambda part, *_: parts[part])
+
+
+def test_a_run_writes_what_became_of_each_step(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with a_gpu(), planned(kernels=[python("raise SystemExit(1)", "bench")], push=[python("print('fine')", "bench")]):
+        status, said = invoke("kernels", "push", "--out", out)
+    assert status == 1
+    assert "kernels-bench: failed with status 1" in said
+    record = json.loads((out / "gpu-bench.json").read_text())
+    assert {"argv", "git_sha", "versions", "machine", "minutes"} <= set(record)
+    assert [(part, [each["ending"] for each in ran]) for part, ran in record["parts"].items()] == [
+        ("kernels", ["failed"]),
+        ("push", ["well"]),
+    ]
+    assert record["parts"]["push"][0]["command"][1:] == ["-c", "print('fine')"]
+    with a_gpu(), planned(push=[python("")]):
+        assert invoke("push", "--out", out)[0] == 0
+
+
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    source = f"import os, time; {marking(mark, 'str(os.getpid())')}; time.sleep(600)"
+    program = (
+        "import sys\n"
+        "from unittest import mock\n"
+        "from bench.gpu import __main__ as command\n"
+        "from bench.gpu.parts import Step\n"
+        "command.gpu_mib = lambda: 143771\n"
+        f"command.steps_of = lambda *_: [Step('bench', ('-c', {source!r}))]\n"
+        f"sys.argv = ['gpu-bench', 'push', '--out', {str(tmp_path / 'out')!r}]\n"
+        "command.app()\n"
+    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not mark.exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert_gone(int(mark.read_text()))
+
+
+def test_steps_see_this_checkout_and_no_allocator_that_cannot_share(tmp_path: Path) -> None:
+    inherited = {"PYTHONPATH": "/theirs", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "UCX_TLS": "tcp"}
+    found = host.environment(inherited, tmp_path)
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "kernels"), "/theirs"]
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found
+    assert found["UCX_TLS"] == "tcp"
+
+
+def test_where_layerpush_is_not_installed_vllm_finds_its_plugin_all_the_same(tmp_path: Path) -> None:
+    with mock.patch.object(importlib.metadata, "entry_points", return_value=()):
+        found = host.environment({}, tmp_path)
+    assert str(tmp_path) in found["PYTHONPATH"].split(os.pathsep)
+    (ours,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    (point,) = ours.entry_points
+    assert (ours.name, point.group, point.name) == ("layerpush", host.GROUP, host.PLUGIN)
+    assert callable(point.load())
+
+
+SMALL = ModelShape(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48, vocabulary=64, max_positions=128
+)
+
+
+def test_the_model_is_made_once_with_the_same_weights(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    assert write_model(tmp_path / "a", SMALL, torch.device("cpu"))
+    assert not write_model(tmp_path / "a", SMALL, torch.device("cpu"))
+    assert write_model(tmp_path / "b", SMALL, torch.device("cpu"))
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "a/tokenizer.json").exists()
+    assert config == json.loads(json.dumps(config_of(SMALL)))
+    index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {name for name, _, _ in SMALL.tensors()}
+    assert len(set(index["weight_map"].values())) == SMALL.layers + 3
+    for name, size, deviation in SMALL.tensors():
+        file = index["weight_map"][name]
+        with safe_open(tmp_path / "a" / file, "pt") as one, safe_open(tmp_path / "b" / file, "pt") as other:
+            weight = one.get_tensor(name)
+            assert weight.dtype == torch.bfloat16
+            assert tuple(weight.shape) == size
+            assert torch.equal(weight, other.get_tensor(name))
+            assert bool((weight == 1).all()) == (deviation == 0)
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_model(tmp_path, SMALL, torch.device("cpu"))
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_help_teaches() -> None:
+    _, said = invoke("--help")
+    for word in (
+        *PARTS,
+        "PYTHON=",
+        "--dry-run",
+        "CUDA IPC",
+        "gpu-bench.json",
+        "scripts/gpu-bench kernels --out results",
+    ):
+        assert word in said

@@ -1,0 +1,89 @@
+"""The options of ``python -m bench.serve``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.serve.__main__ import app
+from bench.serve.command import Choices
+from bench.serve.plan import Load, Setup
+
+RUNNER = CliRunner(env={"COLUMNS": "300"})
+
+
+def choices(**changes: object) -> Choices:
+    usual: dict[str, object] = {
+        "modes": ["aggregated", "layer"],
+        "lengths": ["1024"],
+        "loads": [Load(concurrency=1)],
+        "step_tokens": None,
+        "links": None,
+        "rounds": 2,
+        "requests": 1,
+        "answer_tokens": 16,
+        "seed": 0,
+    }
+    return Choices(**usual | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modes", "layers"], "none of aggregated, pull, push"),
+        (["--lengths", "1k"], "'1k' is no positive whole number"),
+        (["--lengths", "40000"], "the model takes 32688 tokens"),
+        (["--concurrency", "0"], "positive whole number"),
+        (["--rate", "-1"], "'-1' is no positive number"),
+        (["--max-num-batched-tokens", "many"], "positive whole number"),
+        (["--rounds", "1"], "rounds"),
+        (["--engine-env", "UCX_TLS"], "write NAME=VALUE"),
+        (["--config", "layer={"], "Expecting"),
+        (["--config", 'chunk={"a": 1}', "--modes", "layer"], "none of the measured modes"),
+        (["--at", "layer=http://a:1"], "aggregated=URL is missing"),
+        (["--at", "aggregated=http://a:1", "--links", "1gbit"], "--links is for engines that are started here"),
+        (["--at", "aggregated=http://a:1", "--lengths", "max"], "--lengths max"),
+        (["--out", "a.json", "--resume", "b.json"], "different files"),
+        (["--model", "/nothing"], "config.json"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], said: str) -> None:
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_help_teaches() -> None:
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
+    for word in ("python -m bench.serve --quick", "aggregated", "--resume", "--links", "--at", "exposed", "--corrupt"):
+        assert word in text
+
+
+def test_resume_needs_something_to_go_on_with(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["--resume", str(tmp_path / "serve.json")])
+    assert result.exit_code == 2
+    assert "nothing to go on with" in result.output
+
+
+def test_aggregated_is_always_measured_and_first() -> None:
+    assert choices(modes=["layer", "pull"]).all_modes == ["aggregated", "layer", "pull"]
+    there = choices(modes=["pull", "layer"], at=["layer=http://l:1", "aggregated=http://a:1"])
+    assert there.all_modes == ["aggregated", "layer"]
+    assert there.plan().setups == [Setup("loopback", None)]
+
+
+def test_the_plan_is_every_combination() -> None:
+    plan = choices(lengths=["1024", "max", "1024"], links=["loopback", "1gbit"], step_tokens=[256, 512]).plan()
+    assert plan.lengths == [1024, 32688]
+    assert plan.setups == [Setup(link, tokens) for link in ("loopback", "1gbit") for tokens in (256, 512)]
+
+
+def test_settings_can_be_compared_and_written() -> None:
+    settings = json.loads(json.dumps(choices(extra={"layer": {"min_write_bytes": 0}}).settings()))
+    assert settings["modes"]["layer"] == {"layerwise": True, "granularity": "layer", "min_write_bytes": 0}
+    assert settings["modes"]["aggregated"] == {}
+    assert settings["setups"] == [{"link": "loopback", "step_tokens": 512}]
+    assert settings != json.loads(json.dumps(choices(corrupt=True).settings()))

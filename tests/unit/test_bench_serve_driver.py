@@ -1,0 +1,81 @@
+"""The process that runs ``vllm bench serve``, as long as nothing of vLLM is in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.serve.driver import Driver, DriverError
+
+CLIENT = """
+import json, os, sys, time
+from multiprocessing.connection import Connection
+commands = Connection(int(sys.argv[1]))
+commands.send(None)
+while True:
+    words = commands.recv()
+    if words[0] == "die":
+        print("the reason", flush=True)
+        sys.exit(3)
+    if words[0] == "hang":
+        time.sleep(600)
+    if words[0] == "refuse":
+        commands.send("ValueError: no such tokenizer")
+        continue
+    pairs = dict(zip(words, words[1:]))
+    with open(os.path.join(pairs["--result-dir"], pairs["--result-filename"]), "w") as file:
+        json.dump({"words": words, "pid": os.getpid()}, file)
+    commands.send(None)
+"""
+
+
+def driver(logs: Path) -> Driver:
+    return Driver(logs, [sys.executable, "-c", CLIENT])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def nothing() -> None:
+    pass
+
+
+def test_one_process_makes_all_calls_and_ends_with_the_block(tmp_path: Path) -> None:
+    with driver(tmp_path) as this:
+        first = this.run(["--model", "M"], "first", nothing)
+        second = this.run(["--model", "M"], "second", nothing)
+    assert first["pid"] == second["pid"]
+    assert first["words"][:2] == ["--model", "M"]
+    assert {"--save-result", "--save-detailed"} <= set(first["words"])
+    assert sorted(path.name for path in (tmp_path / "bench-serve").iterdir()) == ["first.json", "second.json"]
+    assert not alive(first["pid"])
+
+
+def test_a_call_that_fails_is_told_and_others_can_follow(tmp_path: Path) -> None:
+    with driver(tmp_path) as this:
+        with pytest.raises(DriverError, match="no such tokenizer"):
+            this.run(["refuse"], "first", nothing)
+        assert this.run(["go"], "second", nothing)
+
+
+def test_a_process_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with driver(tmp_path) as this, pytest.raises(DriverError, match="ended with status 3") as caught:
+        this.run(["die"], "first", nothing)
+    assert "the reason" in str(caught.value)
+
+
+def test_who_watches_can_end_a_call_and_the_process_is_not_waited_for(tmp_path: Path) -> None:
+    def watch() -> None:
+        raise RuntimeError("an engine has died")
+
+    with driver(tmp_path) as this:
+        pid = this.run(["go"], "first", nothing)["pid"]
+        with pytest.raises(RuntimeError, match="an engine has died"):
+            this.run(["hang"], "second", watch)
+    assert not alive(pid)

@@ -1,0 +1,139 @@
+"""From calls to figures: intervals, ratios, JSON, tables, and answers that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.bootstrap import median_of_rounds, ratio_over_rounds
+from bench.serve import report
+from bench.serve.measured import RequestsFailedError, measured
+from bench.serve.plan import AGGREGATED, Call
+from bench.serve.results import MEASURES, CellResult, by_cell, compared
+from layerpush.demo.trace_figures import Figures
+from tests.unit.serve_rig import CELL, MODES, call, result
+
+
+def three_rounds() -> list[CellResult]:
+    calls = []
+    for number in range(3):
+        drift = 1.0 + number  # hits all modes of a round alike
+        calls += [
+            call(AGGREGATED, number, [1.0 * drift, 1.2 * drift]),
+            call("request", number, [2.0 * drift, 2.4 * drift]),
+            call("layer", number, [1.1 * drift, 1.32 * drift]),
+        ]
+    for each in calls:
+        each.prefill_ms = [900.0 if each.mode == AGGREGATED else 918.0]
+        if each.mode == "request":
+            each.add_figures([Figures(900.0, 100.0, 100.0, 16, 0, 1, 512, 1 << 20)] * 2)
+        if each.mode == "layer":
+            each.add_figures([Figures(900.0, 300.0, 5.0, 16, 0, 16, 512, 1 << 20)] * 2)
+            each.pushed_as, each.plans = {"layer": 2}, {"direct": 31, "packed": 1}
+    return by_cell([CELL], MODES, calls)
+
+
+def test_what_a_call_has_shown() -> None:
+    this = call("layer", 1, [0.5, 0.25])
+    assert (this.cell, this.round, this.mode) == (CELL.key, 1, "layer")
+    assert this.ttft_ms == [500.0, 250.0]
+    assert this.tpot_ms == pytest.approx([10.0, 10.0])
+    assert this.latency_ms == pytest.approx([540.0, 290.0])
+    assert (this.requests_per_s, this.tokens_per_s) == ([1.0], [5.0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"failed": 1, "errors": ["", "Traceback\nConnectionError: gone"]},
+        {"errors": ["", "ConnectionError: gone"]},
+        {"completed": 0, "failed": 2},
+    ],
+)
+def test_times_of_a_call_with_failures_are_not_taken(changes: dict[str, object]) -> None:
+    with pytest.raises(RequestsFailedError, match="mode layer failed at 1024 tokens"):
+        measured(Call(CELL, 0, "layer"), [], 0, result([0.5, 0.25], **changes))
+
+
+def test_drift_that_hits_a_round_cancels_in_ratios() -> None:
+    (this,) = three_rounds()
+    ratio = this.ratios()["ttft_ms"]["layer/request"]
+    assert (ratio.ratio, ratio.low, ratio.high) == pytest.approx((0.55, 0.55, 0.55))
+    assert this.ratios()["prefill_ms"]["layer/aggregated"].ratio == pytest.approx(1.02)
+    assert this.ratios()["exposed_ms"]["layer/request"].ratio == pytest.approx(0.05)
+    assert "layer/pull" not in this.ratios()["ttft_ms"]
+    assert "layer/chunk" not in this.ratios()["exposed_ms"]
+
+
+def test_a_measure_that_a_round_lacks_is_not_known() -> None:
+    (this,) = three_rounds()
+    assert this.series("layer", "exposed_ms") is not None
+    this.calls["layer"][1].exposed_ms = None
+    assert this.series("layer", "exposed_ms") is None
+    assert this.as_json()["modes"]["layer"]["exposed_ms"] is None
+    assert "layer/request" not in this.ratios()["exposed_ms"]
+
+
+def test_json_has_every_sample() -> None:
+    (this,) = three_rounds()
+    written = json.loads(json.dumps(this.as_json(), allow_nan=False))
+    assert (written["link"], written["max_num_batched_tokens"], written["prompt_tokens"]) == ("loopback", 512, 1024)
+    assert (written["concurrency"], written["request_rate"], written["rounds"], written["requests"]) == (1, None, 3, 2)
+    assert set(written["modes"]) == set(MODES)
+    for mode in MODES:
+        assert set(MEASURES) <= set(written["modes"][mode])
+    ttft = written["modes"]["layer"]["ttft_ms"]
+    assert [[round(each) for each in one] for one in ttft["raw"]] == [[1100, 1320], [2200, 2640], [3300, 3960]]
+    assert ttft["mean"] == pytest.approx(2420)
+    assert ttft["p50"] == pytest.approx(2420)
+    assert ttft["low"] < ttft["p50"] < ttft["high"] < ttft["p99"]
+    assert written["modes"]["layer"]["pushed_as"] == {"layer": 6}
+    assert written["modes"]["layer"]["plans"] == {"direct": 93, "packed": 3}
+    assert written["modes"]["aggregated"]["exposed_ms"] is None
+    assert written["ratios"]["ttft_ms"]["request/aggregated"]["ratio"] == pytest.approx(2.0)
+
+
+def test_a_wrong_answer_is_found_in_its_own_round() -> None:
+    calls = [call(AGGREGATED, number, [1.0, 1.0], [f"a{number}", f"b{number}"]) for number in range(2)]
+    calls += [call("layer", 0, [1.0, 1.0], ["a0", "b0"]), call("layer", 1, [1.0, 1.0], ["a1", "b0"])]
+    (this,) = by_cell([CELL], MODES, calls)
+    (wrong,) = this.wrong()
+    assert (wrong.mode, wrong.round, wrong.request, wrong.right, wrong.answer) == ("layer", 1, 1, "b1", "b0")
+    assert "layer at 1024 tokens" in str(wrong)
+    assert "'b0' instead of 'b1'" in str(wrong)
+    assert compared([this]) == 4
+
+
+def test_an_answer_waits_for_the_aggregated_engines() -> None:
+    (this,) = by_cell([CELL], MODES, [call("layer", 0, [1.0], ["nobody knows"])])
+    assert list(this.wrong()) == []
+
+
+def test_the_tables() -> None:
+    console = Console(width=240, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(*report.tables(three_rounds()))
+    text = console.export_text()
+    assert "0.050 [0.050, 0.050]" in text  # exposed, to request's
+    assert "2.000 [2.000, 2.000]" in text  # TTFT, to aggregated
+    assert "+2.0% [+2.0%, +2.0%]" in text  # prefill
+    assert "512" in text
+    assert "direct, packed" in text
+    assert "–" in text
+
+
+def test_a_median_of_rounds_draws_whole_rounds() -> None:
+    together = median_of_rounds([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
+    assert (together.median, together.low, together.high) == (2.0, 1.0, 3.0)
+    apart = median_of_rounds([[1.0, 3.0]] * 20)
+    assert (apart.median, apart.low, apart.high) == (2.0, 2.0, 2.0)
+
+
+def test_rounds_that_do_not_pair_are_refused() -> None:
+    with pytest.raises(ValueError, match="same number of rounds"):
+        ratio_over_rounds([[1.0], [2.0]], [[1.0]])
+    for rounds in ([], [[]], [[1.0], [1.0, 2.0]]):
+        with pytest.raises(ValueError, match="same length"):
+            median_of_rounds(rounds)

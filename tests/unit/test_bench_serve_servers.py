@@ -1,0 +1,334 @@
+"""Which servers a mode needs, how the user's are named, and what engines are asked."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.serve.lineup import Lineup, Model, longest_prompt
+from bench.serve.plan import AGGREGATED, MODES
+from bench.serve.pushes import Pushes, figures_of_ranks
+from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, parsed, thread_cpu_s
+from bench.serve.site import SiteError, available_bytes, check_dispatch, given
+from layerpush.demo.engines import Place
+from layerpush.threadname import name_this_thread
+from layerpush.trace import PushRecord, WriteRecord
+from tests.unit.serve_rig import call
+
+MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)
+EVERY = list(MODES)
+
+
+def lineup(**changes: object) -> Lineup:
+    usual: dict[str, object] = {
+        "model": MODEL,
+        "prompt_tokens": 4096,
+        "answer_tokens": 16,
+        "streams": 1,
+        "step_tokens": 256,
+        "trace_root": Path("/work/trace"),
+    }
+    return Lineup(**usual | changes)  # type: ignore[arg-type]
+
+
+def test_layerpushs_modes_share_a_d_and_stock_ones_have_their_own() -> None:
+    names = [spec.name for spec in lineup().engines(EVERY)]
+    assert len(names) == len(set(names)) == 9
+    assert [name for name in names if name.endswith("decode")] == ["pull-decode", "push-decode", "layerpush-decode"]
+    assert [spec.name for spec in lineup().engines([AGGREGATED, "layer"])] == [
+        AGGREGATED,
+        "layer-prefill",
+        "layerpush-decode",
+    ]
+
+
+def test_each_mode_has_its_connector() -> None:
+    this = lineup(extra={"layer": {"min_write_bytes": 0}})
+    connectors = {mode: this.prefill(mode).transfer_config() for mode in MODES}
+    assert connectors[AGGREGATED] is None
+    found = {mode: config["kv_connector"] for mode, config in connectors.items() if config}
+    assert (found["pull"], found["push"]) == ("NixlConnector", "NixlPushConnector")
+    assert {found[mode] for mode in ("request", "chunk", "layer")} == {"LayerwisePushConnector"}
+    assert connectors["layer"] is not None
+    assert connectors["layer"]["kv_connector_extra_config"] == {
+        "layerwise": True,
+        "granularity": "layer",
+        "min_write_bytes": 0,
+        "trace_dir": "/work/trace/layer",
+    }
+    assert connectors["pull"] is not None
+    assert connectors["pull"]["kv_connector_extra_config"] == {}
+    assert connectors["pull"]["kv_role"] == "kv_producer"
+
+
+def test_corrupt_is_for_layer_mode_only() -> None:
+    this = lineup(corrupt=True)
+    assert [mode for mode in MODES if this.prefill(mode).connector_module] == ["layer"]
+
+
+def test_engines_have_room_for_all_streams_and_one_more() -> None:
+    one, eight = lineup(), lineup(streams=8)
+    assert one.max_model_len == 4192  # whole blocks
+    assert one.kv_cache_bytes == (2 * 4192 + 128) * 1000
+    assert eight.kv_cache_bytes == (9 * 4192 + 128) * 1000
+    assert "12" not in eight.prefill("layer").command(1)
+    longest = lineup(prompt_tokens=longest_prompt(32768, 16))
+    assert longest.max_model_len == 32768
+
+
+def test_what_engines_are_told() -> None:
+    place = Place(host="10.76.0.1", http_host="10.77.0.2", device="lpd", command_prefix=("ip", "netns", "exec", "p"))
+    this = lineup(options=("--dtype", "bfloat16"), variables={"UCX_TLS": "cuda_ipc"}, prefill_place=place)
+    spec = this.prefill("layer")
+    command = spec.command(18100)
+    assert command[:4] == ["ip", "netns", "exec", "p"]
+    assert command[command.index("--max-num-batched-tokens") + 1] == "256"
+    assert command[command.index("--tokenizer") + 1] == "/models/words"
+    assert "--skip-tokenizer-init" not in command
+    assert command[-2:] == ["--dtype", "bfloat16"]  # after ours, so that they win
+    many = lineup(streams=12, options=("--max-num-seqs", "99"))
+    assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
+    assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
+    assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
+
+
+def test_how_much_memory_they_need(tmp_path: Path) -> None:
+    short, long = lineup(prompt_tokens=1024), lineup(prompt_tokens=32000)
+    assert 9 < short.memory_bytes(EVERY) / (1 << 30) < 13
+    assert short.memory_bytes([AGGREGATED]) < short.memory_bytes([AGGREGATED, "layer"]) / 2.5
+    more = sum((long.kv_cache_bytes or 0, -(short.kv_cache_bytes or 0)))
+    assert long.memory_bytes(EVERY) == short.memory_bytes(EVERY) + 9 * more
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    assert available_bytes(tmp_path / "meminfo") == 2 << 20
+    assert available_bytes(tmp_path / "nothing") is None
+
+
+def test_only_pull_asks_one_after_the_other() -> None:
+    commands = {mode: lineup().proxy(mode, "http://p:1", "http://d:2").command(18101) for mode in EVERY[1:]}
+    assert [mode for mode, command in commands.items() if "--sequential" in command] == ["pull"]
+    for command in commands.values():
+        assert command[command.index("--prefill") + 1] == "http://p:1"
+        assert command[command.index("--decode") + 1] == "http://d:2"
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    model = Model.of_directory(tmp_path)
+    assert (model.longest, model.tokenizer, model.kv_bytes_per_token) == (131072, tmp_path, None)
+    assert "--kv-cache-memory-bytes" not in lineup(model=model).prefill("layer").command(1)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        Model.of_directory(tmp_path / "nothing")
+
+
+def test_servers_that_run_already(tmp_path: Path) -> None:
+    texts = [
+        "aggregated=http://a:1/",
+        f"layer=http://proxy:1,prefill=http://p:2,trace={tmp_path}",
+        "pull=http://q:3,prefill=http://r:4,decode=http://s:5",
+        "push=http://t:6,prefill=http://u:7",
+    ]
+    targets = given(texts)
+    assert (targets["aggregated"].url, targets["aggregated"].prefill) == ("http://a:1", "http://a:1")
+    assert targets["aggregated"].transfers is None
+    assert (targets["layer"].prefill, targets["layer"].trace) == ("http://p:2", tmp_path)
+    assert (targets["pull"].transfers, targets["push"].transfers) == ("http://s:5", "http://u:7")
+    assert targets["push"].processes() == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["layer=http://proxy:1"], "aggregated=URL is missing"),
+        (["aggregated=http://a:1", "layers=http://proxy:1"], "'layers' is no mode"),
+        (["aggregated=http://a:1", "aggregated=http://b:1"], "given twice"),
+        (["aggregated=a:1"], "no URL"),
+        (["aggregated=http://a:1", "layer=http://b:1,prefil=http://c:1"], "'prefil' is none of prefill, decode, trace"),
+        (["aggregated=http://a:1", "layer=http://b:1,prefill=c"], "no URL"),
+        (["aggregated=http://a:1", "layer=http://b:1,trace=/nothing"], "no directory /nothing"),
+    ],
+)
+def test_servers_that_are_named_wrongly(texts: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        given(texts)
+
+
+@contextlib.contextmanager
+def served(body: Callable[[], str]) -> Iterator[str]:
+    """A server that answers each GET with what ``body`` says."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body().encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_proxy_that_goes_about_it_in_another_way_is_refused() -> None:
+    def health(dispatch: str) -> Callable[[], str]:
+        return lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": dispatch}, {"role": "decode"}]})
+
+    with served(health("concurrent")) as url:
+        check_dispatch("layer", url)
+        with pytest.raises(SiteError, match="pull: the proxy asks P and D in concurrent dispatch, not sequential"):
+            check_dispatch("pull", url, patience_s=0)
+    with served(health("sequential")) as url:
+        check_dispatch("pull", url)
+        with pytest.raises(SiteError, match="sequential dispatch, not concurrent"):
+            check_dispatch("push", url, patience_s=0)
+
+
+def test_a_proxy_that_has_not_heard_yet_who_p_is_is_waited_for() -> None:
+    looks = iter(["sequential", "sequential", "concurrent"])
+    with served(lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": next(looks)}]})) as url:
+        check_dispatch("layer", url)
+    assert not list(looks)
+
+
+def metrics(total: float, count: int) -> str:
+    half = f'{{engine="0"}} {total / 2}\n{PREFILL}_sum{{engine="1"}} {total / 2}'
+    buckets = f'{PREFILL}_bucket{{engine="0",le="+Inf"}} {count}'
+    return f'# TYPE {PREFILL} histogram\n{buckets}\n{PREFILL}_count{{engine="0"}} {count}\n{PREFILL}_sum{half}\n'
+
+
+def test_histograms_are_summed_over_engines() -> None:
+    assert parsed(metrics(3.0, 4), [PREFILL, "vllm:other"]) == {
+        PREFILL: Histogram(3.0, 4),
+        "vllm:other": Histogram(0, 0),
+    }
+    assert Histogram(3.0, 4).since(Histogram(1.0, 2)).mean == 1.0
+    assert Histogram().mean is None
+
+
+def test_observations_that_come_late_are_waited_for() -> None:
+    looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(4.0, 2), metrics(7.0, 3)])
+    with served(lambda: next(looks)) as url:
+        meter = Meter(url, [PREFILL], patience_s=60)
+        assert meter.since(2) == {PREFILL: Histogram(6.0, 2)}
+    assert meter.problems == []
+
+
+def test_observations_that_never_come_are_told() -> None:
+    with served(lambda: metrics(1.0, 1)) as url:
+        meter = Meter(url, [PREFILL], patience_s=0)
+        assert meter.since(2)[PREFILL].mean is None
+    assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
+
+
+def test_servers_without_metrics_are_measured_all_the_same() -> None:
+    assert Meter(None, [PREFILL]).since(2) == {}
+    with served(lambda: "") as url:
+        pass
+    meter = Meter(url, [PREFILL], patience_s=60)  # nobody listens any more
+    assert meter.since(2) == {}
+    (problem,) = meter.problems
+    assert problem.startswith(f"{url}/metrics: ")
+
+
+def test_what_engines_count_becomes_figures_of_a_request() -> None:
+    this = call("push", 0, [0.5, 0.5])
+    this.add_prefills(None)
+    this.add_transfers({})
+    assert (this.prefill_ms, this.transfer_ms) == (None, None)
+    this.add_prefills(Histogram(0.8, 2))
+    this.add_transfers({TRANSFER: Histogram(0.1, 2), BYTES: Histogram(4096.0, 2), DESCRIPTORS: Histogram(64.0, 2)})
+    assert this.prefill_ms == [400.0]
+    assert (this.transfer_ms, this.writes, this.descriptors, this.bytes) == ([50.0], [1.0], [32.0], [2048.0])
+
+
+def test_cpu_time_of_a_thread_by_its_name() -> None:
+    busy, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        name_this_thread("unit-writer")
+        while time.thread_time() < 0.05:
+            pass
+        busy.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    busy.wait()
+    try:
+        used = thread_cpu_s([os.getpid()], "unit-writer")
+        assert used is not None
+        assert 0.02 < used < 60
+        assert thread_cpu_s([os.getpid()], "nobody") is None
+        assert thread_cpu_s([1 << 22], "unit-writer") is None  # no such process
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_cpu_time_in_ticks_where_the_kernel_has_no_better(tmp_path: Path) -> None:
+    task = tmp_path / "5" / "task" / "6"
+    task.mkdir(parents=True)
+    (task / "comm").write_text("push-writer\n")
+    (task / "stat").write_text("6 (push) writer) S " + " ".join(["0"] * 10) + " 30 20 0 0")
+    used = thread_cpu_s([5], "push-writer", tmp_path)
+    assert used == pytest.approx(50 / os.sysconf("SC_CLK_TCK"))
+
+
+def push(request: str, rank: int = 0, landed: float = 2.0) -> PushRecord:
+    write = WriteRecord(0, (0, 15), (0, 0), 32, 4096, 1.0, 1.0, landed)
+    return PushRecord(
+        request_id=f"cmpl-{request}-0-abcd1234",
+        engine_id="layer-prefill",
+        rank=rank,
+        mode="layer",
+        outcome="completed",
+        writes=[write],
+        t_first_planned=0.0,
+        t_last_ready=1.5,
+        t_last_landed=landed,
+    )
+
+
+def trace(folder: Path, *pushes: PushRecord, pid: int = 1) -> None:
+    with (folder / f"engine-rank0-{pid}.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(each) + b"\n" for each in pushes)
+
+
+def test_pushes_of_a_call_are_those_that_are_new(tmp_path: Path) -> None:
+    trace(tmp_path, push("old"), pid=5)
+    pushes = Pushes(tmp_path, patience_s=0)
+    trace(tmp_path, push("probe-1"), push("b", landed=3.0), push("a"), pid=1)
+    assert [[each.t_last_landed for each in parts] for parts in pushes.new(2)] == [[2.0], [3.0]]
+    assert pushes.new(1) == []
+
+
+def test_a_push_of_several_ranks_is_as_slow_as_its_slowest(tmp_path: Path) -> None:
+    pushes = Pushes(tmp_path, patience_s=0)
+    trace(tmp_path, push("a"), push("a", rank=1, landed=2.5))
+    (parts,) = pushes.new(1)
+    figures = figures_of_ranks(parts)
+    assert (figures.exposed_ms, figures.writes, figures.descriptors, figures.bytes) == (1000.0, 2, 64, 8192)
+
+
+def test_a_late_trace_is_waited_for(tmp_path: Path) -> None:
+    pushes = Pushes(tmp_path, patience_s=60)
+    late = threading.Timer(0.2, trace, [tmp_path, push("late")])
+    late.start()
+    assert len(pushes.new(1)) == 1
+    late.join()

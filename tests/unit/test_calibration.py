@@ -1,0 +1,173 @@
+"""Timing WRITEs to a decode engine: what is learned, and what becomes of it when that engine dies, stops or goes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from layerpush.prefill.calibration import BUDGET_S, SCRATCH_PIECES, Calibration
+from layerpush.prefill.costs import Costs
+from layerpush.prefill.packer import Packer
+from layerpush.prefill.protocol import Write
+from layerpush.prefill.stager import RETRY_S, Stager
+from layerpush.prefill.staging import Link
+from layerpush.staging import PIECE_BYTES
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import Route, WriteState
+from layerpush.transport.fake import FakeFabric, Faults
+from tests.unit.builders import layout_of
+from tests.unit.staging_rig import NumpyStaging
+
+NEVER = 10**6
+SIZE = SCRATCH_PIECES * PIECE_BYTES
+RING = Route("D", 0, "pieces", "ring")
+
+
+class Clock:
+    """Every look takes a moment."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+
+class Pair:
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.fabric = FakeFabric(faults)
+        self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
+        starts = range(0, SIZE, PIECE_BYTES)
+        layout = layout_of([0])
+        staging = NumpyStaging(layout, np.zeros(64 * 32, np.uint8), SIZE)
+        self.p.describe("pieces", staging.memory, starts, PIECE_BYTES)
+        self.d.describe("ring", np.zeros(SIZE, np.uint8), starts, PIECE_BYTES)
+        self.stager = Stager(Packer(self.p, layout, staging, 32), layout, "auto", Costs())
+
+    def calibration(self, now: float | None = None) -> Calibration:
+        return Calibration(self.p, RING, Costs(), time.perf_counter() if now is None else now)
+
+    def calibrates(self) -> None:
+        self.stager.calibrate("D", self.p, RING)
+
+
+def until_over(calibration: Calibration) -> None:
+    deadline = time.perf_counter() + 10 * BUDGET_S
+    while not calibration.is_over and time.perf_counter() < deadline:
+        calibration.turn()
+    assert calibration.is_over
+
+
+def test_it_learns_what_a_write_costs() -> None:
+    pair = Pair()
+    calibration = pair.calibration()
+    until_over(calibration)
+    assert calibration.costs is not None
+    assert calibration.costs.scattered_s(4096) >= calibration.costs.scattered_s(64) >= 0
+    assert calibration.costs.gather_s == Costs().gather_s
+    assert not pair.p._live
+
+
+def test_an_engine_that_stops_is_looked_at_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is stopped the writer goes on with everything else."""
+    pair = Pair()
+    calibration = pair.calibration()
+    calibration.turn()
+    pair.fabric.freeze("D")
+    deadline = time.perf_counter() + BUDGET_S
+    while time.perf_counter() < deadline:
+        calibration.turn()
+    looks: list[object] = []
+    poll = pair.p.poll
+    monkeypatch.setattr(pair.p, "poll", lambda handle: looks.append(handle) or poll(handle))
+    for _ in range(3):
+        calibration.turn()
+    assert len(looks) <= 3
+    pair.fabric.thaw("D")
+    until_over(calibration)
+    assert not pair.p._live
+
+
+@pytest.mark.parametrize("when", ["at once", "with a WRITE on the wire"])
+def test_an_engine_that_dies_ends_it(when: str) -> None:
+    pair = Pair(Faults(hold_writes={0: NEVER}))
+    calibration = pair.calibration()
+    if when != "at once":
+        calibration.turn()
+    pair.fabric.kill("D")
+    until_over(calibration)
+    assert calibration.costs is None
+    assert not pair.p._live
+
+
+def test_an_error_that_no_transport_should_raise_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's turn must not: every push would fail with it, turn after turn."""
+    pair = Pair()
+    pair.calibrates()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such list of descriptors")
+
+    monkeypatch.setattr(pair.p, "post_write", broken)
+    pair.stager.turn()
+    assert not pair.stager.is_busy
+
+
+def test_an_engine_that_goes_meanwhile_leaves_nothing() -> None:
+    pair = Pair(Faults(hold_writes={0: NEVER}))
+    pair.calibrates()
+    pair.stager.turn()
+    assert pair.stager.engines_in_flight == {"D"}
+    pair.stager.forget("D")
+    assert not pair.stager.is_busy
+    assert pair.stager.engines_in_flight == set()
+    assert not pair.p._live
+
+
+def test_until_it_is_over_writes_go_directly() -> None:
+    pair = Pair(Faults(hold_writes={0: NEVER}))
+    pair.calibrates()
+    pair.stager.turn()
+    ids, link = np.arange(0, 8000, 8, dtype=np.int32), Link("D", (RING,), (), gathered=RING)
+    record = WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
+    assert pair.stager.begin(Write(0, 0, 0, 1 << 20, ()), link, None, (ids, ids), record) is None
+    assert (record.plan, record.estimate_s) == ("direct", None)
+
+
+def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WRITE that ends in an error ends the first try."""
+    pair, clock = Pair(), Clock()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    monkeypatch.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
+    pair.calibrates()
+    pair.stager.turn()
+    while pair.stager.is_busy:
+        pair.stager.turn()
+    monkeypatch.undo()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    pair.stager.turn()
+    assert not pair.stager.is_busy
+    clock.now += RETRY_S
+    pair.stager.turn()
+    while pair.stager.is_busy:
+        pair.stager.turn()
+    assert pair.stager.costs_to("D").scattered != Costs().scattered
+    clock.now += 10 * RETRY_S
+    pair.stager.turn()
+    assert not pair.stager.is_busy, "what is known is not timed again"
+    assert not pair.p._live
+
+
+def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time() -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerpush.prefill.calibration.time", clock)
+        calibration = Pair().calibration(clock.now)
+        clock.now += 3 * BUDGET_S
+        while not calibration.is_over:
+            calibration.turn()
+    assert calibration.costs is not None

@@ -1,0 +1,265 @@
+"""A desk that unpacks: windows go out with registrations and come back with requests, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from layerpush.decode.unpacker import Unpacker
+from layerpush.decode.watch import ReportGone
+from layerpush.decode.windows import Windows
+from layerpush.peers import Address
+from layerpush.staging import PIECE_BYTES
+from layerpush.wire import Accepted, Cancelled, Completion, Fail, Part, Registration, Unpack, Unpacked, WireError
+from tests.unit.builders import layout_of
+from tests.unit.staging_rig import NumpyStaging
+from tests.unit.test_decode_desk import EXTRA, P, World, registration
+
+BLOCKS, BLOCK_BYTES = 8, 64
+DONE = Completion("r", 1)
+
+
+class Unpacking(World):
+    """Room for two windows. Blocks 1 and 2 of one layer are registered."""
+
+    def __init__(self, ranks: int = 1, windows: int = 2) -> None:
+        super().__init__(ranks)
+        layout = layout_of([0], BLOCKS, BLOCK_BYTES)
+        self.cache = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
+        self.staging = NumpyStaging(layout, self.cache, windows * PIECE_BYTES)
+        self.windows = Windows(self.staging.ring, PIECE_BYTES)
+        self.unpacker = self.desk.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
+
+    def packed(self, number: int = 1, request_id: str = "r", end: int = 2) -> Unpack:
+        """What P says when it has filled the request's window."""
+        window = self.windows._windows.get(request_id)
+        offset = 0 if window is None else window.offset
+        self.staging.memory[offset : offset + 2 * BLOCK_BYTES] = number
+        return Unpack(request_id, number, offset, (Part(0, 1, 0, 0, end),))
+
+    def answers(self) -> list[Unpacked]:
+        return [message for _, message in self.sent() if isinstance(message, Unpacked)]
+
+    def unpacks(self, message: Unpack, agent: str = "p-0") -> None:
+        self.desk.heard(agent, message, self.now)
+        self.tick()
+
+    @property
+    def unpacked(self) -> list[int]:
+        """The number of what each block was filled with last."""
+        return [int(block[0]) for block in self.cache.reshape(BLOCKS, BLOCK_BYTES)]
+
+
+def test_a_window_goes_out_with_the_registration() -> None:
+    world = Unpacking()
+    world.awaits()
+    world.awaits("s")
+    world.awaits("t")
+    asked = [message for _, message in world.sent() if isinstance(message, Registration)]
+    assert [message.window is None for message in asked] == [False, False, True]
+    offers = [message.window for message in asked if message.window is not None]
+    assert [(offer.offset, offer.size) for offer in offers] == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES)]
+
+
+@pytest.mark.parametrize("odd", [{"tp_size": 2}, {"pp_size": 2}])
+def test_none_for_ranks_that_hold_other_parts_of_a_block(odd: dict[str, int]) -> None:
+    world = Unpacking()
+    address = Address("P", "10.0.0.5", 5600, **{"tp_size": 1, **odd}, notify_only=True)
+    world.desk.await_push(registration(), address, EXTRA, world.now)
+    assert len(world.windows) == 0
+
+
+def _gone(world: Unpacking) -> None:
+    world.orders(ReportGone("p-0", "it has ended"))
+
+
+def _refused(world: Unpacking) -> None:
+    world.desk.dropped("r", "aborted", world.now)
+    world.hears(Cancelled("r"))
+
+
+ENDINGS: dict[str, Callable[[Unpacking], None]] = {
+    "completed": lambda world: world.hears(DONE),
+    "failed": lambda world: world.hears(Fail("r", 0, "it broke", True)),
+    "withdrawn": _refused,
+    "gone": _gone,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("speaks", [True, False], ids=["layerpush", "stock"])
+def test_a_window_comes_back_with_the_request(ending: str, speaks: bool) -> None:
+    world = Unpacking()
+    world.awaiting(*["p-0"] * speaks)
+    assert len(world.windows) == 1
+    ENDINGS[ending](world)
+    world.tick()
+    assert len(world.windows) == len(world.staging.ring) == 0
+    assert world.is_over()
+
+
+def test_a_window_comes_back_from_a_prefill_engine_that_is_not_there() -> None:
+    world = Unpacking()
+    world.network.broken = ConnectionError("refused")
+    world.awaits()
+    for _ in range(8):
+        world.tick(1.0)
+    assert world.told == ["failed"]
+    assert len(world.windows) == 0
+
+
+def test_a_window_comes_back_from_a_registration_that_cannot_be_sent() -> None:
+    world = Unpacking()
+    with pytest.raises(WireError):
+        world.desk.await_push(registration(blocks=(1, 1)), P, EXTRA, world.now)
+    assert len(world.windows) == len(world.staging.ring) == 0
+
+
+def test_a_window_is_kept_as_long_as_somebody_may_write() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.desk.overdue("r", "late", world.now)
+    world.tick(1000.0)
+    world.tick()
+    assert world.told == ["parked", "failed"]
+    assert len(world.windows) == 1
+    world.hears(Cancelled("r"))
+    assert world.told == ["parked", "failed", "cleared"]
+    assert len(world.windows) == 0
+
+
+def test_what_is_packed_is_scattered_and_answered() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.unpacks(world.packed(7))
+    assert world.unpacked == [0, 7, 7, 0, 0, 0, 0, 0]
+    assert world.answers() == [Unpacked(7, True)]
+
+
+def test_asked_again_it_answers_again_and_scatters_once() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    message = world.packed(7)
+    world.unpacks(message)
+    world.packed(8)
+    world.unpacks(message)
+    world.unpacks(message)
+    assert world.unpacked[1:3] == [7, 7]
+    assert world.answers() == [Unpacked(7, True)] * 3
+
+
+@pytest.mark.parametrize("what", ["blocks", "window", "nobody's"])
+def test_what_was_not_asked_for_is_refused(what: str) -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    message = world.packed(7, end=3 if what == "blocks" else 2)
+    if what == "window":
+        message = Unpack("r", 7, PIECE_BYTES, message.parts)
+    if what == "nobody's":
+        message = Unpack("unknown", 7, 0, message.parts)
+    world.unpacks(message)
+    assert set(world.unpacked) == {0}
+    assert world.answers() == [Unpacked(7, False)]
+
+
+def test_a_stranger_unpacks_nothing() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.unpacks(world.packed(7), "somebody")
+    assert set(world.unpacked) == {0}
+    assert world.answers() == []
+
+
+def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
+    """A question that comes late, or twice, while another rank still writes."""
+    world = Unpacking(ranks=2)
+    world.desk.await_push(registration(), P, EXTRA, world.now)
+    world.settle()
+    world.hears(Accepted("r"), "p-0")
+    message = world.packed(7)
+    world.hears(Fail("r", 0, "it broke", True), "p-0")
+    world.unpacks(message)
+    assert set(world.unpacked) == {0}
+    assert Unpacked(7, False) in world.answers()
+
+
+def test_the_outcome_waits_until_nothing_is_scattered() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.staging.looks.append(3)
+    world.unpacks(world.packed(7))
+    _gone(world)
+    assert world.told == []
+    assert world.desk.is_waiting
+    assert len(world.windows) == 1
+    for _ in range(4):
+        world.tick()
+    assert world.told == ["failed"]
+    assert world.unpacked[1:3] == [7, 7]
+    assert len(world.windows) == 0
+    assert world.is_over()
+
+
+def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.desk.overdue("r", "late", world.now)
+    world.tick(1000.0)
+    world.tick()
+    assert world.told == ["parked", "failed"]
+    world.staging.looks.append(3)
+    world.unpacks(world.packed(7))
+    world.hears(Cancelled("r"))
+    assert world.told == ["parked", "failed"]
+    for _ in range(4):
+        world.tick()
+    assert world.told == ["parked", "failed", "cleared"]
+
+
+def test_a_question_of_a_request_that_is_over_is_answered_while_it_is_scattered() -> None:
+    """What the first copy of the question began is what the second one is answered with."""
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.staging.looks.append(3)
+    message = world.packed(7)
+    world.unpacks(message)
+    _refused(world)
+    world.sent()
+    world.unpacks(message)
+    assert world.answers() == []
+    for _ in range(4):
+        world.tick()
+    world.unpacks(message)
+    assert world.answers() == [Unpacked(7, True)] * 2
+
+
+def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:
+    world = Unpacking()
+    world.engine.known.add("r")
+    world.desk.await_push(registration(), P, EXTRA, world.now)
+    world.desk.heard("p-0", world.packed(7), world.now)
+    assert set(world.unpacked) == {0}
+    world.tick()
+    world.tick()
+    assert world.unpacked[1:3] == [7, 7]
+
+
+def test_a_scatter_that_cannot_begin_ends_in_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what came early, behind it, is still heard."""
+    world = Unpacking()
+    world.engine.known.add("r")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(world.staging, "scatter", broken)
+    world.desk.await_push(registration(), P, EXTRA, world.now)
+    world.desk.heard("p-0", world.packed(7), world.now)
+    world.desk.heard("p-0", Fail("r", 0, "it broke", True), world.now)
+    world.tick()
+    world.tick()
+    assert world.answers() == [Unpacked(7, False)]
+    assert world.told == ["failed"]
+    assert len(world.windows) == 0

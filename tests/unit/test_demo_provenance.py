@@ -1,0 +1,111 @@
+"""What every result says of where it was taken: command, revision, versions down to UCX and the driver, machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from layerpush.demo import machine, ucx
+from layerpush.demo.provenance import provenance
+
+ROOT = Path(__file__).parents[2]
+Driver = Callable[[str], None]
+
+
+@pytest.fixture
+def a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Gives this machine an ``nvidia-smi`` that is the script it is called with."""
+
+    def install(script: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        machine._gpus.cache_clear()
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    yield install
+    machine._gpus.cache_clear()
+
+
+def test_a_result_says_where_it_comes_from(a_driver: Driver) -> None:
+    a_driver("exit 9")
+    said = json.loads(json.dumps(provenance(seed=7)))
+    assert set(said) == {"argv", "git_sha", "git_dirty", "versions", "machine", "date", "seed"}
+    assert said["seed"] == 7
+    assert re.fullmatch(r"[0-9a-f]{40}", said["git_sha"])
+    assert {"python", "layerpush", "nixl", "torch", "triton", "ucx"} <= set(said["versions"])
+    assert said["versions"]["python"] == platform.python_version()
+    assert "driver" not in said["versions"]
+    assert set(said["machine"]) == {"system", "cpus", "processor"}
+
+
+def test_ucx_is_named_only_with_nixl(a_driver: Driver) -> None:
+    a_driver("exit 9")
+    assert set(provenance(0, ["aiohttp"])["versions"]) == {"python", "aiohttp"}
+
+
+def test_gpus_are_named_with_their_driver(a_driver: Driver) -> None:
+    """Of whatever name: it may have a comma."""
+    a_driver("echo 'NVIDIA H200, 143771, 580.1'; echo 'Odd, one, 80, 580.1'; echo 'No memory, [N/A], 580.1'")
+    said = provenance(0, [])
+    assert said["versions"] == {"python": platform.python_version(), "driver": "580.1"}
+    assert machine.machine()["gpus"] == [
+        {"name": "NVIDIA H200", "memory_mib": 143771},
+        {"name": "Odd, one", "memory_mib": 80},
+        {"name": "No memory", "memory_mib": 0},
+    ]
+
+
+@pytest.mark.parametrize("script", ["echo 'No devices were found'", "echo broken >&2; exit 9", ""])
+def test_a_driver_that_shows_no_gpu_is_none(a_driver: Driver, script: str) -> None:
+    a_driver(script)
+    assert machine.driver() is None
+    assert "gpus" not in machine.machine()
+
+
+def test_the_processor_has_a_name_or_a_kind(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 9\nmodel name\t: Xeon 9\n")
+    assert machine.processor(tmp_path / "cpuinfo") == "Xeon 9"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nBogoMIPS\t: 50\n")
+    assert machine.processor(tmp_path / "cpuinfo") == (platform.processor() or platform.machine())
+    assert machine.processor(tmp_path / "none")
+
+
+def test_ucx_is_asked_in_a_process_of_its_own() -> None:
+    """Loading UCX would change the process that measures."""
+    source = "from layerpush.demo import ucx; print(ucx.version()); print(ucx._loaded())"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    said = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+    ).stdout.splitlines()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", said[0])
+    assert said[1] == "[]"
+
+
+def test_ucx_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ucx, "_loaded", list)
+    monkeypatch.setattr(ucx, "NIXL_PACKAGES", ("no-such-package",))
+    assert ucx.version() is None
+    broken = tmp_path / "libucp-0.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(ucx, "_bundled", lambda: [str(broken)])
+    assert ucx.version() is None
+
+
+def test_a_process_names_its_settings_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("UCX_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert ucx.of_this_process()["ucx_settings"] == {"UCX_TLS": "tcp,self"}

@@ -1,0 +1,127 @@
+"""What a prefill rank makes of a window that a decode rank offers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from layerpush.config import LayerPushConfig
+from layerpush.prefill.staging import Link
+from layerpush.prefill.workerhost import WorkerHost
+from layerpush.staging import PIECE_BYTES
+from layerpush.transport.base import Route
+from layerpush.wire import MAX_RING_BYTES, Registration, Window, WireError, decode_registration, encode_registration
+from tests.unit.builders import layout_of, registration
+
+LAYOUT = layout_of([0, 0])
+LINK = Link("D", (Route("d-0", 3, "kv", "kv"),), (64, 64))
+RING = Route("d-0", 3, "pieces", "ring")
+OFFER = Window(
+    rank=3,
+    ring=1 << 40,
+    ring_size=16 * PIECE_BYTES,
+    device=0,
+    offset=4 * PIECE_BYTES,
+    size=2 * PIECE_BYTES,
+    layout=LAYOUT.digest,
+)
+
+
+class Worker:
+    """Its ring can be written to."""
+
+    def ring_of(self, link: Link, window: Window) -> Route | None:
+        assert link.routes[0].remote_rank == window.rank
+        return RING
+
+
+class Desk:
+    """Agent ``d-0`` registers."""
+
+    def window(self, registration: Registration, agent: str) -> Window | None:
+        assert agent == "d-0"
+        return registration.window
+
+
+def host(packs: bool = True) -> WorkerHost:
+    made = WorkerHost(cast("Any", Worker()), cast("Any", None), cast("Any", None), lambda _: None)
+    made.layout = LAYOUT if packs else None
+    made.desk = cast("Any", Desk())
+    return made
+
+
+def offering(**changes: Any) -> Registration:
+    return msgspec.structs.replace(registration((1, 2)), window=msgspec.structs.replace(OFFER, **changes))
+
+
+def test_an_offer_is_taken() -> None:
+    window = host().window(LINK, offering())
+    assert window is not None
+    assert (window.route, window.request_id) == (RING, "d-1")
+    assert window.spans.capacity_bytes == OFFER.size
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": 2},
+        {"layout": "another"},
+        {"offset": 4 * PIECE_BYTES + 1},
+        {"size": PIECE_BYTES + 1},
+        {"offset": 15 * PIECE_BYTES},
+        {"size": MAX_RING_BYTES},
+    ],
+)
+def test_one_that_is_not_for_us_or_lies_outside_of_its_ring_is_not(changes: dict[str, Any]) -> None:
+    assert host().window(LINK, offering(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link("D", (), (), refusal="other blocks"),
+        replace(LINK, routes=LINK.routes * 2),
+        replace(LINK, share=0.5),
+    ],
+)
+def test_nor_is_one_of_an_engine_whose_blocks_are_split(link: Link) -> None:
+    assert host().window(link, offering()) is None
+
+
+def test_nor_is_one_by_an_engine_that_packs_nothing() -> None:
+    assert host(packs=False).window(LINK, offering()) is None
+    assert host().window(LINK, registration((1, 2))) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ring_size", MAX_RING_BYTES + 1), ("offset", 1 << 40), ("size", 1 << 62), ("ring", 1 << 63)]
+)
+def test_a_ring_beyond_reason_is_no_message(field: str, value: int) -> None:
+    """P makes a table of all of its pieces."""
+    sound = encode_registration(offering())
+    with pytest.raises(WireError):
+        encode_registration(offering(**{field: value}))
+    fields = msgspec.to_builtins(offering())
+    fields["window"][field] = value
+    with pytest.raises(WireError):
+        decode_registration(b"PUSH_REG:" + msgspec.msgpack.encode(fields))
+    assert decode_registration(sound).window == OFFER
+
+
+def test_no_more_staging_memory_than_peers_would_read_of() -> None:
+    assert LayerPushConfig.from_extra_config({"staging_bytes": MAX_RING_BYTES}).staging_bytes == MAX_RING_BYTES
+    with pytest.raises(ValueError, match="staging_bytes"):
+        LayerPushConfig.from_extra_config({"staging_bytes": MAX_RING_BYTES + 1})
+
+
+def test_windows_do_not_tell_registrations_apart() -> None:
+    """Each rank of a decode engine offers its own."""
+    assert offering().fingerprint == registration((1, 2)).fingerprint
+
+
+def test_an_offer_is_small() -> None:
+    """NIXL's notifications are slow."""
+    assert len(encode_registration(offering())) - len(encode_registration(registration((1, 2)))) < 200

@@ -1,0 +1,474 @@
+"""Packer and unpacker wired together over the fake network, with notifications that are lost, late and doubled."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerpush.decode import unpacker
+from layerpush.decode.unpacker import Answer, Unpacker, UnpackError
+from layerpush.decode.windows import Windows
+from layerpush.prefill.costs import Plan
+from layerpush.prefill.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
+from layerpush.prefill.protocol import Segment, Write
+from layerpush.staging import PIECE_BYTES
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
+from layerpush.transport.fake import Bytes, FakeFabric, Faults
+from layerpush.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
+from tests.unit.builders import layout_of, registration
+from tests.unit.staging_rig import NumpyStaging
+
+LAYERS, BLOCKS, BLOCK_BYTES, PIECES = 3, 16, 1024, 8
+SOURCE, TARGET = (7, 2, 9, 4), (3, 8, 1, 6)
+
+
+class Pair:
+    """A prefill rank that packs and a decode rank that unpacks."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.layout = layout_of([0] * LAYERS, BLOCKS, BLOCK_BYTES)
+        self.fabric = FakeFabric(faults)
+        self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
+        random = np.random.default_rng(7)
+        self.p_cache: Bytes = random.integers(0, 256, LAYERS * BLOCKS * BLOCK_BYTES, dtype=np.uint8)
+        self.d_cache: Bytes = np.full(LAYERS * BLOCKS * BLOCK_BYTES, 0xEE, np.uint8)
+        self.ours = NumpyStaging(self.layout, self.p_cache, PIECES * PIECE_BYTES)
+        self.theirs = NumpyStaging(self.layout, self.d_cache, PIECES * PIECE_BYTES)
+        pieces = range(0, PIECES * PIECE_BYTES, PIECE_BYTES)
+        self.p.describe("pieces", self.ours.memory, pieces, PIECE_BYTES)
+        self.p.describe("blocks", self.ours.memory, range(0, PIECES * PIECE_BYTES, BLOCK_BYTES), BLOCK_BYTES)
+        self.d.describe("ring", self.theirs.memory, pieces, PIECE_BYTES)
+        self.d.describe("kv", self.d_cache, range(0, len(self.d_cache), BLOCK_BYTES), BLOCK_BYTES)
+        self.now = 100.0
+        self.packer = Packer(self.p, self.layout, self.ours, BLOCK_BYTES, lambda: self.now)
+        self.windows = Windows(self.theirs.ring, 4 * PIECE_BYTES)
+        self.unpacker = Unpacker(self.theirs, self.windows, self.layout, 0, 0, 0)
+        self.registration = registration(TARGET)
+        self.refusals: list[str] = []
+
+    def window(self, request_id: str = "d-1") -> PushWindow:
+        offer = self.unpacker.offer(request_id)
+        assert offer is not None
+        return PushWindow(offer, Route("D", 0, "pieces", "ring"), request_id)
+
+    def write(self, layers: slice = slice(0, LAYERS), first: int = 0, end: int = 4) -> Write:
+        segment = Segment(layers, 0, first, end, SOURCE[first:end], TARGET[first:end])
+        return Write(0, 0, 0, (end - first) * BLOCK_BYTES * (layers.stop - layers.start), (segment,))
+
+    def record(self) -> WriteRecord:
+        return WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
+
+    def pack(self, write: Write | None = None, window: PushWindow | None = None) -> StagedWrite | None:
+        write = write or self.write()
+        return self.packer.pack(write, window or self.window(), write.size, self.record())
+
+    def decode_turn(self) -> None:
+        """What a decode rank's desk does."""
+        for agent, payload in self.d.notifications():
+            message = read(payload)
+            assert isinstance(message, Unpack)
+            answer = self.unpacker.again(agent, message)
+            if answer is None:
+                try:
+                    self.unpacker.unpack(agent, message, self.registration)
+                except UnpackError as error:
+                    self.refusals.append(str(error))
+                    answer = self.unpacker.refuse(agent, message)
+            if answer is not None:
+                self.d.notify(answer.agent, encode(answer.message))
+        for answer in self.unpacker.ended():
+            self.d.notify(answer.agent, encode(answer.message))
+
+    def prefill_turn(self, staged: StagedWrite) -> WriteState:
+        for agent, payload in self.p.notifications():
+            message = read(payload)
+            assert isinstance(message, Unpacked)
+            self.packer.unpacked(agent, message.number, message.done)
+        return self.packer.poll(staged)
+
+    def run(self, staged: StagedWrite, turns: int = 30) -> WriteState:
+        for _ in range(turns):
+            state = self.prefill_turn(staged)
+            if state is not WriteState.PENDING:
+                return state
+            self.decode_turn()
+        return WriteState.PENDING
+
+    def has_landed(self, layers: slice = slice(0, LAYERS)) -> bool:
+        ours, theirs = (cache.reshape(LAYERS, BLOCKS, BLOCK_BYTES) for cache in (self.p_cache, self.d_cache))
+        return all(
+            np.array_equal(ours[layer, source], theirs[layer, target])
+            for layer in range(LAYERS)[layers]
+            for source, target in zip(SOURCE, TARGET, strict=True)
+        )
+
+
+def test_packed_blocks_land_where_they_belong() -> None:
+    pair = Pair()
+    staged = pair.pack()
+    assert staged is not None
+    assert pair.run(staged) is WriteState.LANDED
+    assert pair.has_landed()
+    others = [block for block in range(BLOCKS) if block not in TARGET]
+    assert (pair.d_cache.reshape(LAYERS, BLOCKS, BLOCK_BYTES)[:, others] == 0xEE).all()
+
+
+def test_gathered_blocks_land_where_they_belong() -> None:
+    pair = Pair()
+    route = Route("D", 0, "blocks", "kv")
+    targets = np.asarray([layer * BLOCKS + block for layer in range(LAYERS) for block in TARGET], np.int32)
+    staged = pair.packer.gather(pair.write(), route, targets, pair.record())
+    assert staged is not None
+    assert staged.plan is Plan.GATHERED
+    assert pair.run(staged) is WriteState.LANDED
+    assert pair.has_landed()
+
+
+def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scattered() -> None:
+    pair = Pair()
+    pair.ours.looks.append(4)
+    pair.theirs.looks.append(3)
+    staged = pair.pack()
+    assert staged is not None
+    for _ in range(3):
+        assert pair.prefill_turn(staged) is WriteState.PENDING
+        assert not pair.fabric.writes
+    while staged.stage is not Stage.UNPACKING:
+        pair.prefill_turn(staged)
+    for _ in range(3):
+        pair.decode_turn()
+        assert pair.prefill_turn(staged) is WriteState.PENDING
+        assert not pair.has_landed()
+    assert pair.run(staged) is WriteState.LANDED
+    assert pair.has_landed()
+
+
+def test_what_is_gathered_at_once_is_written_at_once() -> None:
+    pair = Pair()
+    staged = pair.pack()
+    assert staged is not None
+    assert staged.stage is Stage.WRITING
+    assert len(pair.fabric.writes) == 1
+
+
+def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
+    pair = Pair()
+    window = pair.window()
+    pair.fabric.kill("D")
+    with pytest.raises(PeerLostError):
+        pair.pack(window=window)
+    assert len(pair.ours.ring) == len(window.spans) == 0
+
+
+def test_all_memory_comes_back() -> None:
+    pair = Pair()
+    window = pair.window()
+    for _ in range(5):
+        staged = pair.pack(window=window)
+        assert staged is not None
+        assert pair.run(staged) is WriteState.LANDED
+        pair.packer.release(staged)
+    assert len(pair.ours.ring) == len(window.spans) == 0
+    pair.unpacker.close("d-1")
+    assert len(pair.theirs.ring) == 0
+
+
+def test_our_ring_is_free_as_soon_as_nothing_reads_from_it() -> None:
+    pair = Pair()
+    staged = pair.pack()
+    assert staged is not None
+    while staged.stage is not Stage.UNPACKING:
+        assert len(pair.ours.ring) == 1
+        pair.prefill_turn(staged)
+    assert len(pair.ours.ring) == 0
+    assert staged.window is not None
+    assert len(staged.window.spans) == 1
+
+
+@pytest.mark.parametrize("full", ["ours", "theirs"])
+def test_a_full_ring_takes_nothing_and_keeps_nothing(full: str) -> None:
+    pair = Pair()
+    window = pair.window()
+    ring = pair.ours.ring if full == "ours" else window.spans
+    assert ring.take(ring.capacity_bytes) == 0
+    assert pair.pack(window=window) is None
+    assert (len(pair.ours.ring), len(window.spans)) == ((1, 0) if full == "ours" else (0, 1))
+
+
+def test_windows_do_not_overlap() -> None:
+    """The second request writes behind the first one's window."""
+    pair = Pair()
+    first, second = pair.window("d-1"), pair.window("d-2")
+    assert abs(first.offer.offset - second.offer.offset) >= first.offer.size
+    assert pair.unpacker.offer("d-3") is None
+
+
+@pytest.mark.parametrize("faults", [Faults(drop_notifications={0}), Faults(drop_notifications={1})])
+def test_a_lost_message_is_sent_again(faults: Faults) -> None:
+    """The first notification is the question, the second one the answer."""
+    pair = Pair(faults)
+    staged = pair.pack()
+    assert staged is not None
+    assert pair.run(staged) is WriteState.PENDING
+    pair.now += UNPACK_RETRY_S
+    assert pair.run(staged) is WriteState.LANDED
+    assert pair.has_landed()
+
+
+def test_doubled_messages_change_nothing() -> None:
+    pair = Pair(Faults(duplicate_notifications={0, 1, 2, 3}))
+    window = pair.window()
+    for layers in (slice(0, 2), slice(2, 3)):
+        staged = pair.pack(pair.write(layers), window)
+        assert staged is not None
+        assert pair.run(staged) is WriteState.LANDED
+        pair.packer.release(staged)
+    for _ in range(3):
+        pair.decode_turn()
+        for agent, payload in pair.p.notifications():
+            message = read(payload)
+            assert isinstance(message, Unpacked)
+            pair.packer.unpacked(agent, message.number, message.done)
+    assert pair.has_landed()
+
+
+def test_an_answer_of_somebody_else_is_none() -> None:
+    pair = Pair()
+    staged = pair.pack()
+    assert staged is not None
+    while staged.stage is not Stage.UNPACKING:
+        pair.prefill_turn(staged)
+    pair.packer.unpacked("another D", staged.number, True)
+    assert pair.packer.poll(staged) is WriteState.PENDING
+
+
+def test_a_refusal_fails_the_write() -> None:
+    pair = Pair()
+    pair.registration = registration(TARGET[:2])
+    staged = pair.pack()
+    assert staged is not None
+    with pytest.raises(TransportError, match="did not unpack"):
+        pair.run(staged)
+    assert pair.refusals
+    pair.packer.release(staged)
+    assert len(pair.ours.ring) == 0
+
+
+@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.UNPACKING])
+def test_the_death_of_the_decode_engine_is_noticed(stage: Stage) -> None:
+    pair = Pair(Faults(hold_writes={0: 5}))
+    staged = pair.pack()
+    assert staged is not None
+    while staged.stage is not stage:
+        pair.prefill_turn(staged)
+    pair.fabric.kill("D")
+    pair.now += UNPACK_RETRY_S
+    with pytest.raises(PeerLostError):
+        pair.run(staged)
+    pair.packer.release(staged)
+    assert len(pair.ours.ring) == 0
+
+
+def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
+    pair = Pair()
+    pair.theirs.looks.append(5)
+    staged = pair.pack()
+    assert staged is not None
+    assert pair.unpacker.offer("d-2") is not None
+    while staged.stage is not Stage.UNPACKING:
+        pair.prefill_turn(staged)
+    pair.decode_turn()
+    pair.unpacker.close("d-1")
+    told: list[str] = []
+    pair.unpacker.after("d-1", lambda: told.append("over"))
+    assert pair.unpacker.offer("d-3") is None
+    assert told == []
+    for _ in range(6):
+        pair.decode_turn()
+    assert told == ["over"]
+    assert pair.unpacker.offer("d-3") is not None
+
+
+def part(**changes: int) -> Part:
+    fields = {"first_layer": 0, "end_layer": LAYERS, "group": 0, "first": 0, "end": 4} | changes
+    return Part(**fields)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (part(end_layer=LAYERS + 1), "layers"),
+        (part(first_layer=2, end_layer=2), "layers"),
+        (part(first_layer=2, end_layer=1), "layers"),
+        (part(group=1), "group"),
+        (part(end=5), "blocks"),
+        (part(first=4, end=4), "blocks"),
+        (part(first=3, end=2), "blocks"),
+    ],
+)
+def test_what_was_not_registered_is_not_scattered(bad: Part, why: str) -> None:
+    pair = Pair()
+    offer = pair.window().offer
+    before = pair.d_cache.copy()
+    for parts in ((bad,), (part(end_layer=1), bad)):
+        with pytest.raises(UnpackError, match=why):
+            pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, parts), pair.registration)
+    assert np.array_equal(pair.d_cache, before)
+    assert not pair.unpacker.is_busy
+
+
+@pytest.mark.parametrize("shift", [-PIECE_BYTES, 3 * PIECE_BYTES, 4 * PIECE_BYTES, 10 * PIECE_BYTES, 1 << 62])
+def test_nothing_outside_of_the_window_is_scattered(shift: int) -> None:
+    pair = Pair()
+    pair.window("d-0")
+    offer = pair.window("d-1").offer
+    with pytest.raises(UnpackError, match="window"):
+        pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset + shift, (part(),)), pair.registration)
+
+
+def test_null_blocks_are_nobodys() -> None:
+    pair = Pair()
+    offer = pair.window().offer
+    wanted: Registration = registration((0, *TARGET[1:]))
+    with pytest.raises(UnpackError, match="not all this request's"):
+        pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, (part(),)), wanted)
+
+
+def test_many_writes_at_once() -> None:
+    pair = Pair()
+    window = pair.window()
+    staged = [pair.pack(pair.write(slice(layer, layer + 1)), window) for layer in range(LAYERS)]
+    waiting = [one for one in staged if one is not None]
+    assert len(waiting) == LAYERS
+    for _ in itertools.repeat(None, 40):
+        waiting = [one for one in waiting if pair.prefill_turn(one) is WriteState.PENDING]
+        pair.decode_turn()
+    assert waiting == []
+    assert pair.has_landed()
+
+
+@pytest.mark.parametrize("shift", [-1, 1, BLOCK_BYTES])
+def test_nothing_is_scattered_from_the_middle_of_a_piece(shift: int) -> None:
+    """Kernels are fast, or work at all, from certain addresses on."""
+    pair = Pair()
+    offer = pair.window().offer
+    offset = offer.offset + PIECE_BYTES + shift
+    with pytest.raises(UnpackError, match="piece"):
+        pair.unpacker.unpack("P", Unpack("d-1", 1, offset, (part(end_layer=1, end=1),)), pair.registration)
+
+
+def test_a_window_that_is_closed_is_not_for_reading() -> None:
+    pair = Pair()
+    pair.theirs.looks.append(50)
+    offer = pair.window().offer
+    pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, (part(),)), pair.registration)
+    pair.unpacker.close("d-1")
+    with pytest.raises(UnpackError, match="window"):
+        pair.unpacker.unpack("P", Unpack("d-1", 2, offer.offset, (part(),)), pair.registration)
+
+
+def test_parts_without_end_are_counted_and_not_looked_up() -> None:
+    """As many as a message may have, each of as many blocks as a registration may have: there is no room for that."""
+    pair = Pair()
+    offer = pair.window().offer
+    wanted = registration(range(1, 1 << 16))
+    parts = (part(first=1, end=(1 << 16) - 1),) * MAX_PARTS
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnpackError, match="window"):
+            pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, parts), wanted)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_scattered_is_not_refused_meanwhile() -> None:
+    """The request may be over on this side while the same question comes again."""
+    pair = Pair()
+    pair.theirs.looks.append(2)
+    message = Unpack("d-1", 1, pair.window().offer.offset, (part(),))
+    pair.unpacker.unpack("P", message, pair.registration)
+    assert pair.unpacker.refuse("P", message) is None
+    answers = [answer for _ in range(4) for answer in pair.unpacker.ended()]
+    assert [answer.message for answer in answers] == [Unpacked(1, True)]
+    again = pair.unpacker.refuse("P", message)
+    assert again is not None
+    assert again.message == Unpacked(1, True)
+
+
+class Broken:
+    def is_over(self) -> bool:
+        raise RuntimeError("an error of the device")
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.theirs.looks.append(3)
+    scatter, calls = pair.theirs.scatter, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            return scatter(*args)
+        if fails == "at once":
+            raise RuntimeError("no memory")
+        return Broken()
+
+    monkeypatch.setattr(pair.theirs, "scatter", failing)
+    offer = pair.window().offer
+    message = Unpack("d-1", 1, offer.offset, (part(end_layer=1), part(first_layer=1)))
+    pair.unpacker.unpack("P", message, pair.registration)
+    pair.unpacker.close("d-1")
+    assert [pair.unpacker.ended() for _ in range(3)] == [[], [], []]
+    assert len(pair.theirs.ring) == 1
+    (answer,) = pair.unpacker.ended()
+    assert answer.message == Unpacked(1, False)
+    assert len(pair.theirs.ring) == 0
+
+
+@pytest.mark.parametrize("fails", ["at once", "later"])
+def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair()
+    pair.ours.looks.append(3)
+    gather, calls = pair.ours.gather, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            return gather(*args)
+        if fails == "at once":
+            raise RuntimeError("no memory")
+        return Broken()
+
+    monkeypatch.setattr(pair.ours, "gather", failing)
+    segments = (*pair.write(slice(0, 1)).segments, *pair.write(slice(1, 3)).segments)
+    window = pair.window()
+    staged = pair.pack(Write(0, 0, 0, 12 * BLOCK_BYTES, segments), window)
+    assert staged is not None
+    assert [pair.packer.poll(staged) for _ in range(2)] == [WriteState.PENDING] * 2
+    assert len(pair.ours.ring) == 1
+    with pytest.raises(TransportError, match="could not be gathered: RuntimeError"):
+        pair.packer.poll(staged)
+    for _ in range(2):
+        pair.packer.release(staged)
+    assert len(pair.ours.ring) == len(window.spans) == 0
+    assert not pair.fabric.writes
+
+
+def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is forgotten would be scattered again, from bytes that are others by then."""
+    monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
+    pair = Pair()
+    first = Unpack("d-1", 1, 0, ())
+    assert pair.unpacker.refuse("P", first) == Answer("P", Unpacked(1, False))
+    for number in range(100):
+        pair.unpacker.refuse("another", Unpack("d-1", number, 0, ()))
+    assert pair.unpacker.again("P", first) == Answer("P", Unpacked(1, False))
+    assert pair.unpacker.again("another", Unpack("d-1", 0, 0, ())) is None
+    assert pair.unpacker.again("another", Unpack("d-1", 99, 0, ())) is not None

@@ -1,0 +1,212 @@
+"""What is learned about the costs of a WRITE: from the calibration, and from WRITEs that were unpacked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerpush.prefill.calibration import Calibration
+from layerpush.prefill.costs import Costs, Shape
+from layerpush.prefill.lessons import FORGOTTEN_S, CopyLessons, Lesson
+from layerpush.prefill.protocol import Segment, Write
+from layerpush.prefill.runs import runs
+from layerpush.prefill.stager import Stager
+from layerpush.prefill.staging import Link
+from layerpush.staging import MAX_PIECES, PIECE_BYTES
+from layerpush.trace import WriteRecord
+from layerpush.transport.base import DescriptorIds, Route, WriteState
+
+ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
+WIRE = Costs(scattered=((512, 1e-3), (2048, 2e-3)), wire_s=1e-10, write_s=3e-4)
+PIECES = 64
+
+
+class Clock:
+    """Time that passes only when a WRITE is on the wire, or when a test says so."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("calibration", "stager"):
+        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    monkeypatch.setattr("layerpush.prefill.calibration.cool", lambda: None)
+    return clock
+
+
+class Wire:
+    """Each WRITE takes exactly what ``WIRE`` says."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> int:
+        pieces = runs(local, remote)
+        self.clock.now += WIRE.write_s + WIRE.scattered_s(pieces) + len(local) * PIECE_BYTES * WIRE.wire_s
+        return 1
+
+    def poll(self, handle: int) -> WriteState:
+        return WriteState.LANDED
+
+    def release(self, handle: int) -> None: ...
+
+
+class OnePacker:
+    """Says that the WRITE ``staged`` is unpacked."""
+
+    staged: Any = None
+
+    def unpacked(self, agent: str, number: int, done: bool) -> Any:
+        return self.staged
+
+
+def calibrated(clock: Clock, packer: OnePacker) -> Stager:
+    prior = Costs(gather_s=1e-9, scatter_s=1e-9, messages_s=1e-3, copy_s=5e-4)
+    stager = Stager(packer, None, "auto", prior)  # type: ignore[arg-type]
+    stager.calibrate(ENGINE, Wire(clock), ROUTE)  # type: ignore[arg-type]
+    while stager.is_busy:
+        stager.turn()
+    return stager
+
+
+def test_the_calibration_finds_the_constants(clock: Clock) -> None:
+    calibration = Calibration(Wire(clock), ROUTE, Costs(copy_s=7.0), clock.now)  # type: ignore[arg-type]
+    while not calibration.is_over:
+        calibration.turn()
+    learned = calibration.costs
+    assert learned is not None
+    for descriptors in (1, 64, 512, 2048, 4096):
+        assert learned.scattered_s(descriptors) == pytest.approx(WIRE.scattered_s(descriptors))
+    assert learned.wire_s == pytest.approx(WIRE.wire_s)
+    assert learned.write_s == pytest.approx(WIRE.write_s)
+    assert learned.copy_s == 7.0
+
+
+@pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
+def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
+    packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
+    stager = Stager(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
+    stager._costs_of["another"] = stager.costs_to("another")
+    ids = np.arange(10, dtype=np.int32)
+    record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
+    write = Write(0, 0, 0, 80, ())
+    assert stager.begin(write, link, None, (ids, ids), record) is None
+    assert record.plan == "direct"
+    assert bool(looked) == looks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "of", "packs"), [(MAX_PIECES, MAX_PIECES, True), (1024, 1024, False), (9, 10, False)]
+)
+def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs: bool) -> None:
+    packed: list[int] = []
+    packer = SimpleNamespace(block_bytes=PIECE_BYTES, pack=lambda write, window, size, record: packed.append(size))
+    ids = np.arange(blocks, dtype=np.int32)
+    segment = Segment(slice(0, 1), 0, 0, of, tuple(range(blocks)), tuple(range(blocks)))
+    write, record = Write(0, 0, 0, 0, (segment,)), WriteRecord(0, (0, 0), (0, 0), blocks, 0, 0.0, 0.0)
+    window: Any = "one that has room"
+    Stager(packer, None, "packed", Costs()).begin(write, Link("D", (), ()), window, (ids, ids), record)  # type: ignore[arg-type]
+    assert packed == ([blocks * PIECE_BYTES] if packs else [])
+
+
+def unpack_in(stager: Stager, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
+    """What the messages are taken to need after a WRITE of ``PIECES`` pieces was unpacked in so long."""
+    packer.staged = SimpleNamespace(asked_at=clock.now, local=range(PIECES))
+    clock.now += seconds
+    stager.unpacked("D", 1, done)
+    return stager.costs_to(ENGINE).messages_s
+
+
+def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
+    packer = OnePacker()
+    stager = calibrated(clock, packer)
+    copied = 5e-4 + PIECES * PIECE_BYTES * 1e-9
+    assert unpack_in(stager, packer, clock, 3e-3 + copied) == 1e-3  # one may be an accident
+    for _ in range(5):
+        learned = unpack_in(stager, packer, clock, 3e-3 + copied)
+    assert learned == pytest.approx(3e-3)
+    assert unpack_in(stager, packer, clock, 80e-3) == pytest.approx(3e-3)
+    for _ in range(20):
+        learned = unpack_in(stager, packer, clock, 2e-3 + copied)
+    assert learned == pytest.approx(2e-3)
+
+
+def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -> None:
+    packer = OnePacker()
+    stager = calibrated(clock, packer)
+    for _ in range(5):
+        assert unpack_in(stager, packer, clock, 1.0, done=False) == 1e-3
+    packer.staged = SimpleNamespace(asked_at=clock.now - 1, local=range(PIECES))
+    for _ in range(5):
+        stager.unpacked("another", 1, done=True)
+    assert stager.costs_to(ENGINE).messages_s == 1e-3
+    for _ in range(5):
+        unpack_in(stager, packer, clock, 1.0)
+    assert stager.costs_to(ENGINE).messages_s > 0.9
+    stager.forget(ENGINE)
+    assert stager.costs_to(ENGINE).messages_s == 1e-3
+    assert unpack_in(stager, packer, clock, 1.0) == 1e-3
+
+
+def test_copies_teach_what_they_cost() -> None:
+    lessons = CopyLessons(Costs(copy_s=1e-4, gather_s=1e-10))
+    for _ in range(20):
+        lessons.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
+        lessons.copied(16 << 20, 5e-4 + (16 << 20) * 2e-10)
+    learned = lessons.applied_to(Costs(messages_s=7.0))
+    assert learned.copy_s == pytest.approx(5e-4, rel=0.02)
+    assert learned.gather_s == learned.scatter_s == pytest.approx(2e-10, rel=0.02)
+    assert learned.messages_s == 7.0
+    lessons.copied(16 << 10, 1.0)
+    assert lessons.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
+
+
+def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
+    clock = Clock()
+    lesson = Lesson(1.0, clock.perf_counter)
+    for _ in range(2):
+        lesson.heard(50.0)
+    assert lesson.value == 1.0
+    for _ in range(8):
+        lesson.heard(50.0)
+    assert lesson.value == 50.0
+    clock.now += FORGOTTEN_S + 1
+    assert lesson.value == 1.0, "a plan that is not chosen teaches nothing"
+
+
+def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
+    stager = calibrated(clock, OnePacker())
+    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
+    for _ in range(8):
+        stager.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
+    assert stager.costs_to(ENGINE).copy_s == pytest.approx(0.25)
+    assert stager.costs_to("another").copy_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("room", [{"pack", "gather"}, {"gather"}, set()])
+def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = SimpleNamespace(local=np.arange(3))
+    packer = SimpleNamespace(
+        block_bytes=8,
+        pack=lambda *_: staged if "pack" in room else None,
+        gather=lambda *_: staged if "gather" in room else None,
+    )
+    costs = Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1)
+    stager = Stager(packer, None, "auto", costs)  # type: ignore[arg-type]
+    stager._costs_of["another"] = costs
+    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: Shape(80, 10, 5))
+    ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE)
+    record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
+    taken = stager.begin(Write(0, 0, 0, 80, ()), link, SimpleNamespace(), (ids, ids), record)  # type: ignore[arg-type]
+    assert (taken is None) == (not room)
+    assert record.plan == ("packed" if "pack" in room else "gathered" if room else "direct")

@@ -1,0 +1,121 @@
+"""Copies between cache and ring: the double of the tests and the real one keep the same contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerpush.layout import CacheLayout, LayerSlots, LayoutError, Region
+from layerpush.staging import PIECE_BYTES, Staging, whole_pieces
+from layerpush.tensorstaging import TensorStaging, staging_memory
+from layerpush.transport.fake import Bytes
+from tests.unit.staging_rig import NumpyStaging
+
+BLOCKS, BLOCK_BYTES, RING = 12, 48, 2 * PIECE_BYTES
+SLOTS = ((0, 3), (1, 4), (2, 5))
+"""Keys and values of a layer lie in regions of their own, far from each other."""
+LAYOUT = CacheLayout(
+    tuple(LayerSlots(f"layers.{index}", 0, slots) for index, slots in enumerate(SLOTS)),
+    tuple(Region(slot * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, BLOCKS) for slot in range(6)),
+)
+Make = Callable[[Bytes], tuple[Staging, Bytes]]
+
+
+def fake(cache: Bytes) -> tuple[Staging, Bytes]:
+    staging = NumpyStaging(LAYOUT, cache, RING)
+    return staging, staging.memory
+
+
+def real(cache: Bytes) -> tuple[Staging, Bytes]:
+    memory = staging_memory(RING, torch.device("cpu"))
+    slots = torch.from_numpy(cache).view(6, BLOCKS, BLOCK_BYTES).unbind()
+    return TensorStaging(LAYOUT, slots, memory), memory.numpy()
+
+
+def cache_of(seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, 6 * BLOCKS * BLOCK_BYTES, dtype=np.uint8)
+
+
+cases = st.tuples(
+    st.lists(st.integers(0, BLOCKS - 1), max_size=BLOCKS, unique=True),
+    st.sampled_from([slice(0, 1), slice(1, 3), slice(0, 3), slice(2, 3)]),
+    st.integers(0, 64).map(lambda steps: steps * 16),
+)
+
+
+def packed(cache: Bytes, blocks: list[int], layers: slice) -> Bytes:
+    """What ``layerpush.wire.Part`` says: block after block, region after region, layer after layer."""
+    shaped = cache.reshape(6, BLOCKS, BLOCK_BYTES)
+    parts = [shaped[slot, block] for pair in SLOTS[layers] for slot in pair for block in blocks]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+@pytest.mark.parametrize("made_by", [fake, real])
+@given(case=cases)
+def test_gather(made_by: Make, case: tuple[list[int], slice, int]) -> None:
+    blocks, layers, offset = case
+    cache = cache_of(1)
+    before = cache.copy()
+    staging, ring = made_by(cache)
+    ring[:] = 0xEE
+    assert staging.gather(layers, np.asarray(blocks, np.int32), offset).is_over()
+    wanted = packed(before, blocks, layers)
+    assert np.array_equal(ring[offset : offset + len(wanted)], wanted)
+    assert (ring[:offset] == 0xEE).all()
+    assert (ring[offset + len(wanted) :] == 0xEE).all()
+    assert np.array_equal(cache, before)
+
+
+@pytest.mark.parametrize("made_by", [fake, real])
+@given(case=cases)
+def test_scatter(made_by: Make, case: tuple[list[int], slice, int]) -> None:
+    blocks, layers, offset = case
+    cache = cache_of(2)
+    before = cache.copy()
+    staging, ring = made_by(cache)
+    source = cache_of(3)
+    wanted = packed(source, blocks, layers)
+    ring[:] = 0xEE
+    ring[offset : offset + len(wanted)] = wanted
+    assert staging.scatter(layers, np.asarray(blocks, np.int32), offset).is_over()
+    assert np.array_equal(packed(cache, blocks, layers), wanted)
+    others = [block for block in range(BLOCKS) if block not in blocks]
+    assert np.array_equal(packed(cache, others, slice(0, 3)), packed(before, others, slice(0, 3)))
+    untouched = [index for index in range(3) if index not in range(3)[layers]]
+    for index in untouched:
+        part = slice(index, index + 1)
+        assert np.array_equal(packed(cache, blocks, part), packed(before, blocks, part))
+
+
+def test_regions_that_differ_cannot_be_packed() -> None:
+    memory = staging_memory(RING, torch.device("cpu"))
+    slots = [torch.zeros(BLOCKS, BLOCK_BYTES + slot, dtype=torch.uint8) for slot in range(6)]
+    with pytest.raises(LayoutError, match="differ"):
+        TensorStaging(LAYOUT, slots, memory)
+
+
+def test_the_ring_begins_where_a_piece_may() -> None:
+    memory = staging_memory(3 * PIECE_BYTES, torch.device("cpu"))
+    assert memory.data_ptr() % PIECE_BYTES == 0
+    assert memory.numel() == 3 * PIECE_BYTES
+
+
+def test_measuring_the_rate_changes_nothing_in_the_cache() -> None:
+    cache = cache_of(4)
+    before = cache.copy()
+    staging, _ = real(cache)
+    assert isinstance(staging, TensorStaging)
+    copy_s, byte_s = staging.copy_costs()
+    assert 0 <= copy_s < 1
+    assert 0 <= byte_s < 1
+    assert np.array_equal(cache, before)
+
+
+@pytest.mark.parametrize(("size", "whole"), [(1, 1), (PIECE_BYTES, 1), (PIECE_BYTES + 1, 2)])
+def test_whole_pieces(size: int, whole: int) -> None:
+    assert whole_pieces(size) == whole * PIECE_BYTES

@@ -1,0 +1,75 @@
+"""Windows of a decode rank's ring: whose they are, and until when."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerpush.decode.windows import Windows
+from layerpush.ring import Ring
+from layerpush.staging import PIECE_BYTES
+
+SIZE = 2 * PIECE_BYTES
+
+
+@pytest.fixture
+def windows() -> Windows:
+    return Windows(Ring(3 * SIZE), SIZE)
+
+
+def test_each_request_has_its_own_as_long_as_there_are_some(windows: Windows) -> None:
+    assert [windows.open(name) for name in "abcd"] == [0, SIZE, 2 * SIZE, None]
+    assert windows.open("a") is None
+
+
+def test_one_that_is_closed_is_for_the_next(windows: Windows) -> None:
+    for name in "abc":
+        windows.open(name)
+    windows.close("b")
+    assert windows.open("d") == SIZE
+
+
+def test_one_that_is_read_from_is_not(windows: Windows) -> None:
+    for name in "abc":
+        windows.open(name)
+    windows.read_begun("b")
+    windows.read_begun("b")
+    windows.close("b")
+    windows.read_ended("b")
+    assert windows.open("d") is None
+    windows.read_ended("b")
+    assert windows.open("d") == SIZE
+
+
+def test_reading_alone_frees_nothing(windows: Windows) -> None:
+    for name in "abc":
+        windows.open(name)
+    windows.read_begun("b")
+    windows.read_ended("b")
+    assert windows.open("d") is None
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "holds"),
+    [(SIZE, SIZE, True), (SIZE + 8, SIZE - 8, True), (SIZE - 1, 2, False), (SIZE + 8, SIZE, False), (0, 8, False)],
+)
+def test_what_lies_in_a_window(windows: Windows, offset: int, size: int, holds: bool) -> None:
+    windows.open("a")
+    windows.open("b")
+    assert windows.holds("b", offset, size) is holds
+    assert not windows.holds("nobody", offset, size)
+
+
+def test_closing_what_was_never_opened(windows: Windows) -> None:
+    windows.close("nobody")
+    assert len(windows) == 0
+
+
+def test_a_window_that_is_closed_holds_nothing(windows: Windows) -> None:
+    windows.open("a")
+    windows.read_begun("a")
+    windows.close("a")
+    assert not windows.holds("a", 0, 8)
+
+
+def test_a_ring_too_small_for_windows_has_none() -> None:
+    assert Windows(Ring(3 * SIZE), 0).open("a") is None

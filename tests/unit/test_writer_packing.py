@@ -1,0 +1,333 @@
+"""The writer with staging memory: bytes arrive by way of rings, and every span of them comes back, whatever happens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from layerpush.prefill.packer import UNPACK_RETRY_S, Stage
+from layerpush.transport.base import TransportError
+from layerpush.transport.fake import Faults
+from layerpush.wire import Registration
+from tests.unit.packing_rig import PackingRig, UnpackingDecoder
+from tests.unit.writer_rig import Prompt
+
+TOKENS = 22
+NEVER = 10**6
+
+
+def story(
+    packing: Literal["gather", "packed"] = "packed", faults: Faults | None = None, **details: float
+) -> tuple[PackingRig, Prompt, UnpackingDecoder, Registration]:
+    """A prompt in blocks that lie apart, that its decode engine registered first."""
+    rig = PackingRig(packing, faults, **details)
+    prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
+    decoder = rig.unpacking()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    return rig, prompt, decoder, wanted
+
+
+def over(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Registration) -> None:
+    """Everybody has let go of everything."""
+    if not rig.host.released:
+        rig.finish(prompt)
+    rig.settle()
+    if wanted.request_id in decoder.awaited:
+        decoder.reuse(wanted)
+    rig.assert_clean()
+    rig.assert_unpacked(decoder)
+    assert rig.host.released == ["p-1"]
+
+
+@pytest.mark.parametrize(("packing", "plan"), [("packed", "packed"), ("gather", "gathered")])
+def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], plan: str) -> None:
+    rig, prompt, decoder, wanted = story(packing, Faults(hold_writes={1: 9, 4: 5}))
+    for _ in range(3):
+        rig.step((prompt, 9))
+        rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+    over(rig, prompt, decoder, wanted)
+    (record,) = rig.trace.records
+    assert {write.plan for write in record.writes} == {plan}
+    for write in record.writes:
+        assert write.t_landed is not None
+        assert write.t_post <= write.t_posted <= write.t_landed
+    assert rig.writer.counters.writes == len(record.writes)
+
+
+def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
+    rig, prompt, decoder, wanted = story()
+    decoder.staging.looks.extend([NEVER])
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert decoder.told() == [[]]
+    assert rig.writer.writes_in_flight("p-1")
+    decoder.unpacker._running[0].copies._running[0]._looks = 0  # type: ignore[attr-defined]
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    over(rig, prompt, decoder, wanted)
+
+
+@pytest.mark.parametrize("lacks", ["room on P", "a window", "room in the window"])
+def test_without_room_it_goes_directly(lacks: str) -> None:
+    rig, prompt, decoder, wanted = story()
+    taken = rig.staging.ring.take(rig.staging.ring.capacity_bytes) if lacks == "room on P" else None
+    if lacks == "a window":
+        decoder.unpacker.close(wanted.request_id)
+        wanted = rig.host.pending[prompt.name] = super(PackingRig, rig).asks(prompt, decoder)
+    rig.step((prompt, 4))
+    if lacks == "room in the window":
+        spans = rig.writer._pushes["p-1"].window.spans  # type: ignore[union-attr]
+        rig.settle()
+        assert spans.take(spans.capacity_bytes) == 0
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    if taken is not None:
+        rig.staging.ring.give(taken)
+    over(rig, prompt, decoder, wanted)
+    assert "direct" in {write.plan for write in rig.trace.records[0].writes}
+
+
+def test_a_push_waits_for_nobody_elses_span() -> None:
+    """The first request's WRITEs hold all of P's ring, and do not end."""
+    rig, first, decoder, _ = story(pieces=3, faults=Faults(hold_writes={0: NEVER, 1: NEVER, 2: NEVER}))
+    rig.step((first, 4))
+    assert rig.staging.ring.used_bytes == rig.staging.ring.capacity_bytes
+    second, other = Prompt("p-2", TOKENS, list(range(30, 38))), rig.unpacking("E")
+    wanted = rig.host.pending["p-2"] = rig.asks(second, other, 20)
+    rig.step((second, TOKENS))
+    rig.settle()
+    assert other.told() == [[b"d-p-2:1"]]
+    assert other.holds(second, wanted, rig.layers)
+    assert decoder.told() == [[]]
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
+def test_preempted_the_new_epoch_waits_for_the_old_writes(stage: Stage) -> None:
+    rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 30, 1: 3, 2: 3}))
+    rig.staging.looks.append(40 if stage is Stage.GATHERING else 0)
+    rig.step((prompt, 9))
+    rig.until(stage)
+    old = rig.staged
+    rig.scribble(prompt.table)
+    prompt.preempted(list(range(30, 38)))
+    rig.step((prompt, 12), preempted=[prompt])
+    while any(staged.stage is not Stage.OVER for staged in old):
+        assert len(rig.fabric.writes) <= rig.layers
+        rig.round()
+    rig.settle(80)
+    rig.step((prompt, 12))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    over(rig, prompt, decoder, wanted)
+    assert rig.trace.records[0].epoch == 1
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
+@pytest.mark.parametrize("how", ["aborted", "withdrawn"])
+def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) -> None:
+    rig, prompt, decoder, wanted = story(faults=Faults(hold_writes=dict.fromkeys(range(9), 5)))
+    rig.staging.looks.extend([5] * 9)
+    decoder.staging.looks.extend([5] * 9)
+    rig.step((prompt, 9))
+    rig.until(stage)
+    if how == "aborted":
+        rig.abort(prompt)
+        rig.scribble(prompt.table)
+    else:
+        assert not rig.writer.withdraw("p-1", wanted.key)
+    rig.writer.turn()
+    while rig.staged:
+        assert not [drained for _, drained, _ in rig.host.retractions() if drained]
+        rig.round()
+    rig.settle()
+    ((_, drained, withdrawn),) = rig.host.retractions()
+    assert drained
+    assert withdrawn == (how == "withdrawn")
+    assert decoder.told() == [[]]
+    if how == "withdrawn":
+        rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()
+    rig.assert_unpacked(decoder)
+
+
+@pytest.mark.parametrize("fate", ["refused", "broken"])
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> None:
+    rig, prompt, decoder, wanted = story()
+    (rig.staging if side == "P" else decoder.staging).fates.extend([*[None] * which, fate])
+    rig.step((prompt, 9))
+    rig.settle()
+    rig.step((prompt, 13))
+    rig.settle()
+    assert decoder.told() == [[]]
+    reason, drained, _ = rig.host.retractions()[-1]
+    assert drained
+    assert ("gathered" if side == "P" else "did not unpack") in reason
+    over(rig, prompt, decoder, wanted)
+
+
+def test_a_refusal_ends_the_push() -> None:
+    rig, prompt, decoder, wanted = story()
+    rig.step((prompt, 9))
+    rig.until(Stage.UNPACKING)
+    decoder.awaited.clear()
+    rig.settle()
+    assert rig.host.retractions()[-1][1]
+    decoder.awaited[wanted.request_id] = wanted
+    over(rig, prompt, decoder, wanted)
+    assert "did not unpack" in (rig.trace.records[0].reason or "")
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
+def test_the_death_of_the_decode_engine_ends_the_push(stage: Stage) -> None:
+    rig, prompt, _, _ = story(
+        faults=Faults(hold_writes=dict.fromkeys(range(9), NEVER if stage is Stage.WRITING else 1))
+    )
+    rig.staging.looks.extend([5] * 9)
+    rig.step((prompt, 9))
+    rig.until(stage)
+    rig.fabric.kill("D-0")
+    for _ in range(3):
+        rig.now += UNPACK_RETRY_S
+        rig.settle(10)
+    rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()
+    assert set(rig.host.lost) == {"D"}
+    assert rig.host.released == ["p-1"]
+
+
+def test_an_answer_that_does_not_come_makes_it_overdue() -> None:
+    rig, prompt, decoder, wanted = story(write_timeout_s=0.0)
+    decoder.answers = False
+    rig.step((prompt, 9))
+    rig.settle()
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False]
+    assert rig.writer.writes_in_flight("p-1")
+    decoder.answers = True
+    rig.now += UNPACK_RETRY_S
+    rig.settle()
+    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    over(rig, prompt, decoder, wanted)
+
+
+@pytest.mark.parametrize("packing", ["packed", "gather"])
+def test_a_handle_that_cannot_be_released_keeps_no_other(
+    packing: Literal["gather", "packed"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL refuses three times; what was freed before is not freed again."""
+    rig, prompt, decoder, wanted = story(packing)
+    release, refusals = rig.p.release, iter(range(3))
+
+    def unwilling(handle: object) -> None:
+        if next(refusals, None) is not None:
+            raise TransportError("NIXL is busy")
+        release(handle)
+
+    monkeypatch.setattr(rig.p, "release", unwilling)
+    monkeypatch.setattr("layerpush.prefill.writer.RELEASE_RETRY_S", 0.0)
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    over(rig, prompt, decoder, wanted)
+    assert not rig.writer._outbox.has_leftovers
+
+
+def test_at_shutdown_it_waits_for_what_is_unpacked() -> None:
+    rig, prompt, decoder, wanted = story()
+    rig.step((prompt, 9))
+    rig.until(Stage.UNPACKING)
+    rig.writer.fail_all("the prefill engine shuts down")
+
+    def listen() -> None:
+        decoder.turn()
+        rig.hear()
+
+    assert rig.writer.drain(30.0, listen) == 0
+    assert rig.host.retractions()[-1][1]
+    over(rig, prompt, decoder, wanted)
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
+def test_at_shutdown_it_leaves_behind_what_does_not_end(stage: Stage) -> None:
+    rig, prompt, decoder, _ = story(faults=Faults(hold_writes={0: NEVER if stage is Stage.WRITING else 0}))
+    rig.staging.looks.append(NEVER if stage is Stage.GATHERING else 0)
+    decoder.answers = False
+    rig.step((prompt, 9))
+    rig.until(stage)
+    rig.writer.fail_all("the prefill engine shuts down")
+    assert rig.writer.drain(0.01, lambda: None) >= 1
+
+
+def test_answers_that_nobody_waits_for_change_nothing() -> None:
+    rig, prompt, decoder, wanted = story()
+    rig.step((prompt, 9))
+    staged = rig.until(Stage.UNPACKING)
+    for agent, number in [("E-0", staged.number), ("D-0", staged.number + 100), ("D-0", 2**63 - 1), ("D-0", 0)]:
+        rig.packer.unpacked(agent, number, True)
+    assert staged.stage is Stage.UNPACKING
+    rig.settle()
+    for _ in range(2):
+        rig.packer.unpacked("D-0", staged.number, False)
+    rig.step((prompt, 13))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    over(rig, prompt, decoder, wanted)
+
+
+def test_it_looks_often_while_something_is_staged() -> None:
+    rig, prompt, _, _ = story()
+    rig.staging.looks.extend([NEVER] * 3)
+    rig.step((prompt, 9))
+    assert rig.staged
+    assert rig.writer.patience is not None
+    assert rig.writer.patience <= 5e-4
+    assert rig.writer.writes_in_flight("p-1")
+    assert rig.writer.engines_in_flight == {"D"}
+
+
+def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
+    rig, *_ = story()
+    assert rig.writer._stager is not None
+    rig.writer._stager._calibrations["E"] = None  # type: ignore[assignment]
+    assert rig.writer.engines_in_flight == {"E"}
+
+
+@pytest.mark.parametrize("how", ["aborted", "withdrawn", "failed"])
+@pytest.mark.parametrize("packing", ["packed", "gather"])
+def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
+    packing: Literal["gather", "packed"], how: str
+) -> None:
+    """Its blocks may have been given to another prompt meanwhile."""
+    rig, prompt, decoder, wanted = story(packing)
+    rig.staging.looks.extend([5] * 9)
+    rig.step((prompt, 9))
+    assert {staged.stage for staged in rig.staged} == {Stage.GATHERING}
+    if how == "aborted":
+        rig.abort(prompt)
+        rig.scribble(prompt.table)
+    elif how == "withdrawn":
+        rig.writer.withdraw("p-1", wanted.key)
+    else:
+        rig.writer.fail("p-1", "something else")
+    rig.writer.turn()
+    assert rig.writer.writes_in_flight("p-1"), "its blocks are still read"
+    rig.settle()
+    assert rig.fabric.writes == []
+    assert rig.host.retractions()[-1][1]
+    assert rig.writer.counters.lost_writes == 0
+    if how != "aborted":
+        rig.finish(prompt)
+    rig.settle()
+    rig.assert_clean()
+    rig.assert_unpacked(decoder)
