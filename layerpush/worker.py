@@ -94,7 +94,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._writer: PushWriter | None = None
         self._capture: Capture | None = None
         self._prepared = threading.Event()
-        self._push_writer_wake = Bell()  # type: ignore[assignment]  # before vLLM starts the thread
+        self._push_writer_wake = Bell()  # before vLLM starts the thread
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
         self._complaints = Complaints(logger)

@@ -24,8 +24,8 @@ logger = logging.getLogger("vllm.layerpush.stager")
 SCRATCH_PIECES = 128
 """At the beginning of every ring: anybody may write there at any time, nobody reads."""
 APART = (64, 512, 1000)
-"""The more there are, the less each may take. From 1024 on NIXL spreads them over threads of its own: an agent that goes
-while those are at work crashes its process, and an engine may have to go at any time.
+"""The more there are, the less each may take. From 1024 on NIXL spreads them over threads of its own: an agent that
+goes while those are at work crashes its process, and an engine may have to go at any time.
 """
 ROUNDS = 5
 BUDGET_S = 0.5
