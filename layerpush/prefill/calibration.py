@@ -32,6 +32,8 @@ BUDGET_S = 0.5
 """After so many seconds what is known has to do."""
 SPIN_S = 2e-3
 """For how long a turn looks at a WRITE without a pause: shorter ones are timed exactly."""
+QUIET_S = 10.0
+"""For so long it waits until there is no push that it would be in the way of, and then goes on regardless."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Calibration:
         self._route = route
         self._prior = prior
         self._deadline = now + BUDGET_S
+        self._regardless = now + QUIET_S
         self._left = now
         self._waiting = [sample for _ in range(ROUNDS) for sample in SAMPLES]
         self._fastest = dict.fromkeys(SAMPLES, math.inf)
@@ -68,17 +71,25 @@ class Calibration:
         self._handle: WriteHandle | None = None
         self._posted = 0.0
 
-    def turn(self) -> None:
-        """Go on for a moment. A WRITE that is on the wire is waited for, however long that takes."""
-        if self.is_over:
-            return
+    @property
+    def in_flight(self) -> bool:
+        """Whether a WRITE is on the wire."""
+        return self._handle is not None
+
+    def turn(self, *, quiet: bool = True) -> None:
+        """Go on for a moment. A WRITE that is on the wire is waited for, however long that takes; the next is begun
+        while it is ``quiet``, which means that there is no push, or later than ``QUIET_S``.
+        """
         began = time.perf_counter()
+        goes_on = quiet or began > self._regardless
+        if self.is_over or not (goes_on or self.in_flight):
+            return
         if self._handle is None:
             self._deadline += began - self._left  # what the writer did meanwhile takes nothing from the budget
         spin_until = min(began + SPIN_S, self._deadline)
         try:
             self._step()
-            while not self.is_over and time.perf_counter() < spin_until:
+            while not self.is_over and (goes_on or self.in_flight) and time.perf_counter() < spin_until:
                 self._step()
         except Exception as error:  # noqa: BLE001  a transport that breaks its contract: WRITEs to this engine go directly
             logger.warning("layerpush cannot time WRITEs to %s: %s", self._route.agent, error)

@@ -45,8 +45,13 @@ class Stager:
 
     @property
     def is_busy(self) -> bool:
-        """Whether WRITEs are being timed."""
+        """Whether WRITEs are being timed, or will be as soon as there is no push."""
         return bool(self._calibrations)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether such a WRITE is on the wire."""
+        return any(calibration.in_flight for calibration in self._calibrations.values())
 
     @property
     def engines_in_flight(self) -> set[str]:
@@ -60,13 +65,13 @@ class Stager:
             self._calibrations[engine_id] = Calibration(transport, ring, self._costs, time.perf_counter())
             self._again[engine_id] = (time.perf_counter() + RETRY_S, transport, ring)
 
-    def turn(self) -> None:
-        """Go on with what is being timed, and try once more what could not be."""
+    def turn(self, *, quiet: bool = True) -> None:
+        """Go on with what is being timed, and try once more what could not be. ``quiet``: there is no push."""
         for engine_id, (due, transport, ring) in list(self._again.items()):
             if due <= time.perf_counter() and engine_id not in self._calibrations:
                 self.calibrate(engine_id, transport, ring)
         for engine_id, calibration in list(self._calibrations.items()):
-            calibration.turn()
+            calibration.turn(quiet=quiet)
             if not calibration.is_over:
                 continue
             del self._calibrations[engine_id]

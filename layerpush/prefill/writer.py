@@ -99,7 +99,7 @@ class PushWriter(PushTable):
         self._absorb()
         self._poll()
         if self._stager is not None:
-            self._stager.turn()
+            self._stager.turn(quiet=not self._pushes)
         while self._later:
             self._claim(*self._later.popleft())
         for push in list(self._pushes.values()):
@@ -112,7 +112,9 @@ class PushWriter(PushTable):
         """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
         if self._capture.pending:
             return FENCE_POLL_S
-        if any(push.in_flight for push in self._pushes.values()) or (self._stager and self._stager.is_busy):
+        if any(push.in_flight for push in self._pushes.values()):
+            return WRITE_POLL_S
+        if self._stager is not None and (self._stager.in_flight if self._pushes else self._stager.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
             return PEER_POLL_S

@@ -115,7 +115,7 @@ class PackingRig(Rig):
 
     def __init__(
         self,
-        packing: Literal["gather", "packed"] = "packed",
+        packing: Literal["auto", "gather", "packed"] = "packed",
         faults: Faults | None = None,
         pieces: int = 8,
         **details: Any,
@@ -131,7 +131,8 @@ class PackingRig(Rig):
         self.p.describe("pieces", self.staging.memory, range(0, size, PIECE_BYTES), PIECE_BYTES)
         self.p.describe("blocks", self.staging.memory, range(0, size, BLOCK_BYTES), BLOCK_BYTES)
         self.packer = Packer(self.p, self.layout, self.staging, BLOCK_BYTES, lambda: self.now)
-        return Stager(self.packer, self.layout, self._packing, Costs())
+        self.stager = Stager(self.packer, self.layout, self._packing, Costs())
+        return self.stager
 
     def unpacking(self, name: str = "D", windows: int = 1) -> UnpackingDecoder:
         decoder = self.decoders[name] = UnpackingDecoder(self, name, windows)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from layerpush.prefill.calibration import BUDGET_S, SCRATCH_PIECES, Calibration
+from layerpush.prefill.calibration import BUDGET_S, QUIET_S, SCRATCH_PIECES, Calibration
 from layerpush.prefill.costs import Costs
 from layerpush.prefill.packer import Packer
 from layerpush.prefill.protocol import Write
@@ -160,6 +160,20 @@ def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch)
     pair.stager.turn()
     assert not pair.stager.is_busy, "what is known is not timed again"
     assert not pair.p._live
+
+
+def test_where_there_is_always_a_push_it_goes_on_all_the_same() -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerpush.prefill.calibration.time", clock)
+        pair = Pair()
+        calibration = pair.calibration(clock.now)
+        calibration.turn(quiet=False)
+        assert not pair.fabric.writes
+        clock.now += QUIET_S
+        while not calibration.is_over:
+            calibration.turn(quiet=False)
+    assert calibration.costs is not None
 
 
 def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
+import numpy as np
 import pytest
 
+from layerpush.prefill.calibration import SCRATCH_PIECES
+from layerpush.prefill.costs import Costs
 from layerpush.prefill.packer import UNPACK_RETRY_S, Stage
-from layerpush.transport.base import TransportError
+from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.staging import PIECE_BYTES
+from layerpush.transport.base import Route, TransportError
 from layerpush.transport.fake import Faults
 from layerpush.wire import Registration
 from tests.unit.packing_rig import PackingRig, UnpackingDecoder
@@ -70,6 +76,37 @@ def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
     assert decoder.told() == [[b"d-p-1:1"]]
     assert decoder.holds(prompt, wanted, rig.layers)
     over(rig, prompt, decoder, wanted)
+
+
+def test_a_push_is_not_in_the_way_of_writes_that_are_only_timed() -> None:
+    """The one that is on the wire when a prompt comes is waited for; the next is begun when the push is over."""
+    rig = PackingRig("auto", Faults(hold_writes={0: 30}))
+    prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
+    decoder = rig.unpacking()
+    rig.host.pending[prompt.name] = wanted = rig.asks(prompt, decoder)
+    size = SCRATCH_PIECES * PIECE_BYTES
+    for end in (rig.p, decoder.ends[0]):
+        end.describe("scratch", np.zeros(size, np.uint8), range(0, size, PIECE_BYTES), PIECE_BYTES)
+    rig.stager.calibrate("D", rig.p, Route("D-0", 0, "scratch", "scratch"))
+
+    def timed() -> int:
+        return sum(write.route.remote_descriptors == "scratch" for write in rig.fabric.writes)
+
+    rig.writer.turn()
+    assert (timed(), rig.stager.in_flight) == (1, True)
+    rig.step((prompt, TOKENS))
+    assert rig.writer.patience == WRITE_POLL_S
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert (timed(), rig.stager.in_flight, rig.stager.is_busy) == (1, False, True)
+    assert rig.writer.patience != WRITE_POLL_S, "nothing to look at"
+    over(rig, prompt, decoder, wanted)
+    deadline = time.monotonic() + 10
+    while rig.stager.is_busy and time.monotonic() < deadline:
+        assert rig.writer.patience == WRITE_POLL_S
+        rig.writer.turn()
+    assert timed() > 10
+    assert rig.stager.costs_to("D") != Costs()
 
 
 @pytest.mark.parametrize("lacks", ["room on P", "a window", "room in the window"])
