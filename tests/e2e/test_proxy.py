@@ -333,6 +333,7 @@ def test_what_d_computes_itself_needs_no_p(servers: Rig, alone: dict[str, Any]) 
 def test_a_prefill_engine_that_comes_back_under_another_name(servers: Rig) -> None:
     until(lambda: get(f"{servers.url}/health")[0] == 200, "P is back", 300)
     assert dispatch_of_prefill(servers) == "concurrent"
+    servers.introduce()
     text = words(TOKENS, seed=71)
     answer = servers.client.completions.create(prompt=text, **GREEDY)
     assert answer.choices[0].text == expected(servers, text)
