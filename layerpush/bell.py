@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+NAP_S = 300e-6
+"""For what has this much time, whoever sleeps no longer need not be woken."""
+
 
 class Door(Protocol):
     """A ``threading.Lock``, or a test's."""
@@ -20,7 +23,7 @@ class Bell:
     """
 
     def __init__(self, door: Door | None = None) -> None:
-        self._rung = False
+        self._rung = self._naps = False
         self._door = door or threading.Lock()
         self._door.acquire()
 
@@ -37,6 +40,11 @@ class Bell:
         except RuntimeError:  # rung by somebody else in the same moment, or before ``clear`` took it back: it is open
             return
 
+    @property
+    def naps(self) -> bool:
+        """Whether the waiting thread will wake up within ``NAP_S`` by itself, and find what was left for it before."""
+        return self._naps
+
     def clear(self) -> None:
         """What is rung from now on ends the next ``wait``. By the waiting thread."""
         self._rung = False
@@ -45,5 +53,7 @@ class Bell:
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep until it rings, ``timeout`` seconds at most; whether it has rung."""
         if not self._rung:
+            self._naps = timeout is not None and timeout <= NAP_S
             self._door.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            self._naps = False
         return self._rung

@@ -132,7 +132,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         hooked = not compat.runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
             logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
-        self._capture = Capture(layout.index_of, self._wake, fences_for(compat.device_of(kv_caches)), hooked=hooked)
+        fences = fences_for(compat.device_of(kv_caches))
+        self._capture = Capture(layout.index_of, self._wake, fences, nudge=self._nudge, hooked=hooked)
         self._writer = PushWriter(
             Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
             layout,
@@ -233,6 +234,10 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         if not self._push_writer_wake.is_set():
             self.metrics.lag.woken(time.perf_counter())
             self._push_writer_wake.set()
+
+    def _nudge(self) -> None:
+        if not self._push_writer_wake.naps:
+            self._wake()
 
     def layer_saved(self, layer_name: str) -> None:
         if self._capture is not None:

@@ -10,6 +10,7 @@ from collections import Counter
 from bench.forward.host import PairHost
 from bench.forward.settings import ForwardSettings
 from bench.pair.reach import DECODE, Reach
+from layerpush.bell import Bell
 from layerpush.metrics.lag import Lag
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.recorder import Recorder
@@ -72,7 +73,8 @@ class Lane:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
         self.kept = Kept(Recorder(), by_layer=streams)
-        self.capture = Capture(layout.index_of, pusher.wake, fences_for(reach.cache.slots[0].device))
+        fences = fences_for(reach.cache.slots[0].device)
+        self.capture = Capture(layout.index_of, pusher.wake, fences, nudge=pusher.nudge)
         self.host = PairHost(reach, transport)
         self.stager = stager if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
@@ -99,7 +101,7 @@ class Pusher:
         self.failure: BaseException | None = None
         self._transport = transport
         self._lag = Lag()
-        self._wake = threading.Event()
+        self._wake = Bell()
         self._turning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
         self._thread.start()
@@ -109,6 +111,11 @@ class Pusher:
         if not self._wake.is_set():
             self._lag.woken(time.perf_counter())
             self._wake.set()
+
+    def nudge(self) -> None:
+        """As they do for every layer but the last."""
+        if not self._wake.naps:
+            self.wake()
 
     def serve(self, lane: Lane) -> None:
         """After a ``rest``, or when nothing is pushed on the lane before."""

@@ -94,14 +94,25 @@ StepEvent = Armed | LayerSaved | Swept
 
 
 class Capture:
-    """``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those."""
+    """``nudge`` is what every layer but a step's last does instead of ``wake``: the writer need not come at once.
+    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those.
+    """
 
     def __init__(
-        self, layer_index: dict[str, int], wake: Callable[[], None], fences: FenceSource, *, hooked: bool = True
+        self,
+        layer_index: dict[str, int],
+        wake: Callable[[], None],
+        fences: FenceSource,
+        *,
+        nudge: Callable[[], None] | None = None,
+        hooked: bool = True,
     ) -> None:
         self._hooked = hooked
         self._layer_index = layer_index
+        self._layers = len(set(layer_index.values()))
+        self._to_come = 0
         self._wake = wake
+        self._nudge = nudge or wake
         self._fences = fences
         self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
         self._armed = False
@@ -119,6 +130,7 @@ class Capture:
         self.revoke(plan.preempted, aborted)
         self._step += 1
         self._armed = bool(plan.chunks)
+        self._to_come = self._layers
         if plan.chunks:
             for chunk in plan.chunks:
                 self._first_step.setdefault(chunk.request_id, self._step)
@@ -176,7 +188,11 @@ class Capture:
         if len(self._queue) >= QUEUE_LIMIT:
             self.dropped += 1
             return
-        self._put(LayerSaved(index, time.perf_counter()), self._fences.record())
+        self._to_come -= 1
+        urgently = self._to_come <= 0
+        self._put(
+            LayerSaved(index, time.perf_counter()), self._fences.record(), self._wake if urgently else self._nudge
+        )
 
     def sweep(self) -> None:
         if self._armed:
@@ -206,7 +222,7 @@ class Capture:
             self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))
         self._wake()
 
-    def _put(self, event: StepEvent, fence: Fence | None) -> None:
+    def _put(self, event: StepEvent, fence: Fence | None, call: Callable[[], None] | None = None) -> None:
         self._queue.append((event, fence))
         if fence is None or len(self._queue) == 1:  # otherwise the writer is polling the fence before this one
-            self._wake()
+            (call or self._wake)()

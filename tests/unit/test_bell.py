@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layerpush.bell import Bell
+from layerpush.bell import NAP_S, Bell
 
 LONG_S = 20.0
 
@@ -92,3 +92,16 @@ def test_whatever_is_queued_before_a_ring_is_seen() -> None:
             assert bell.wait(LONG_S), f"{seen} seen, {sum(queue[0] for queue in queues)} queued, and nobody rang"
     for thread in threads:
         thread.join()
+
+
+def test_a_short_sleep_is_a_nap_for_as_long_as_it_lasts() -> None:
+    """Whoever finds it napping was before its end: what they left is there when the sleeper looks."""
+    door = InterruptedDoor()
+    bell = Bell(door)
+    seen = []
+    for timeout in (NAP_S, 2 * NAP_S, None):
+        door.then = lambda: (seen.append(bell.naps), bell.set())  # type: ignore[func-returns-value]
+        bell.wait(timeout)
+        assert not bell.naps
+        bell.clear()
+    assert seen == [True, False, False]

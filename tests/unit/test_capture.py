@@ -185,6 +185,20 @@ def test_every_event_wakes_the_writer() -> None:
     assert wakes.count == 3
 
 
+def test_every_layer_but_the_last_of_a_step_only_nudges() -> None:
+    wakes, nudges = Wakes(), Wakes()
+    source = Capture(NAMES, wakes, NoFences(), nudge=nudges)
+    for _ in range(2):
+        source.arm(PLAN)
+        before = wakes.count, nudges.count
+        for number, name in enumerate(reversed(NAMES), 1):
+            source.layer_saved(name)
+            last = number == len(NAMES)
+            assert (wakes.count, nudges.count) == (before[0] + last, before[1] + number - last)
+        source.sweep()
+        assert wakes.count == before[0] + 2
+
+
 def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
     device = SlowDevice()
     source = Capture(NAMES, Wakes(), device)
