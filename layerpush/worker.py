@@ -27,6 +27,7 @@ from layerpush.decode.desk import DecodeDesk
 from layerpush.decode.report import ABORTED, DecodeReport
 from layerpush.decode.watch import PeerWatch
 from layerpush.layout import CacheLayout, LayoutError
+from layerpush.mailroom import Mailroom
 from layerpush.metrics.loads import LoadMeter
 from layerpush.metrics.pushes import PushMeter
 from layerpush.metrics.reporter import Reporter
@@ -48,22 +49,7 @@ from layerpush.spans import SpannedTrace, Spans
 from layerpush.threadname import WRITER, name_this_thread
 from layerpush.trace import LoadRecord
 from layerpush.transport.base import Route, TransportError
-from layerpush.wire import (
-    Accepted,
-    Cancel,
-    Cancelled,
-    Completion,
-    Fail,
-    Heartbeat,
-    Ping,
-    Pong,
-    Registration,
-    Unpack,
-    Unpacked,
-    Window,
-    WireError,
-    read,
-)
+from layerpush.wire import Registration, Window, WireError
 from layerpush.workerstaging import WorkerStaging
 
 if TYPE_CHECKING:
@@ -119,6 +105,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         )
         watch_worker(self.metrics, vllm_config.parallel_config.world_size, self._decode_desk, self._complaints)
         self._prefill_desk: PrefillDesk | None = None
+        self._mailroom: Mailroom | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._staging.allocate(compat.device_of(kv_caches))
@@ -153,6 +140,15 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         self._prefill_desk = PrefillDesk(
             self._writer, self._peers, self._probe_peer, self._complaints, compat.get_base_request_id, self._digests
         )
+        self._mailroom = Mailroom(
+            self.transport,
+            self._prefill_desk,
+            self._decode_desk,
+            self._staging,
+            self._pending_completion_notifs.put,
+            self._complaints,
+            lambda what, call: self._guarded(what, None, call),
+        )
         watch_writer(self.metrics, self._writer, self._prefill_desk, self._capture, self._trace)
         watch_rings(self.metrics, self._staging.rings)
         self._peers.on_lost = self._peer_lost
@@ -184,6 +180,11 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
     def prefill_desk(self) -> PrefillDesk:
         assert self._prefill_desk is not None, "register_kv_caches comes first"
         return self._prefill_desk
+
+    @property
+    def mailroom(self) -> Mailroom:
+        assert self._mailroom is not None, "register_kv_caches comes first"
+        return self._mailroom
 
     # Main thread: hooks of a step.
 
@@ -279,7 +280,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         for errand in self.take_errands():
             self._guarded("an errand", None, errand)
         self._drain_inboxes()
-        self._drain_notifications()
+        self.mailroom.deliver()
         self.writer.turn()
         now = time.perf_counter()
         self._peers.tick(now)
@@ -305,51 +306,6 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self._guarded("a deferred push", request_id, partial(self.push_whole, request_id, blocks, data))
         for request_id, blocks in _drained(self._finished_blocks_inbox):
             self._capture.finish(request_id, blocks)
-
-    def _drain_notifications(self) -> None:
-        for agent, payload in self._arrived():
-            try:
-                message = read(payload)
-            except WireError as error:
-                self._complain("bad notification", f"what agent {agent} sent is dropped: {error}")
-                continue
-            self._guarded(f"{type(message).__name__} from {agent}", None, partial(self._take, agent, message, payload))
-
-    def _take(self, agent: str, message: Any, payload: bytes) -> None:
-        now = time.perf_counter()
-        match message:
-            case Registration():
-                self.prefill_desk.registered(agent, message, now)
-            case Cancel():
-                self.prefill_desk.cancelled(agent, message, now)
-            case Ping():
-                self.prefill_desk.pinged(agent, message)
-            case Heartbeat():
-                self._pending_completion_notifs.put(payload)
-            case Pong():
-                self._decode_desk.heard(agent, None, now)
-            case Unpacked():
-                self._staging.unpacked(agent, message)
-            case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
-                self._decode_desk.heard(agent, message, now)
-
-    def _hear_answers(self) -> None:
-        """What decode engines have unpacked, and nothing else: nothing new is begun at shutdown."""
-        for agent, payload in self._arrived():
-            with contextlib.suppress(WireError):
-                message = read(payload)
-                if isinstance(message, Unpacked):
-                    self._staging.unpacked(agent, message)
-
-    def _arrived(self) -> list[tuple[str, bytes]]:
-        try:
-            return self.transport.notifications()
-        except TransportError as error:
-            self._complain("notifications", f"NIXL notifications cannot be read (it goes on trying): {error}")
-            return []
-
-    def _complain(self, kind: str, text: str) -> None:
-        self._complaints.add(kind, text, time.perf_counter())
 
     def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
         try:
@@ -455,7 +411,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             thread.join(timeout=SHUTDOWN_DRAIN_S)
             if self._writer is not None and not thread.is_alive():
                 self._writer.fail_all("the prefill engine shuts down")
-                left = self._writer.drain(SHUTDOWN_DRAIN_S, self._hear_answers)
+                left = self._writer.drain(SHUTDOWN_DRAIN_S, self.mailroom.deliver_answers)
                 if left:
                     logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
         if hasattr(self, "_staging") and (thread is None or not thread.is_alive()):

@@ -1,4 +1,4 @@
-"""The one thread that talks to the transport: feeds sessions with events and executes their actions.
+"""The one thread that talks to the transport: takes in what has happened, and has sessions walk on.
 
 Every method runs on the writer thread. Nothing here knows vLLM: what only the engine's worker can do is behind
 ``Host``, what arrives from the forward pass comes through ``Capture``.
@@ -7,51 +7,23 @@ Every method runs on the writer thread. Nothing here knows vLLM: what only the e
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Callable
 
-from layerpush.layout import CacheLayout
-from layerpush.prefill.capture import Armed, Capture, LayerSaved
-from layerpush.prefill.coverage import MismatchError
-from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.flight import Flight
-from layerpush.prefill.host import Host, Identity
-from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
-from layerpush.prefill.plan import ChunkPlan
-from layerpush.prefill.policy import Policy
+from layerpush.prefill.actor import PushActor
+from layerpush.prefill.capture import Armed, LayerSaved
+from layerpush.prefill.outbox import PostedWrite, RankWrite
 from layerpush.prefill.protocol import (
-    Aborted,
-    Action,
-    Connect,
-    Connected,
-    Delegate,
-    Event,
     Evicted,
-    Failed,
     Finished,
     Planned,
-    Post,
     Pump,
     Ready,
-    Refused,
-    Registered,
-    Release,
     Retract,
     State,
-    Tell,
-    Told,
     Withdrawn,
 )
 from layerpush.prefill.push import BlockIds, Push
-from layerpush.prefill.session import Session
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.table import PushTable
-from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord
-from layerpush.tracefile import TraceFile
-from layerpush.transport.base import PeerLostError, Transport, TransportError
 from layerpush.wire import Registration
 
 logger = logging.getLogger("vllm.layerpush.writer")
@@ -62,37 +34,8 @@ PEER_POLL_S = 1e-3
 RELEASE_RETRY_S = 1.0
 
 
-class PushWriter(PushTable):
-    def __init__(
-        self,
-        identity: Identity,
-        layout: CacheLayout,
-        policy: Policy,
-        transport: Transport,
-        capture: Capture,
-        host: Host,
-        trace: TraceFile,
-        write_timeout_s: float = math.inf,
-        counters: PushCounters | None = None,
-        stager: Stager | None = None,
-    ) -> None:
-        super().__init__()
-        self.counters = counters or PushCounters()
-        self._identity = identity
-        self._layout = layout
-        self._policy = policy
-        self._transport = transport
-        self._stager = stager
-        self._outbox = Outbox(transport, layout, stager)
-        self._capture = capture
-        self._host = host
-        self._trace = trace
-        self._flight = Flight(self._outbox, host, self.counters, write_timeout_s)
-        self._layer_groups = tuple(layer.group for layer in layout.layers)
-        self._step: list[tuple[Push, ChunkPlan]] = []
-        self._step_layers: set[int] = set()
-        self._current = self._swept = 0
-        self._later: deque[tuple[Push, Registration | None]] = deque()
+class PushWriter(PushActor):
+    """What a worker calls, and the writer thread's turn."""
 
     def turn(self) -> None:
         """Take in what the forward pass reported, see what landed, post what is ready."""
@@ -228,19 +171,6 @@ class PushWriter(PushTable):
                 self.finished(done.request_id, done.blocks)
         self._capture.forget_void()
 
-    def _absorb_revoked(self) -> None:
-        for revoked in self._capture.revoked():
-            request_id, event = revoked.request_id, revoked.event
-            push = self._pushes.get(request_id)
-            if push is None and isinstance(event, Aborted | Evicted):
-                if revoked.armed > self._current:
-                    push = self._open(request_id, streams=True)  # dropped before its first step was seen: it counts
-                else:
-                    self._host.ended(request_id, event.reason)
-            if push is not None and push.session.accepts(type(event)):
-                logger.info("push of %s: %s", request_id, type(event).__name__.lower())
-                self._dispatch(push, event)
-
     def _begin_step(self, event: Armed, at: float) -> None:
         self._absorb_revoked()
         self._current = event.step
@@ -261,175 +191,12 @@ class PushWriter(PushTable):
                 if registration is not None:
                     self._registered(push, registration)
 
-    def _registered(self, push: Push, registration: Registration) -> None:
-        push.record.t_registered = time.perf_counter()
-        self._dispatch(push, Registered(registration))
-
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
         for push, chunk in self._step:
             if push.session.accepts(Ready):
                 push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
                 self._dispatch(push, Ready(chunk.epoch, chunk.index, layer))
-
-    def _open(self, request_id: str, streams: bool) -> Push:
-        fallback = self._identity.fallback
-        if not streams and self._policy.streams:
-            fallback = SHORT_PROMPT
-        policy = self._policy if streams else Policy(streams=False)
-        session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
-        record = PushRecord(
-            request_id=request_id,
-            engine_id=self._identity.engine_id,
-            rank=self._identity.rank,
-            mode=self._identity.mode,
-            fallback=fallback,
-        )
-        push = self._pushes[request_id] = Push(session, record)
-        self.active += 1
-        return push
-
-    def _dispatch(self, push: Push, event: Event) -> None:
-        push.stirred |= not isinstance(event, Pump)
-        if isinstance(event, Registered):
-            push.registered_at = time.perf_counter()
-        try:
-            actions = push.session.handle(event) if push.session.state is not State.CLOSED else []
-            for action in actions:
-                _ACTIONS[type(action)](self, push, action)
-        except MismatchError as error:
-            self._fail(push, str(error))
-        except Exception as error:  # a broken invariant or a failing host ends this push, never the writer thread
-            logger.exception("push of %s failed on %s", push.request_id, type(event).__name__)
-            self._fail(push, f"{type(error).__name__}: {error}")
-        self._close_if_over(push)
-
-    def _fail(self, push: Push, reason: str) -> None:
-        """End a push for good. What its decode engine hears of it is the session's to say, after the last WRITE."""
-        session = push.session
-        if session.failure is None and (push.delegated is None or push.delegated.lost is None):
-            logger.error(
-                "push of %s to %s failed: %s; its completion will not be sent",
-                push.request_id,
-                push.record.decode_request_id,
-                reason,
-            )
-        if push.delegated is not None:
-            push.delegated.lost = push.delegated.lost or reason
-        elif session.accepts(Failed):
-            for action in session.handle(Failed(reason)):
-                _ACTIONS[type(action)](self, push, action)
-        elif session.state is not State.CLOSED:
-            session.failure = session.failure or reason
-        self._close_if_over(push)
-
-    def _close_if_over(self, push: Push) -> None:
-        if push.session.state is not State.CLOSED or push.in_flight:
-            return
-        if self._pushes.pop(push.request_id, None) is None:
-            return
-        self._account(push)
-        self._trace.add(push.record)
-        self._host.ended(push.request_id, push.session.failure)
-
-    def _account(self, push: Push) -> None:
-        """Count a push that has ended, once."""
-        if push.accounted:
-            return
-        push.accounted = True
-        record, session = push.record, push.session
-        record.reason = session.failure
-        record.outcome = "cancelled" if session.cancelled else "completed" if session.failure is None else "failed"
-        self.active -= 1
-        self.counters.closed(record, push.exposed_s, push.transfer_s)
-
-    def _connect(self, push: Push, registration: Registration) -> None:
-        try:
-            link = self._host.connect(push.request_id, registration)
-        except Exception as error:  # noqa: BLE001  no handshake, or a host that fails: either way this push cannot go on
-            self._fail(push, f"{type(error).__name__}: {error}")
-            return
-        if link is None:
-            return
-        push.link = link
-        push.window = self._host.window(link, registration)
-        if link.refusal is not None:
-            push.record.fallback = link.refusal
-            self._dispatch(push, Refused(link.refusal))
-        else:
-            self._dispatch(push, Connected())
-
-    def _do_connect(self, push: Push, action: Connect) -> None:
-        push.record.decode_request_id = action.registration.request_id
-        push.record.decode_engine_id = action.registration.decode_engine_id
-        self._connect(push, action.registration)
-
-    def _do_post(self, push: Push, action: Post) -> None:
-        assert push.link is not None
-        posted = self._outbox.post(action.write, push.link, push.window)
-        if posted.lost is not None:
-            self.counters.lost()
-        if not posted.parts:
-            self._dispatch(push, self._flight.ended(push, posted))
-            return
-        push.writes.append(posted)
-        push.posting(min(part.record.t_post for part in posted.parts))
-        if self._trace.enabled:
-            push.record.writes.extend(part.record for part in posted.parts)
-
-    def _do_tell(self, push: Push, action: Tell) -> None:
-        if self._capture.is_void(push.request_id, push.step):
-            self._absorb_revoked()
-            return
-        assert push.link is not None
-        payload = self._host.completion(action.registration)
-        try:
-            for route in push.link.routes:
-                self._transport.notify(route.agent, payload)
-        except TransportError as error:
-            if isinstance(error, PeerLostError):
-                self._host.peer_lost(action.registration.decode_engine_id)
-            self._fail(push, f"the completion could not be sent: {error}")
-            return
-        push.record.t_notified = time.perf_counter()
-        self._dispatch(push, Told())
-
-    def _do_delegate(self, push: Push, action: Delegate) -> None:
-        record = push.record
-        if action.registration is None:
-            registration = self._host.take_registration(push.request_id)
-            if registration is not None or self._host.is_unwanted(push.request_id):
-                self._later.append((push, registration))
-            return
-        record.decode_request_id = action.registration.request_id
-        record.decode_engine_id = action.registration.decode_engine_id
-        if record.mode != "request" and record.fallback is None:
-            record.fallback = LATE_REGISTRATION
-        record.mode = "request"
-        self._host.delegate(push.request_id, push.blocks or (), action.registration)
-
-    def _claim(self, push: Push, registration: Registration | None) -> None:
-        """A registration was found for a push that upstream is to make, unless the push has ended meanwhile; or None:
-        it had come, and was withdrawn.
-        """
-        if registration is None:
-            if push.is_unclaimed:
-                self._dispatch(push, Withdrawn())
-        elif push.is_unclaimed:
-            self._registered(push, registration)
-        else:
-            reason = push.session.failure or "the prefill request has ended"
-            self._host.retract(Retract(registration, push.session.epoch, reason, True), withdrawn=False)
-
-    def _do_retract(self, push: Push, action: Retract) -> None:
-        if action.drained and push.delegated is not None:
-            push.retraction = action  # upstream's WRITEs are still on the wire
-        else:
-            self._host.retract(action, withdrawn=push.withdrawn)
-
-    def _do_release(self, push: Push, _: Release) -> None:
-        self._account(push)  # first: the engine may stop stepping, and reporting, once it knows
-        self._host.release(push.request_id)
 
     def _poll(self) -> None:
         self._outbox.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
@@ -452,13 +219,3 @@ class PushWriter(PushTable):
         if push.delegated is not None and session.registration is not None:
             self._host.retract(Retract(session.registration, session.epoch, reason, False), withdrawn=push.withdrawn)
         self._fail(push, reason)
-
-
-_ACTIONS: dict[type[Action], Callable[[PushWriter, Push, Action], None]] = {
-    Connect: PushWriter._do_connect,  # type: ignore[dict-item]  # each action meets its own method
-    Post: PushWriter._do_post,  # type: ignore[dict-item]
-    Tell: PushWriter._do_tell,  # type: ignore[dict-item]
-    Delegate: PushWriter._do_delegate,  # type: ignore[dict-item]
-    Retract: PushWriter._do_retract,  # type: ignore[dict-item]
-    Release: PushWriter._do_release,  # type: ignore[dict-item]
-}
