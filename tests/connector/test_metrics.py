@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from layerpush.config import LayerPushConfig
+from layerpush.prefill.calibration import SCRATCH_PIECES
 from layerpush.prefill.writer import PushWriter
+from layerpush.staging import PIECE_BYTES
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, ends_well, registered, run
 from tests.contract.waiting import until
@@ -60,7 +63,9 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("write_bytes_count", engine="0") == counters.writes
     assert scrape.value("write_descriptors_sum", engine="0") == counters.descriptors
     assert scrape.value("writes_total", engine="0", plan="direct") == scrape.value("writes_total") == counters.writes
-    assert scrape.value("staging_ring_bytes") == scrape.value("staging_ring_used_bytes") == 0
+    for number in ("0", "1"):  # whatever is left is what the link is timed on
+        assert scrape.value("staging_ring_bytes", engine=number) == LayerPushConfig().staging_bytes
+        assert scrape.value("staging_ring_used_bytes", engine=number) == SCRATCH_PIECES * PIECE_BYTES
     assert scrape.value("exposed_seconds_count", engine="0") == 1
     assert scrape.value("transfer_seconds_count", engine="0") == 1
     assert scrape.value("transfer_seconds_sum", engine="0") > 0

@@ -80,7 +80,7 @@ def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
 
 def test_a_push_is_not_in_the_way_of_writes_that_are_only_timed() -> None:
     """The one that is on the wire when a prompt comes is waited for; the next is begun when the push is over."""
-    rig = PackingRig("auto", Faults(hold_writes={0: 30}))
+    rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
     decoder = rig.unpacking()
     rig.host.pending[prompt.name] = wanted = rig.asks(prompt, decoder)
@@ -95,7 +95,7 @@ def test_a_push_is_not_in_the_way_of_writes_that_are_only_timed() -> None:
     rig.writer.turn()
     assert (timed(), rig.stager.in_flight) == (1, True)
     rig.step((prompt, TOKENS))
-    assert rig.writer.patience == WRITE_POLL_S
+    rig.fabric.writes[0].polls_left = 1
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert (timed(), rig.stager.in_flight, rig.stager.is_busy) == (1, False, True)
