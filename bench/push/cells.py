@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of a point, with what the model knew and estimated. In a round the ways take turns."""
+    """All samples of a point, with what the model knew and estimated. Each round has the ways in another order."""
 
     link: str
     point: Point

@@ -5,9 +5,11 @@ A script. Arguments: file descriptors of its ends of two socket pairs, with the 
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from dataclasses import asdict
+from itertools import permutations
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -63,6 +65,8 @@ class PrefillEnd:
         self._geometry: tuple[int, int] | None = None
         self._desk: Desk | None = None
         self._requests = self._writes = 0
+        self._orders = list(permutations(WAYS))  # what comes before a WRITE matters to it: not always the same must
+        random.Random(settings.seed).shuffle(self._orders)
 
     def obey(self, order: Measure) -> Cell:
         """Raises ``WrongBytesError`` when a byte is not where it must be."""
@@ -73,8 +77,7 @@ class PrefillEnd:
         ways = {way: Series() for way in WAYS}
         for turn in range(-DRAWS, order.rounds):
             chosen, window = draws[turn % DRAWS], windows[turn % DRAWS]
-            first = turn % len(WAYS)
-            for way in WAYS[first:] + WAYS[:first]:
+            for way in self._orders[turn % len(self._orders)]:
                 sample = self._sample(desk, way, point, chosen, window)
                 if turn >= 0:
                     series = ways[way]
