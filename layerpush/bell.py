@@ -1,4 +1,4 @@
-"""Wakes one sleeping thread. Like ``threading.Event``, at half the price for whoever rings."""
+"""Wakes one sleeping thread. Like ``threading.Event``, with less to do for whoever rings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Door(Protocol):
 
 class Bell:
     """Any thread may ``set``; one thread waits and clears. ``Event`` wakes through a condition with a lock and a list
-    of waiters, which costs the forward pass about 6 us more for each layer.
+    of waiters, and whoever rings here is the forward pass, at every layer.
     """
 
     def __init__(self, door: Door | None = None) -> None:

@@ -55,6 +55,8 @@ logger = logging.getLogger("vllm.layerpush.writer")
 
 
 class PushActor(PushTable):
+    """All that a writer knows, and the moves of a session: open, dispatch, fail, close. ``PushWriter`` has the turn."""
+
     def __init__(
         self,
         identity: Identity,

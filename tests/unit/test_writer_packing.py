@@ -78,7 +78,7 @@ def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
     over(rig, prompt, decoder, wanted)
 
 
-def test_a_push_is_not_in_the_way_of_writes_that_are_only_timed() -> None:
+def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
     """The one that is on the wire when a prompt comes is waited for; the next is begun when the push is over."""
     rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
