@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
 Copying = Literal["gather", "scatter"]
-EXPONENT = 0x40
-"""This bit of the last byte of a float32 makes any number of a KV cache a very large or a very small one."""
+SIGN, LARGE = 0x80, 0x4F
+"""In the last byte of a float32: its sign, and what makes any number large, about 2^32, but never infinite."""
 
 
 def in_use(host: HostedEngine) -> list[str]:
@@ -64,17 +64,22 @@ def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int
 
 
 def damage(host: HostedEngine, copying: Copying, number: int) -> None:
-    """One byte in the ring goes wrong: after this gather, or before this scatter."""
+    """The first block in the ring goes wrong: after this gather, or before this scatter.
+
+    All its numbers become large and keep their signs. One number would not do: whether it draws all attention or none
+    depends on the sign of what it meets.
+    """
     copies, numbers = _staging(), iter(range(1 << 30))
     real = getattr(copies, copying)
 
     def damages(layers: slice, blocks: Any, offset: int) -> Any:
         hit = next(numbers) == number
+        last_bytes = copies._memory[offset + 3 : offset + copies.block_bytes : 4]
         if hit and copying == "scatter":
-            copies._memory[offset + 3] ^= EXPONENT
+            last_bytes.bitwise_and_(SIGN).bitwise_or_(LARGE)
         copy = real(layers, blocks, offset)
         if hit and copying == "gather":
-            copies._memory[offset + 3] ^= EXPONENT
+            last_bytes.bitwise_and_(SIGN).bitwise_or_(LARGE)
         return copy
 
     setattr(copies, copying, damages)

@@ -49,8 +49,8 @@ def test_a_stock_d_does_not_unpack(fleet: Fleet, reference: Reference, packing: 
 @pytest.mark.parametrize(
     ("packing", "copying"), [("gather", "gather"), ("packed", "gather"), ("packed", "scatter")], ids=str
 )
-def test_a_damaged_byte_is_seen(fleet: Fleet, reference: Reference, packing: str, copying: Copying) -> None:
-    """One byte in P's ring, or in D's, is one wrong block of one layer on D, and other tokens."""
+def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference, packing: str, copying: Copying) -> None:
+    """One block in P's ring, or in D's, is one wrong block of one layer on D, and other tokens."""
     p, d = fleet.get(prefill(packing), engines.D_LAYER)
     spoiled = p if copying == "gather" else d
     with damaged(spoiled, copying, number=5):
