@@ -6,7 +6,7 @@ import threading
 from typing import Protocol
 
 NAP_S = 300e-6
-"""For what has this much time, whoever sleeps no longer need not be woken."""
+"""Whoever sleeps no longer need not be woken for what is not urgent."""
 
 
 class Door(Protocol):
@@ -42,7 +42,9 @@ class Bell:
 
     @property
     def naps(self) -> bool:
-        """Whether the waiting thread will wake up within ``NAP_S`` by itself, and find what was left for it before."""
+        """Whether the waiting thread will wake up by itself soon enough for what is not urgent. It will find what was
+        left for it before.
+        """
         return self._naps
 
     def clear(self) -> None:
@@ -50,10 +52,12 @@ class Bell:
         self._rung = False
         self._door.acquire(blocking=False)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until it rings, ``timeout`` seconds at most; whether it has rung."""
+    def wait(self, timeout: float | None = None, *, naps: bool = False) -> bool:
+        """Sleep until it rings, ``timeout`` seconds at most; whether it has rung. ``naps``: or no longer than
+        ``NAP_S``, so that who rings for something that is not urgent need not.
+        """
         if not self._rung:
-            self._naps = timeout is not None and timeout <= NAP_S
+            self._naps = naps or (timeout is not None and timeout <= NAP_S)
             self._door.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
             self._naps = False
         return self._rung

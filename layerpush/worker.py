@@ -273,7 +273,8 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self.writer.fail_all(f"{type(error).__name__}: {error}")
             patience = self._patience()
             self.metrics.lag.ended(time.perf_counter(), patience)
-            self._push_writer_wake.wait(patience)
+            pace = self.writer.pace
+            self._push_writer_wake.wait(patience, naps=pace is not None and patience <= pace)
 
     def _turn(self) -> None:
         dropped = self._settling.count

@@ -134,19 +134,20 @@ class Pusher:
                 self._wake.clear()
                 self._lag.began(time.perf_counter())
                 with self._turning:
-                    patience = self._turn()
+                    patience, naps = self._turn()
                     self.cpu_s = time.thread_time()
                 self._lag.ended(time.perf_counter(), patience)
-                self._wake.wait(patience)
+                self._wake.wait(patience, naps=naps)
         except BaseException as error:
             self.failure = error
             logger.exception("the writer thread has died")
             raise
 
-    def _turn(self) -> float:
+    def _turn(self) -> tuple[float, bool]:
+        """How long it may sleep, and whether that is short enough for the layers of a step."""
         lane = self._lane
         if lane is None:
-            return IDLE_POLL_S
+            return IDLE_POLL_S, False
         for sender, payload in self._transport.notifications():
             match read(payload):
                 case Registration() as registration:
@@ -157,5 +158,6 @@ class Pusher:
                     raise ValueError(f"{DECODE} said {other}")
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
-        own = lane.writer.patience
-        return waits if own is None else min(own, waits)
+        own, pace = lane.writer.patience, lane.writer.pace
+        patience = waits if own is None else min(own, waits)
+        return patience, pace is not None and patience <= pace

@@ -19,6 +19,7 @@ from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
 from layerpush.prefill.flight import Flight
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.outbox import Outbox
+from layerpush.prefill.pace import Pace
 from layerpush.prefill.plan import ChunkPlan
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.protocol import (
@@ -86,6 +87,7 @@ class PushActor(PushTable):
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._current = self._swept = 0
+        self._pace = Pace()
         self._later: deque[tuple[Push, Registration | None]] = deque()
 
     def _open(self, request_id: str, streams: bool) -> Push:

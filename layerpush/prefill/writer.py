@@ -13,6 +13,7 @@ from collections.abc import Callable
 from layerpush.prefill.actor import PushActor
 from layerpush.prefill.capture import Armed, LayerSaved
 from layerpush.prefill.outbox import PostedWrite, RankWrite
+from layerpush.prefill.pace import LONGEST_S
 from layerpush.prefill.protocol import (
     Evicted,
     Finished,
@@ -55,13 +56,34 @@ class PushWriter(PushActor):
         """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
         if self._capture.pending:
             return FENCE_POLL_S
+        pace = self.pace
         if any(push.in_flight for push in self._pushes.values()):
-            return WRITE_POLL_S
+            return pace if pace is not None and not self._has_urgent_writes else WRITE_POLL_S
         if self._stager is not None and (self._stager.in_flight if self._pushes else self._stager.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
-            return PEER_POLL_S
+            return PEER_POLL_S if pace is None else min(PEER_POLL_S, pace)
+        if pace is not None:
+            return pace
         return RELEASE_RETRY_S if self._outbox.has_leftovers else None
+
+    @property
+    def pace(self) -> float | None:
+        """Within how many seconds layers of the step that is being computed want to be looked at, unless somebody
+        wakes the writer for each; None: it is not known, or no more are to come.
+        """
+        if not self._step or len(self._step_layers) >= len(self._layer_groups):
+            return None
+        return self._pace.seconds if self._policy.by_layer else LONGEST_S
+
+    @property
+    def _has_urgent_writes(self) -> bool:
+        """Whether a push may be over, or go on, as soon as a WRITE has ended."""
+        computed = {push.request_id for push, _ in self._step}
+        for push in self._pushes.values():
+            if push.in_flight and (push.request_id not in computed or any(part.staged for part in push.parts)):
+                return True
+        return False
 
     @property
     def engines_in_flight(self) -> set[str]:
@@ -159,6 +181,7 @@ class PushWriter(PushActor):
             if isinstance(event, Armed):
                 self._begin_step(event, at)
             elif isinstance(event, LayerSaved):
+                self._pace.layer_ready(at)
                 if event.layer not in self._step_layers:
                     self._layer_ready(event.layer, at, hooked=True)
             else:
@@ -175,6 +198,7 @@ class PushWriter(PushActor):
         self._absorb_revoked()
         self._current = event.step
         self._step, self._step_layers = [], set()
+        self._pace.step_begins()
         for chunk in event.chunks:
             if self._capture.is_void(chunk.request_id, event.step):
                 continue

@@ -1,0 +1,81 @@
+"""How long the writer sleeps while a step is being computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerpush.bell import NAP_S
+from layerpush.prefill.pace import LAYERS_APART, LONGEST_S, Pace
+from layerpush.prefill.policy import Policy
+from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.transport.fake import Faults
+from tests.unit.writer_rig import Prompt, Rig
+
+NEVER = 10**6
+LAYER_S = 2e-3
+
+
+def paced(layer_s: float, layers: int = 4) -> Pace:
+    pace = Pace()
+    for number in range(layers):
+        pace.layer_ready(100.0 + number * layer_s)
+    return pace
+
+
+@pytest.mark.parametrize(("layer_s", "seconds"), [(1e-6, NAP_S), (2e-3, LAYERS_APART * 2e-3), (1.0, LONGEST_S)])
+def test_it_is_a_part_of_a_layers_time(layer_s: float, seconds: float) -> None:
+    assert paced(layer_s).seconds == pytest.approx(seconds)
+
+
+def test_one_layer_says_nothing() -> None:
+    assert paced(LAYER_S, 0).seconds is None
+    assert paced(LAYER_S, 1).seconds is None
+
+
+def test_what_is_between_steps_does_not_count() -> None:
+    pace = paced(LAYER_S)
+    pace.step_begins()
+    pace.layer_ready(200.0)
+    pace.layer_ready(200.0 + LAYER_S)
+    assert pace.seconds == pytest.approx(LAYERS_APART * LAYER_S)
+
+
+def test_it_follows_steps_that_become_shorter() -> None:
+    pace = paced(LAYER_S)
+    pace.step_begins()
+    for number in range(40):
+        pace.layer_ready(200.0 + number * LAYER_S / 2)
+    assert pace.seconds == pytest.approx(LAYERS_APART * LAYER_S / 2, rel=1e-3)
+
+
+def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the step, after its last layer, and when a WRITE of another prompt may end, it is in a hurry."""
+    monkeypatch.setattr("layerpush.prefill.pace.NAP_S", LONGEST_S)  # the rig's layers take no time
+    rig = Rig(Faults(hold_writes={0: NEVER}))
+    prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    seen: list[float | None] = []
+    rig.step((prompt, 4), between=lambda: seen.append(rig.writer.pace))
+    assert seen[0] is None, "nothing is known"
+    assert all(seen[1:-1])
+    assert seen[-1] is None, "no layer is to come"
+    assert rig.writer.patience == WRITE_POLL_S
+
+    patience: list[float | None] = []
+    rig.step((prompt, 18), between=lambda: patience.append(rig.writer.patience))
+    assert patience == [LONGEST_S] * (len(patience) - 1) + [WRITE_POLL_S]
+
+    other = Prompt("p-2", 8, [30, 31])
+    rig.host.pending[other.name] = rig.asks(other, decoder, 20)
+    hurried: list[float | None] = []
+    rig.step((other, 8), between=lambda: hurried.append(rig.writer.patience))
+    assert set(hurried) == {WRITE_POLL_S}, "the first prompt's WRITE is still on the wire"
+
+
+def test_by_chunk_it_need_not_look_at_layers() -> None:
+    rig = Rig(policy=Policy(by_layer=False))
+    prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    seen: list[float | None] = []
+    rig.step((prompt, 22), between=lambda: seen.append(rig.writer.pace))
+    assert seen == [LONGEST_S] * (len(seen) - 1) + [None]
