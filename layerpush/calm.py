@@ -1,15 +1,19 @@
-"""Cures for two busy loops that make a small CPU machine hang. Applied only when LAYERPUSH_CALM asks, never by itself.
+"""Cures for busy loops that make a small CPU machine slow. Applied only when LAYERPUSH_CALM asks, never by itself.
 
 * NIXL's Python API starts its progress thread with a delay of 0: one core per agent is spent polling.
 * vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
   computes.
+* While requests wait for KV, vLLM's engine takes a step in which nothing is computed every millisecond or so: D uses a
+  core all the time that P computes.
 
-Both cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us per step), hence the switch.
+The cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us per step, 10 ms until D looks
+whether KV has come), hence the switch.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import time
 from types import ModuleType
 from typing import Any
@@ -20,6 +24,7 @@ from layerpush.config import ConfigError
 VARIABLE = "LAYERPUSH_CALM"
 PROGRESS_DELAY_US = 1000
 YIELD_SECONDS = 50e-6
+EMPTY_STEP_SECONDS = 10e-3
 
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})
@@ -58,14 +63,17 @@ def apply() -> None:
     logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
     # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
     _NixlHook().install()
+    _EngineHook().install()
     uncured = _calm_vllm()
     for name in uncured:
         logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
     logger.info(
-        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us instead of spinning",
+        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us instead of spinning, and "
+        "rests %.0f ms after a step without work",
         VARIABLE,
         PROGRESS_DELAY_US,
         YIELD_SECONDS * 1e6,
+        EMPTY_STEP_SECONDS * 1e3,
     )
 
 
@@ -113,3 +121,31 @@ class _NixlHook(AfterImport):
 
     def patch(self, module: ModuleType) -> None:
         delay_progress_thread(module)
+
+
+def rest_after_empty_steps(core: ModuleType) -> None:
+    """Let engines of ``core`` (vLLM's ``v1.engine.core``) wait for input after a step that computed nothing."""
+    engine: Any = core.EngineCoreProc
+    plain = engine._process_engine_step
+
+    def calm_step(self: Any) -> bool:
+        computed: bool = plain(self)
+        if not computed and self.scheduler.has_requests():
+            wait_for_input(self.input_queue, EMPTY_STEP_SECONDS)
+        return computed
+
+    engine._process_engine_step = calm_step
+
+
+def wait_for_input(inputs: queue.Queue[Any], seconds: float) -> None:
+    """Return as soon as there is something to get, after ``seconds`` at the latest. Takes nothing."""
+    with inputs.not_empty:
+        if not inputs.queue:
+            inputs.not_empty.wait(seconds)
+
+
+class _EngineHook(AfterImport):
+    names = frozenset({"vllm.v1.engine.core"})
+
+    def patch(self, module: ModuleType) -> None:
+        rest_after_empty_steps(module)

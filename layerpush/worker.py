@@ -261,6 +261,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
 
     def _push_writer_loop(self) -> None:
         name_this_thread(WRITER)
+        self._cores.bind_writer()
         self._prepared.wait()
         self._guarded("using the device", None, self.use_device)
         while not self._push_writer_stop.is_set():

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from layerpush.compat.facts import probe_meta, refusal, share, split_at
+from layerpush.cores import Cores
 from layerpush.layout import MAX_DESCRIPTORS
 from layerpush.peers import Address, Rank
 from layerpush.prefill.coverage import MismatchError
@@ -55,7 +56,8 @@ class WatchedPushWorker(NixlPushConnectorWorker):
     nixl_wrapper: Any
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        with Cores() as self._cores:
+            super().__init__(vllm_config, engine_id, kv_cache_config)
         self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
         self.transport = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
         self._errands: deque[Callable[[], None]] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from layerpush.config import ConfigError
 from layerpush.connector import LayerwisePushConnector
+from layerpush.threadname import WRITER
 from tests.connector.engine import Engine, cache_config, config_of
 
 Build = Callable[..., Engine]
@@ -91,3 +93,13 @@ def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(base_worker, "NixlWrapper", counting)
     engine("kv_producer")
     assert len(made) == 1
+
+
+def test_the_thread_that_computes_is_not_bound_to_the_core_for_transfers(engine: Build) -> None:
+    """As vLLM's own worker does it, and with it every thread that it makes."""
+    before = os.sched_getaffinity(0)
+    engine("kv_producer")
+    assert os.sched_getaffinity(0) == before
+    tasks = Path("/proc/self/task").iterdir()
+    writers = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == WRITER]
+    assert {frozenset(os.sched_getaffinity(writer)) for writer in writers} == {frozenset(before)}

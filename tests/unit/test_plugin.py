@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
+import threading
+import types
 
 import pytest
 
@@ -42,6 +45,8 @@ assert not eager, eager
 assert not calm.applied()
 assert utils.sched_yield.__module__ == "vllm.distributed.utils"
 assert shm_broadcast.sched_yield is utils.sched_yield
+from vllm.v1.engine.core import EngineCoreProc
+assert EngineCoreProc._process_engine_step.__module__ == "vllm.v1.engine.core"
 assert not any(type(finder).__module__ == "layerpush.calm" for finder in sys.meta_path)
 
 registered = KVConnectorFactory._registry["LayerwisePushConnector"]
@@ -86,7 +91,7 @@ try_with("collections")
     assert "VLLM_PLUGINS" in last
 
 
-def test_calm_cures_both_loops_when_asked() -> None:
+def test_calm_cures_the_loops_when_asked() -> None:
     done = python(
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         + LOAD
@@ -103,7 +108,11 @@ assert utils.sched_yield.__module__ == "layerpush.calm"
 hooks = [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"]
 calm.apply()
 assert [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"] == hooks
-assert len(hooks) == 1
+assert len(hooks) == 2
+
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+assert EngineCoreProc._process_engine_step.__module__ == "layerpush.calm"
+assert DPEngineCoreProc._process_engine_step is EngineCoreProc._process_engine_step
 
 import inspect, nixl._api
 config = nixl._api.nixlBind.nixlAgentConfig()
@@ -144,6 +153,63 @@ print("SECONDS", spinning, seconds_used())
     spinning, calmed = map(float, line.split()[1:])
     assert spinning > 0.2
     assert calmed < 0.1
+
+
+class Core:
+    """An engine that takes one step, with or without work, and then has requests or none."""
+
+    def __init__(self, computes: bool, requests: bool) -> None:
+        self.computes, self.requests = computes, requests
+        self.scheduler = self
+        self.input_queue: queue.Queue[str] = queue.Queue()
+        self.steps = 0
+
+    def has_requests(self) -> bool:
+        return self.requests
+
+    def _process_engine_step(self) -> bool:
+        self.steps += 1
+        return self.computes
+
+
+def calm_core(monkeypatch: pytest.MonkeyPatch, *, computes: bool, requests: bool) -> tuple[Core, list[float]]:
+    """With every wait noted instead of waited for."""
+    waits: list[float] = []
+    monkeypatch.setattr(calm, "wait_for_input", lambda _, seconds: waits.append(seconds))
+    module = types.ModuleType("core")
+    module.EngineCoreProc = type("Calm", (Core,), {"_process_engine_step": Core._process_engine_step})  # type: ignore[attr-defined]
+    calm.rest_after_empty_steps(module)
+    return module.EngineCoreProc(computes, requests), waits
+
+
+@pytest.mark.parametrize("computes", [True, False])
+@pytest.mark.parametrize("requests", [True, False])
+def test_a_calm_engine_rests_only_while_requests_wait_and_nothing_is_computed(
+    monkeypatch: pytest.MonkeyPatch, computes: bool, requests: bool
+) -> None:
+    core, waits = calm_core(monkeypatch, computes=computes, requests=requests)
+    assert core._process_engine_step() is computes
+    assert core.steps == 1
+    assert waits == ([calm.EMPTY_STEP_SECONDS] if requests and not computes else [])
+
+
+def test_a_resting_engine_wakes_up_for_a_request() -> None:
+    inputs: queue.Queue[str] = queue.Queue()
+    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0))
+    resting.start()
+    inputs.put("request")
+    resting.join(timeout=10.0)
+    assert not resting.is_alive()
+    assert inputs.get_nowait() == "request"
+
+
+def test_an_engine_with_a_request_at_hand_does_not_rest() -> None:
+    inputs: queue.Queue[str] = queue.Queue()
+    inputs.put("request")
+    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0))
+    resting.start()
+    resting.join(timeout=10.0)
+    assert not resting.is_alive()
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", " 1 "])

@@ -1,0 +1,63 @@
+"""Threads stay on the cores that they had, and the writer gets those that vLLM wants for transfers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from layerpush.cores import Cores
+
+
+@pytest.fixture
+def cores() -> Iterator[list[int]]:
+    """All of this thread's; it has them back afterwards."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("needs two cores")
+    yield sorted(before)
+    os.sched_setaffinity(0, before)
+
+
+def test_a_binding_inside_has_no_effect_outside(cores: list[int]) -> None:
+    with Cores():
+        os.sched_setaffinity(0, {cores[-1]})
+    assert os.sched_getaffinity(0) == set(cores)
+
+
+def test_nor_if_what_is_inside_fails(cores: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="no device"):
+        _bind_and_fail(cores[-1])
+    assert os.sched_getaffinity(0) == set(cores)
+
+
+def _bind_and_fail(core: int) -> None:
+    with Cores():
+        os.sched_setaffinity(0, {core})
+        raise RuntimeError("no device")
+
+
+def test_the_writer_of_a_bound_engine_may_run_on_the_core_for_transfers(cores: list[int]) -> None:
+    first, last = cores[0], cores[-1]
+    os.sched_setaffinity(0, {first})
+    with Cores() as bound:
+        os.sched_setaffinity(0, {last})
+    assert os.sched_getaffinity(0) == {first}
+    bound.bind_writer()
+    assert os.sched_getaffinity(0) == {first, last}
+
+
+def test_the_writer_of_an_unbound_engine_stays_unbound(cores: list[int]) -> None:
+    with Cores() as bound:
+        os.sched_setaffinity(0, {cores[-1]})
+    bound.bind_writer()
+    assert os.sched_getaffinity(0) == set(cores)
+
+
+def test_the_writer_stays_where_it_is_if_nothing_was_bound(cores: list[int]) -> None:
+    with Cores() as bound:
+        pass
+    os.sched_setaffinity(0, {cores[0]})  # by whoever made it
+    bound.bind_writer()
+    assert os.sched_getaffinity(0) == {cores[0]}
