@@ -6,14 +6,15 @@
 * While requests wait for KV, vLLM's engine takes a step in which nothing is computed every millisecond or so: D uses a
   core all the time that P computes.
 
-The cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us per step, 10 ms until D looks
-whether KV has come), hence the switch.
+The cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us to 1 ms per step, 10 ms until
+D looks whether KV has come), hence the switch.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,11 @@ from layerpush.config import ConfigError
 
 VARIABLE = "LAYERPUSH_CALM"
 PROGRESS_DELAY_US = 1000
-YIELD_SECONDS = 50e-6
+YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
+YIELD_SHARE = 0.05
+"""Of the time waited already: so much later may whoever waits notice that it is over."""
+NEW_WAIT_SECONDS = 1e-3
+"""So long after the last sleep it is another wait."""
 EMPTY_STEP_SECONDS = 10e-3
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -68,8 +73,8 @@ def apply() -> None:
     for name in uncured:
         logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
     logger.info(
-        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us instead of spinning, and "
-        "rests %.0f ms after a step without work",
+        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us and more instead of "
+        "spinning, and rests %.0f ms after a step without work",
         VARIABLE,
         PROGRESS_DELAY_US,
         YIELD_SECONDS * 1e6,
@@ -90,14 +95,32 @@ def _calm_vllm() -> list[str]:
     uncured = []
     for module in (utils, shm_broadcast):
         if hasattr(module, "sched_yield"):
-            module.sched_yield = _sleep_briefly
+            module.sched_yield = _rest.sleep
         else:
             uncured.append(f"{module.__name__}.sched_yield")
     return uncured
 
 
-def _sleep_briefly() -> None:
-    time.sleep(YIELD_SECONDS)
+class Rest(threading.local):
+    """What a thread does instead of yielding: sleep, the longer the longer it waits."""
+
+    def __init__(self) -> None:
+        self._since = self._last = float("-inf")
+
+    def sleep(self) -> None:
+        now = time.monotonic()
+        if now - self._last > NEW_WAIT_SECONDS:
+            self._since = now
+        time.sleep(self.seconds(now - self._since))
+        self._last = time.monotonic()
+
+    @staticmethod
+    def seconds(waited: float) -> float:
+        """How long to sleep after having waited so long."""
+        return min(max(YIELD_SECONDS, YIELD_SHARE * waited), LONGEST_YIELD_SECONDS)
+
+
+_rest = Rest()
 
 
 def delay_progress_thread(api: ModuleType) -> None:

@@ -103,8 +103,8 @@ from layerpush import calm
 
 assert calm.applied()
 assert not any(name.split(".")[0].startswith("nixl") for name in sys.modules)
-assert utils.sched_yield is shm_broadcast.sched_yield
-assert utils.sched_yield.__module__ == "layerpush.calm"
+assert utils.sched_yield == shm_broadcast.sched_yield
+assert type(utils.sched_yield.__self__).__module__ == "layerpush.calm"
 hooks = [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"]
 calm.apply()
 assert [finder for finder in sys.meta_path if type(finder).__module__ == "layerpush.calm"] == hooks
@@ -155,6 +155,47 @@ print("SECONDS", spinning, seconds_used())
     assert calmed < 0.1
 
 
+class Clock:
+    """Time that passes in sleeps only."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleeps: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+def test_who_waits_long_sleeps_long_but_never_later_than_a_share_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(calm, "time", clock)
+    rest, start = calm.Rest(), clock.now
+    waited = 0.0
+    while waited < 1.0:
+        rest.sleep()
+        assert clock.sleeps[-1] <= max(calm.YIELD_SECONDS, calm.YIELD_SHARE * waited) + 1e-12
+        waited = clock.now - start
+    assert clock.sleeps[0] == calm.YIELD_SECONDS
+    assert clock.sleeps[-1] == calm.LONGEST_YIELD_SECONDS
+    assert len(clock.sleeps) < 1100
+
+
+def test_another_wait_begins_with_short_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(calm, "time", clock)
+    rest = calm.Rest()
+    for _ in range(200):
+        rest.sleep()
+    clock.now += 2 * calm.NEW_WAIT_SECONDS  # something was done
+    rest.sleep()
+    assert clock.sleeps[-2] == calm.LONGEST_YIELD_SECONDS
+    assert clock.sleeps[-1] == calm.YIELD_SECONDS
+
+
 class Core:
     """An engine that takes one step, with or without work, and then has requests or none."""
 
@@ -195,18 +236,20 @@ def test_a_calm_engine_rests_only_while_requests_wait_and_nothing_is_computed(
 
 def test_a_resting_engine_wakes_up_for_a_request() -> None:
     inputs: queue.Queue[str] = queue.Queue()
-    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0))
-    resting.start()
-    inputs.put("request")
-    resting.join(timeout=10.0)
-    assert not resting.is_alive()
+    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0), daemon=True)
+    asking = threading.Thread(target=inputs.put, args=("request",), daemon=True)
+    for thread in (resting, asking):
+        thread.start()
+    for thread in (resting, asking):
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
     assert inputs.get_nowait() == "request"
 
 
 def test_an_engine_with_a_request_at_hand_does_not_rest() -> None:
     inputs: queue.Queue[str] = queue.Queue()
     inputs.put("request")
-    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0))
+    resting = threading.Thread(target=calm.wait_for_input, args=(inputs, 100.0), daemon=True)
     resting.start()
     resting.join(timeout=10.0)
     assert not resting.is_alive()
