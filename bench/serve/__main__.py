@@ -163,9 +163,10 @@ def main(
 ) -> None:
     """Measure every mode on real engines with `vllm bench serve`, side by side.
 
-    All modes are up at once. In each round each mode gets the same prompts, and each round begins with another mode,
-    so that what disturbs the machine disturbs all. Answers are compared with the aggregated engine's: if one differs,
-    nothing is written and the exit status is 1. It is 2 when the run could not be carried out.
+    All modes are up at once; engines whose turn it is not are suspended. In each round each mode gets the same prompts,
+    and each round begins with another mode, so that what disturbs the machine disturbs all. Answers are compared with
+    the aggregated engine's: if one differs, nothing is written and the exit status is 1. It is 2 when the run could not
+    be carried out.
 
     The tables show times to first token (TTFT) and per further token (TPOT), throughput, by how much prefill is slower
     than in the aggregated engine, and what the transfer costs: exposed is what it adds after prefill. Use an otherwise

@@ -71,6 +71,7 @@ class Run:
             began = time.monotonic()
             with self.site.up(setup, modes) as targets:
                 for mode in modes:
+                    self.site.only(mode)
                     self._warm_up(setup, targets[mode])
                     self.progress.warmed(mode)
                 self._start_s.append(time.monotonic() - began)
@@ -87,6 +88,7 @@ class Run:
     def _measure(self, waiting: Sequence[Call], targets: Targets) -> None:
         for call in waiting:
             began = time.monotonic()
+            self.site.only(call.mode)
             result = self._call(call, targets[call.mode])
             self._done.append((call, time.monotonic() - began))
             self.parts.save(call.key, result)

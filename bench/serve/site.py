@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from bench.serve.lineup import Lineup, dispatch_of
 from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
+from bench.serve.turns import Turns
 from layerpush.demo.display import Display
 from layerpush.demo.engines import Engine, EngineGroup, Place
 from layerpush.demo.interrupts import Interrupts
@@ -60,6 +61,9 @@ class Site(Protocol):
     def up(self, setup: Setup, modes: Sequence[str]) -> contextlib.AbstractContextManager[Targets]:
         """Servers of these modes, for as long as the block lasts."""
 
+    def only(self, mode: str) -> None:
+        """It is the turn of this mode; the others are not asked anything. Inside ``up`` only."""
+
     def check(self) -> None:
         """Raises an exception when one of them has ended."""
 
@@ -81,6 +85,8 @@ class OwnSite:
         self._interrupts = interrupts
         self._logs = logs
         self._group: EngineGroup | None = None
+        self._turns = Turns({})
+        self._proxies: dict[str, Engine] = {}
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
@@ -97,13 +103,16 @@ class OwnSite:
             self._wait(group, list(engines.values()))
             targets: dict[str, Target] = {}
             proxies: dict[str, Engine] = {}
+            servers: dict[str, list[Engine]] = {}
             for mode in modes:
                 prefill, decode_spec = engines[lineup.prefill(mode).name], lineup.decode(mode)
                 if decode_spec is None:
+                    servers[mode] = [prefill]
                     targets[mode] = Target(mode, prefill.url, prefill.url, processes=prefill.members)
                     continue
                 decode = engines[decode_spec.name]
                 proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url))
+                servers[mode] = [prefill, decode, proxies[mode]]
                 targets[mode] = Target(
                     mode,
                     proxies[mode].url,
@@ -115,11 +124,17 @@ class OwnSite:
             self._wait(group, list(proxies.values()))
             for mode, proxy in proxies.items():
                 check_dispatch(mode, proxy.url)
-            self._group = group
+            self._group, self._turns, self._proxies = group, Turns(servers), proxies
             try:
                 yield targets
             finally:
                 self._group = None
+
+    def only(self, mode: str) -> None:
+        """Returns when the mode's proxy knows its engines again, if it was suspended. Raises ``SiteError``."""
+        self._turns.only(mode)
+        if mode in self._proxies:
+            check_dispatch(mode, self._proxies[mode].url)
 
     def check(self) -> None:
         """Raises ``EngineFailedError``."""
@@ -150,6 +165,9 @@ class GivenSite:
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:  # noqa: ARG002  # they are what they are
         yield {mode: self._targets[mode] for mode in modes}
+
+    def only(self, mode: str) -> None:
+        """They go on as they do."""
 
     def check(self) -> None:
         """Whether they live is not ours to know: requests will fail."""

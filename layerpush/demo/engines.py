@@ -257,6 +257,7 @@ class EngineGroup:
         """Stop servers together: asked politely, then killed. Returns when their last process is gone."""
         for engine in engines:
             engine.signal(signal.SIGTERM)
+            engine.signal(signal.SIGCONT)  # who is suspended hears nothing
         _wait_gone(engines, self._stop_timeout_s)
         for engine in engines:
             engine.signal(signal.SIGKILL)

@@ -83,11 +83,15 @@ class StubSite:
 
     model: Sequence[str] = ()
     ups: list[tuple[Setup, list[str]]] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:
         self.ups.append((setup, list(modes)))
         yield {mode: Target(mode, f"http://{mode}") for mode in modes}
+
+    def only(self, mode: str) -> None:
+        self.turns.append(mode)
 
     def check(self) -> None:
         pass

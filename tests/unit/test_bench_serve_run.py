@@ -28,6 +28,7 @@ def test_all_calls_are_made_in_order_after_the_warm_ups(tmp_path: Path) -> None:
     assert client.names[:WARM_UPS] == [f"warm-up-loopback-{mode}" for mode in MODES]
     assert client.measured == [call.key for call in plan().calls(SETUP)]
     assert site.ups == [(SETUP, list(MODES))]
+    assert site.turns == [*MODES, *(call.mode for call in plan().calls(SETUP))]
     assert heard.left[0] is not None
     assert heard.left[-1] == 0
     (result,) = by_cell([CELL], MODES, this.parts.calls)

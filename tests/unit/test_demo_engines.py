@@ -82,6 +82,17 @@ def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path
     assert is_free(engine.port)
 
 
+def test_a_suspended_server_is_still_asked_politely(tmp_path: Path):
+    says_bye = (
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit('bye'))\nprint('up', flush=True)\n"
+    )
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts) as group:
+        engine = group.start(script(says_bye + "signal.pause()"))
+        assert eventually(lambda: "up" in engine.log_path.read_text())
+        engine.signal(signal.SIGSTOP)
+    assert "bye" in engine.log_path.read_text()
+
+
 def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path):
     source = "print('first'); print('the reason'); raise SystemExit(7)"
     with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts) as group:

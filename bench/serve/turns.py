@@ -1,0 +1,43 @@
+"""Whose turn it is: servers that nobody asks do not run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Server(Protocol):
+    """A group of processes, which can be sent signals."""
+
+    def signal(self, signum: int) -> None: ...
+
+
+class Turns:
+    """The servers of each mode; some may belong to several. All run at first.
+
+    An engine without work still polls, and so do its proxy and its threads. With a dozen engines on a few cores that
+    would be measured too, for whoever does compute is interrupted each time.
+    """
+
+    def __init__(self, servers: Mapping[str, Sequence[Server]]) -> None:
+        self._servers = servers
+        self._suspended: list[Server] = []
+
+    def only(self, mode: str) -> None:
+        """Suspend all servers but those of ``mode``."""
+        wanted = self._servers[mode]
+        self._resume([server for server in self._suspended if server in wanted])
+        for server in (each for servers in self._servers.values() for each in servers):
+            if server not in wanted and server not in self._suspended:
+                server.signal(signal.SIGSTOP)
+                self._suspended.append(server)
+
+    def all(self) -> None:
+        """Let every server run."""
+        self._resume(list(self._suspended))
+
+    def _resume(self, servers: Sequence[Server]) -> None:
+        for server in servers:
+            server.signal(signal.SIGCONT)
+            self._suspended.remove(server)
