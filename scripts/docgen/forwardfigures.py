@@ -10,30 +10,44 @@ from typing import Any
 from scripts.docgen.conditions import alone, not_measured
 from scripts.docgen.tables import number_table
 
-RESULT = Path("bench/results/forward.json")
+RESULT, LINKS = Path("bench/results/forward.json"), Path("bench/results/links.json")
 COMMAND = f"python -m bench.forward --out {RESULT}"
+LINKS_COMMAND = (
+    "python -m bench.forward --links loopback,500mbit,1gbit,2gbit,5gbit,10gbit --models llama-70b-tp8 --tokens 4096 "
+    f"--no-growth --out {LINKS}"
+)
 LAYER, REFERENCE = "layer", "request"
 
 
 def tables(root: Path) -> str:
     """One row for each link, model, prompt length and pattern of blocks; below it what is beyond a limit."""
-    path = root / RESULT
+    return _table(root / RESULT, COMMAND)
+
+
+def links(root: Path) -> str:
+    """The same for one prompt over links of several rates."""
+    return _table(root / LINKS, LINKS_COMMAND)
+
+
+def _table(path: Path, command: str) -> str:
     if not path.exists():
-        return not_measured(COMMAND)
+        return not_measured(command)
     result = json.loads(path.read_text())
     cells = result["cells"]
     modes = list(cells[0]["modes"])
     headings = (
         *("model", "link", "blocks", "tokens", "load"),
         *(f"exposed by `{mode}`" for mode in modes),
-        *("of request's", "limit", "forward", "hook"),
+        *("of request's", "limit", "end", "forward", "its CPU", "hook"),
     )
     table = number_table(headings, [_row(cell, modes) for cell in cells], words=3)
     missed = sum(bool(cell["misses"]) for cell in cells)
     about = (
         f"Medians of {result['rounds']} rounds. Load is the time of all bytes on the wire over that of the forward; "
-        "forward is that with a push by layer over that without, with its 95 % interval; a hook is one call on the "
-        f"forward's thread, median. In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
+        "end is when the last byte of a push by layer has landed, over max(forward, transfer) and one layer; forward "
+        "is that with a push by layer over that without, with its 95 % interval, and its CPU the same of the processor "
+        "time of the forward's own thread; a hook is one call on that thread, median. "
+        f"In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
     )
     return f"{table}\n\n{about} {alone(result)}"
 
@@ -42,13 +56,15 @@ def _row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
     exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     layer = cell["modes"].get(LAYER)
     if layer is None:
-        rest = ("",) * 4
+        rest = ("",) * 6
     else:
         share, slower = layer.get(f"exposed_of_{REFERENCE}"), layer["slowdown"]
         rest = (
             f"{share['ratio']:.3f}" if share else "",
             f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
+            f"{layer['end_of_bound']:.3f}",
             f"{slower['ratio']:.3f} [{slower['low']:.3f}, {slower['high']:.3f}]",
+            f"{layer['cpu_slowdown']['ratio']:.3f}",
             f"{layer['hook_us']['p50']:.1f} µs",
         )
     return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}", *exposed, *rest)

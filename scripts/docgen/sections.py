@@ -49,6 +49,7 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
     "serve-figures": Section((BENCHMARKS,), servefigures.tables),
     "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
+    "link-figures": Section((BENCHMARKS,), forwardfigures.links),
     "push-summary": Section((README, PACKING), pushfigures.summary),
     "push-figures": Section((BENCHMARKS,), pushfigures.tables),
     "kernel-figures": Section((BENCHMARKS,), kernelfigures.tables),

@@ -19,7 +19,7 @@ Key = tuple[str, int | None, int | None, float | None]
 
 
 def tables(root: Path) -> str:
-    """For each link, step and load, by prompt length: first tokens in every mode, then what is exposed."""
+    """For each link, step and load, by prompt length: first tokens in every mode, prefill, and what is exposed."""
     path = root / RESULT
     if not path.exists():
         return not_measured(COMMAND)
@@ -33,7 +33,9 @@ def tables(root: Path) -> str:
     parts = []
     for key, cells in groups.items():
         parts += [f"{_where(key)}. Time to first token:", _first_tokens(cells)]
-        if exposed := _exposed(cells):
+        if prefill := _known(cells, "prefill_ms", AGGREGATED):
+            parts += ["Prefill alone, as P tells it:", prefill]
+        if exposed := _known(cells, "exposed_ms", REFERENCE):
             parts += ["What the transfer adds after prefill:", exposed]
     rounds = sorted({cell["rounds"] for cell in result["cells"]})
     about = (
@@ -57,9 +59,10 @@ def _first_tokens(cells: Sequence[Cell]) -> str:
     return _table(cells, list(cells[0]["modes"]), "ttft_ms", AGGREGATED)
 
 
-def _exposed(cells: Sequence[Cell]) -> str:
-    modes = [mode for mode, figures in cells[0]["modes"].items() if figures["exposed_ms"]]
-    return _table(cells, modes, "exposed_ms", REFERENCE) if modes else ""
+def _known(cells: Sequence[Cell], measure: str, reference: str) -> str:
+    """A table of the modes that know this of themselves; nothing if none does."""
+    modes = [mode for mode, figures in cells[0]["modes"].items() if figures[measure]]
+    return _table(cells, modes, measure, reference) if modes else ""
 
 
 def _table(cells: Sequence[Cell], modes: Sequence[str], measure: str, reference: str) -> str:

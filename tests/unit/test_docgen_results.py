@@ -140,6 +140,7 @@ def test_on_a_gpu_the_kernel_table_says_what_it_costs_the_neighbour(tmp_path: Pa
         (kernelfigures.tables, "python -m bench.kernel"),
         (servefigures.tables, "python -m bench.serve"),
         (forwardfigures.tables, "python -m bench.forward"),
+        (forwardfigures.links, "python -m bench.forward --links loopback,500mbit"),
     ],
 )
 def test_without_a_result_the_page_says_how_to_get_one(
@@ -165,12 +166,16 @@ def timed(p50: float) -> dict[str, Any]:
 
 def serve_cell(tokens: int, **changes: Any) -> dict[str, Any]:
     modes = {
-        "aggregated": {"ttft_ms": timed(100.0), "exposed_ms": None},
-        "pull": {"ttft_ms": timed(120.0), "exposed_ms": None},
-        "request": {"ttft_ms": timed(110.0), "exposed_ms": timed(10.0)},
-        "layer": {"ttft_ms": timed(101.0), "exposed_ms": timed(0.5)},
+        "aggregated": {"ttft_ms": timed(100.0), "prefill_ms": timed(90.0), "exposed_ms": None},
+        "pull": {"ttft_ms": timed(120.0), "prefill_ms": None, "exposed_ms": None},
+        "request": {"ttft_ms": timed(110.0), "prefill_ms": timed(91.0), "exposed_ms": timed(10.0)},
+        "layer": {"ttft_ms": timed(101.0), "prefill_ms": timed(92.0), "exposed_ms": timed(0.5)},
     }
-    ratios = {"ttft_ms": {"layer/aggregated": ratio(1.01)}, "exposed_ms": {"layer/request": ratio(0.05)}}
+    ratios = {
+        "ttft_ms": {"layer/aggregated": ratio(1.01)},
+        "prefill_ms": {"layer/aggregated": ratio(1.02)},
+        "exposed_ms": {"layer/request": ratio(0.05)},
+    }
     cell = {
         "link": "loopback",
         "max_num_batched_tokens": 512,
@@ -199,6 +204,8 @@ def test_engines_have_a_table_of_first_tokens_and_one_of_what_is_exposed(tmp_pat
     assert lines[4:6] == [f"| 1024 {first}", f"| 4096 {first}"]
     assert "| tokens | `request` | `layer` |" in lines
     assert "| 1024 | 10.0 ms | 0.5 ms (0.050 [0.000, 0.100]) |" in lines
+    assert "| tokens | `aggregated` | `request` | `layer` |" in lines
+    assert "| 1024 | 90.0 ms | 91.0 ms | 92.0 ms (1.020 [0.970, 1.070]) |" in lines
     assert "1,234 answers compared" in lines[-1]
 
 
@@ -212,6 +219,8 @@ def forward_cell(**changes: Any) -> dict[str, Any]:
         "exposed_s_median": 0.0005,
         "exposed_of_request": ratio(0.05),
         "slowdown": ratio(1.02),
+        "cpu_slowdown": ratio(1.004),
+        "end_of_bound": 1.0316,
         "hook_us": {"p50": 3.21},
     }
     cell = {
@@ -231,9 +240,13 @@ def test_a_forward_has_a_row_for_each_case(tmp_path: Path) -> None:
     beyond = forward_cell(exposed_limit=None, misses=[], link="500mbit")
     only_request = forward_cell(modes={"request": {"exposed_s_median": 0.01}}, misses=[])
     for cells, row in (
-        ([forward_cell(), beyond], "0.5 ms | 10.0 ms | 0.050 | 0.062 | 1.020 [0.970, 1.070] | 3.2 µs |"),
-        ([only_request], "10.0 ms |  |  |  |  |"),
+        (
+            [forward_cell(), beyond],
+            "0.5 ms | 10.0 ms | 0.050 | 0.062 | 1.032 | 1.020 [0.970, 1.070] | 1.004 | 3.2 µs |",
+        ),
+        ([only_request], "10.0 ms |  |  |  |  |  |  |"),
     ):
         text = forwardfigures.tables(write(tmp_path, forwardfigures.RESULT, HEAD | {"cells": cells}))
+        assert forwardfigures.links(write(tmp_path, forwardfigures.LINKS, HEAD | {"cells": cells})) == text
         assert text.splitlines()[2] == f"| llama-8b | loopback | random | 4096 | 0.46 | {row}"
         assert f"In {len(cells) - 1} of {len(cells)} cases" in text
