@@ -37,6 +37,7 @@ class Supply:
         self._complete: tuple[int, ...] = ()
         self._ready = [0] * len(self._layer_groups)
         self._posted = [0] * len(self._layer_groups)
+        self._fresh: set[int] = set()  # layers that may have more than was posted: few of many, at any time
         self._unready = 0
         self._final = False
 
@@ -81,9 +82,13 @@ class Supply:
         layers.add(layer)
         self._unready -= 1
         self._ready[layer] = max(self._ready[layer], self._chunk_ends[chunk][self._layer_groups[layer]])
+        if self._by_layer:
+            self._fresh.add(layer)
         if len(layers) == len(self._layer_groups):
             self._complete = self._chunk_ends[chunk]
             self.chunk_is_whole = True
+            if not self._by_layer:
+                self._fresh.update(range(len(self._layer_groups)))
 
     def align(self, targets: Sequence[tuple[int, ...]]) -> None:
         """The decode engine's blocks are known. Raises ``MismatchError`` if they are not the end of this prompt."""
@@ -94,7 +99,8 @@ class Supply:
     def pending(self) -> tuple[Segment, ...]:
         """What is ready and not taken, layers with equal blocks side by side in one segment."""
         segments: list[Segment] = []
-        for layer, group in enumerate(self._layer_groups):
+        for layer in sorted(self._fresh):
+            group = self._layer_groups[layer]
             first, end = max(self._posted[layer], self.skipped(group)), self._reach(layer)
             if first >= end:
                 continue
@@ -109,7 +115,9 @@ class Supply:
     def take(self) -> None:
         """What ``pending`` returned has been handed out."""
         self.chunk_is_whole = False
-        self._posted = [max(self._reach(layer), posted) for layer, posted in enumerate(self._posted)]
+        for layer in self._fresh:
+            self._posted[layer] = max(self._reach(layer), self._posted[layer])
+        self._fresh.clear()
 
     def size(self, segments: Sequence[Segment]) -> int:
         """Bytes of this engine's memory."""

@@ -1,0 +1,40 @@
+"""What of a prompt is handed out, in which order. Sessions test the rest."""
+
+from __future__ import annotations
+
+from layerpush.prefill.plan import ChunkPlan, GroupSlice
+from layerpush.prefill.supply import Supply
+
+LAYERS = 96
+BLOCKS = tuple(range(5, 9))
+
+
+def supply() -> Supply:
+    """One chunk of four blocks, known on both sides."""
+    made = Supply([0] * LAYERS, [64] * LAYERS, by_layer=True)
+    made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, (GroupSlice(0, BLOCKS, len(BLOCKS)),), streams=True))
+    made.align([BLOCKS])
+    return made
+
+
+def test_layers_come_in_the_models_order_however_they_became_ready() -> None:
+    made = supply()
+    for layer in (80, 3, 81, 64, 4):
+        made.ready(0, layer)
+    assert [(part.layers.start, part.layers.stop) for part in made.pending()] == [(3, 5), (64, 65), (80, 82)]
+
+
+def test_what_was_taken_does_not_come_again() -> None:
+    made = supply()
+    made.ready(0, 3)
+    made.take()
+    made.ready(0, 3)
+    assert made.pending() == ()
+    made.ready(0, 4)
+    assert [(part.layers.start, part.source) for part in made.pending()] == [(4, BLOCKS)]
+
+
+def test_what_is_not_taken_stays() -> None:
+    made = supply()
+    made.ready(0, 3)
+    assert made.pending() == made.pending() != ()
