@@ -47,6 +47,7 @@ SECTIONS: Mapping[str, Section] = {
     "demo-figures": Section((README, BENCHMARKS), figures.demo),
     "bench-figures": Section((README, BENCHMARKS), figures.bench),
     "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
+    "serve-summary": Section((README,), servefigures.summary),
     "serve-figures": Section((BENCHMARKS,), servefigures.tables),
     "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
     "link-figures": Section((BENCHMARKS,), forwardfigures.links),

@@ -20,12 +20,9 @@ Key = tuple[str, int | None, int | None, float | None]
 
 def tables(root: Path) -> str:
     """For each link, step and load, by prompt length: first tokens in every mode, prefill, and what is exposed."""
-    path = root / RESULT
-    if not path.exists():
+    result = _result(root)
+    if result is None:
         return not_measured(COMMAND)
-    result = json.loads(path.read_text())
-    if result["answers"]["wrong"]:
-        raise ValueError(f"{RESULT} is of a run with wrong answers")
     groups: dict[Key, list[Cell]] = {}
     for cell in result["cells"]:
         key = (cell["link"], cell["max_num_batched_tokens"], cell["concurrency"], cell["request_rate"])
@@ -44,6 +41,32 @@ def tables(root: Path) -> str:
         f"with the {AGGREGATED} engine's, none was another."
     )
     return "\n\n".join([*parts, f"{about} {alone(result)}"])
+
+
+def summary(root: Path) -> str:
+    """One row for each link: time to first token of the longest prompts in every mode."""
+    result = _result(root)
+    if result is None:
+        return not_measured(COMMAND)
+    longest = max(cell["prompt_tokens"] for cell in result["cells"])
+    cells = [cell for cell in result["cells"] if cell["prompt_tokens"] == longest]
+    modes = list(cells[0]["modes"])
+    rows = [(cell["link"], *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for cell in cells]
+    about = (
+        f"Time to first token of prompts of {longest} tokens, median of {cells[0]['rounds']} rounds, and the ratio to "
+        f"one engine without any transfer, with its 95 % interval. `pull` and `push` are stock vLLM's."
+    )
+    return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {alone(result)}"
+
+
+def _result(root: Path) -> dict[str, Any] | None:
+    path = root / RESULT
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    if result["answers"]["wrong"]:
+        raise ValueError(f"{RESULT} is of a run with wrong answers")
+    return result
 
 
 def _where(key: Key) -> str:

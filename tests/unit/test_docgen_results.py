@@ -139,6 +139,7 @@ def test_on_a_gpu_the_kernel_table_says_what_it_costs_the_neighbour(tmp_path: Pa
         (pushfigures.summary, "python -m bench.push"),
         (kernelfigures.tables, "python -m bench.kernel"),
         (servefigures.tables, "python -m bench.serve"),
+        (servefigures.summary, "python -m bench.serve"),
         (forwardfigures.tables, "python -m bench.forward"),
         (forwardfigures.links, "python -m bench.forward --links loopback,500mbit"),
     ],
@@ -156,7 +157,7 @@ def test_conditions_name_the_gpus() -> None:
 
 def test_all_figures_are_put_into_the_pages_by_one_command() -> None:
     script = (ROOT / "scripts/readme-figures").read_text()
-    shown = {marker for marker in SECTIONS if re.search(r"-figures$|^soak-|^push-", marker)}
+    shown = {marker for marker in SECTIONS if re.search(r"-figures$|-summary$|^soak-", marker)}
     assert shown == set(re.findall(r"[\w-]+-(?:figures|summary|tables)\b", script.split("exec")[1]))
 
 
@@ -209,9 +210,18 @@ def test_engines_have_a_table_of_first_tokens_and_one_of_what_is_exposed(tmp_pat
     assert "1,234 answers compared" in lines[-1]
 
 
-def test_engines_with_wrong_answers_are_not_published(tmp_path: Path) -> None:
+def test_the_summary_has_the_longest_prompts_on_each_link(tmp_path: Path) -> None:
+    cells = [serve_cell(tokens, link=link) for link in ("1gbit", "loopback") for tokens in (1024, 4096)]
+    text = servefigures.summary(write(tmp_path, servefigures.RESULT, serve_result(*cells)))
+    first = "| 100.0 ms | 120.0 ms | 110.0 ms | 101.0 ms (1.010 [0.960, 1.060]) |"
+    assert text.splitlines()[2:5] == [f"| 1gbit {first}", f"| loopback {first}", ""]
+    assert "prompts of 4096 tokens, median of 5 rounds" in text
+
+
+@pytest.mark.parametrize("render", [servefigures.tables, servefigures.summary])
+def test_engines_with_wrong_answers_are_not_published(tmp_path: Path, render: Callable[[Path], str]) -> None:
     with pytest.raises(ValueError, match="wrong answers"):
-        servefigures.tables(write(tmp_path, servefigures.RESULT, serve_result(serve_cell(1024), wrong=1)))
+        render(write(tmp_path, servefigures.RESULT, serve_result(serve_cell(1024), wrong=1)))
 
 
 def forward_cell(**changes: Any) -> dict[str, Any]:
