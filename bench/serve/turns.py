@@ -27,17 +27,10 @@ class Turns:
     def only(self, mode: str) -> None:
         """Suspend all servers but those of ``mode``."""
         wanted = self._servers[mode]
-        self._resume([server for server in self._suspended if server in wanted])
+        for server in [each for each in self._suspended if each in wanted]:
+            server.signal(signal.SIGCONT)
+            self._suspended.remove(server)
         for server in (each for servers in self._servers.values() for each in servers):
             if server not in wanted and server not in self._suspended:
                 server.signal(signal.SIGSTOP)
                 self._suspended.append(server)
-
-    def all(self) -> None:
-        """Let every server run."""
-        self._resume(list(self._suspended))
-
-    def _resume(self, servers: Sequence[Server]) -> None:
-        for server in servers:
-            server.signal(signal.SIGCONT)
-            self._suspended.remove(server)

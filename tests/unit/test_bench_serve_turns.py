@@ -1,4 +1,4 @@
-"""Servers that nobody asks are suspended, and run again when it is their turn or the end."""
+"""Servers that nobody asks are suspended, and run again when it is their turn."""
 
 from __future__ import annotations
 
@@ -49,12 +49,3 @@ def test_a_server_of_both_modes_is_not_disturbed() -> None:
     turns.only("chunk")
     assert servers["d"].signals == []
     assert servers["chunk-p"].signals == [signal.SIGSTOP, signal.SIGCONT]
-
-
-def test_all_run_again_in_the_end() -> None:
-    turns, servers = lineup()
-    turns.only("layer")
-    turns.all()
-    assert running(servers) == set(servers)
-    turns.all()
-    assert servers["one"].signals == [signal.SIGSTOP, signal.SIGCONT]
