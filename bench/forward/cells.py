@@ -22,12 +22,25 @@ LAYERS_TO_HIDE = 16
 """From so many layers on a push by layer is to expose at most two layers of a whole request's transfer."""
 
 
+PARTS = ("forward_s", "forward_cpu_s", "forward_queued_s")
+
+
+@dataclass(frozen=True)
+class Delays:
+    """By how much a forward takes longer with a push, in parts of the one without; their sum is all of it."""
+
+    computing: float
+    for_a_core: float
+    for_the_lock: float
+
+
 @dataclass
 class Series:
     """Samples of one mode, round by round. Seconds, but for counts.
 
-    ``forward_s`` from before the first step to the end of the last, ``forward_cpu_s`` the processor time of its thread;
-    ``end_s`` from the same moment to when the last WRITE had landed; ``exposed_s`` to then from when the last layer was
+    ``forward_s`` from before the first step to the end of the last, ``forward_cpu_s`` the processor time of its thread,
+    ``forward_queued_s`` how long it could have run and had no core, empty where the system does not say; ``end_s`` from
+    the same moment to when the last WRITE had landed; ``exposed_s`` to then from when the last layer was
     ready; ``transfer_s`` how long a WRITE was on its way, ``post_s`` how much of it went into posting; ``writer_s`` and
     ``decode_s`` processor time of P's writer thread and D's process; ``plans`` how the WRITEs went. ``hooks_us`` are
     all calls of all rounds.
@@ -35,6 +48,7 @@ class Series:
 
     forward_s: list[float] = field(default_factory=list)
     forward_cpu_s: list[float] = field(default_factory=list)
+    forward_queued_s: list[float] = field(default_factory=list)
     end_s: list[float] = field(default_factory=list)
     exposed_s: list[float] = field(default_factory=list)
     transfer_s: list[float] = field(default_factory=list)
@@ -54,6 +68,9 @@ class Series:
 
     def median(self, name: str) -> float:
         return float(np.median(getattr(self, name)))
+
+    def mean(self, name: str) -> float:
+        return float(np.mean(getattr(self, name)))
 
     @property
     def hook_s(self) -> float:
@@ -132,9 +149,16 @@ class Cell:
     def slowdown(self, mode: str) -> Ratio:
         return ratio_of_medians(self.series[mode].forward_s, self.series[OFF].forward_s)
 
-    def cpu_slowdown(self, mode: str) -> Ratio:
-        """Of the forward's own processor time: what is not in it went into waiting, for a lock or a processor."""
-        return ratio_of_medians(self.series[mode].forward_cpu_s, self.series[OFF].forward_cpu_s)
+    def delays(self, mode: str) -> Delays | None:
+        """Why the forward takes longer than without a push; None where the system does not say. The rest of a thread's
+        time is neither spent on a core nor in the queue for one: it sleeps until Python's lock is free, or a device.
+        """
+        here, off = self.series[mode], self.series[OFF]
+        if not here.forward_queued_s or not off.forward_queued_s:
+            return None
+        with_push, without = ([each.mean(name) for name in PARTS] for each in (here, off))
+        whole, cpu, queued = (more - less for more, less in zip(with_push, without, strict=True))
+        return Delays(*(share / without[0] for share in (cpu, queued, whole - cpu - queued)))
 
     def exposed_ratio(self, mode: str, other: str) -> Ratio:
         return ratio_of_medians(self.series[mode].exposed_s, self.series[other].exposed_s)
@@ -181,7 +205,7 @@ class Cell:
                 "of_ceiling": self.rate(mode) / self.ceiling,
                 "post_share": self.post_share(mode),
                 "slowdown": asdict(self.slowdown(mode)),
-                "cpu_slowdown": asdict(self.cpu_slowdown(mode)),
+                "delays": asdict(delays) if (delays := self.delays(mode)) is not None else None,
                 "end_of_bound": self.end_ratio(mode),
                 **exposed,
                 **self.series[mode].as_json(),

@@ -21,6 +21,7 @@ from bench.forward.kv import Noise
 from bench.forward.lane import STREAMS, Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
 from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Measure, Register
+from bench.forward.queued import queued_s
 from bench.forward.settings import ForwardSettings
 from bench.pair.end import End, digest_of, settle
 from bench.pair.meeting import meet_decode, run_prefill
@@ -120,10 +121,13 @@ class PrefillEnd:
         if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s = self._pusher.cpu_s
+        queued = queued_s()
         used, start = time.thread_time(), time.perf_counter()
         ready = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
         series.forward_cpu_s.append(time.thread_time() - used)
+        if queued is not None:
+            series.forward_queued_s.append((queued_s() or queued) - queued)
         if names:
             self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
             self._pusher.rest()

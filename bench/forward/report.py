@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from itertools import groupby
 
 from rich.table import Table
 
 from bench.bootstrap import Ratio
-from bench.forward.cells import Cell
+from bench.forward.cells import Cell, Delays
 from bench.forward.growth import Line
 
 
@@ -28,7 +29,9 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
         table = Table(title=title, title_justify="left")
         for heading in ("case", "MiB", "forward ms", "load", "mode"):
             table.add_column(heading, justify="left" if heading in ("case", "mode") else "right")
-        for heading in ("exposed ms", "of request", "GB/s", "of ceiling", "posting", "end/bound", "forward", "hook us"):
+        for heading in ("exposed ms", "of request", "GB/s", "of ceiling", "posting", "end/bound", "forward"):
+            table.add_column(heading, justify="right")
+        for heading in ("cpu/core/lock", "hook us"):
             table.add_column(heading, justify="right")
         for cell in here:
             for index, mode in enumerate(cell.modes):
@@ -36,7 +39,8 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
         table.caption = (
             "load: all bytes at the ceiling over the forward without a push. of request: exposed, over that of mode "
             "request. posting: share of the transfer. end/bound: when the last WRITE landed, over max(forward, "
-            "transfer) and one layer. forward: over the one without a push, with its 95 % interval. hook: p50 / p99."
+            "transfer) and one layer. forward: over the one without a push, with its 95 % interval. cpu/core/lock: of "
+            "that, what its thread computes, waits for a core, sleeps until Python's lock is free. hook: p50 / p99."
         )
         yield table
 
@@ -82,6 +86,7 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
         f"{cell.post_share(mode):.0%}",
         f"{cell.end_ratio(mode):.3f}",
         _interval(cell.slowdown(mode)),
+        _delays(cell.delays(mode)),
         f"{series.hook_percentile(50):.1f} / {series.hook_percentile(99):.1f}",
     )
 
@@ -89,6 +94,10 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
 def _share(cell: Cell, mode: str) -> str:
     share = f"{cell.exposed_ratio(mode, 'request').ratio:.3f}"
     return f"{share} (2/L {cell.exposed_limit:.3f})" if mode == "layer" and cell.exposed_limit is not None else share
+
+
+def _delays(delays: Delays | None) -> str:
+    return "" if delays is None else " / ".join(f"{each:+.1%}" for each in astuple(delays))
 
 
 def _interval(ratio: Ratio) -> str:

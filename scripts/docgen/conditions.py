@@ -34,10 +34,11 @@ def alone(result: Mapping[str, Any]) -> str:
 
 
 def machine(result: Mapping[str, Any]) -> str:
-    """Its GPUs, if it has some, and its cores."""
+    """Its GPUs, if it has some, and its cores, with the processor's name if the result has it."""
     found = result["machine"]
     gpus = Counter(gpu["name"] for gpu in found.get("gpus", []))
-    return ", ".join([*(f"{count} x {name}" for name, count in gpus.items()), f"{found['cpus']} CPU cores"])
+    processor = f" ({found['processor'].replace('(R)', '')})" if "processor" in found else ""
+    return ", ".join([*(f"{count} x {name}" for name, count in gpus.items()), f"{found['cpus']} CPU cores{processor}"])
 
 
 def not_measured(command: str) -> str:

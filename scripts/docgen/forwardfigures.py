@@ -17,6 +17,7 @@ LINKS_COMMAND = (
     f"--no-growth --out {LINKS}"
 )
 LAYER, REFERENCE = "layer", "request"
+DELAYS = ("computing", "for_a_core", "for_the_lock")
 
 
 def tables(root: Path) -> str:
@@ -38,15 +39,16 @@ def _table(path: Path, command: str) -> str:
     headings = (
         *("model", "link", "blocks", "tokens", "load"),
         *(f"exposed by `{mode}`" for mode in modes),
-        *("of request's", "limit", "end", "forward", "its CPU", "hook"),
+        *("of request's", "limit", "end", "forward", "computing", "for a core", "for the lock", "hook"),
     )
     table = number_table(headings, [_row(cell, modes) for cell in cells], words=3)
     missed = sum(bool(cell["misses"]) for cell in cells)
     about = (
         f"Medians of {result['rounds']} rounds. Load is the time of all bytes on the wire over that of the forward; "
         "end is when the last byte of a push by layer has landed, over max(forward, transfer) and one layer; forward "
-        "is that with a push by layer over that without, with its 95 % interval, and its CPU the same of the processor "
-        "time of the forward's own thread; a hook is one call on that thread, median. "
+        "is that with a push by layer over that without, with its 95 % interval; of what it takes longer, so many "
+        "percent of the one without its thread computes, waits for a core, or sleeps until Python's lock is free; a "
+        "hook is one call on that thread, median. "
         f"In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
     )
     return f"{table}\n\n{about} {alone(result)}"
@@ -56,7 +58,7 @@ def _row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
     exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     layer = cell["modes"].get(LAYER)
     if layer is None:
-        rest = ("",) * 6
+        rest = ("",) * 8
     else:
         share, slower = layer.get(f"exposed_of_{REFERENCE}"), layer["slowdown"]
         rest = (
@@ -64,7 +66,7 @@ def _row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
             f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
             f"{layer['end_of_bound']:.3f}",
             f"{slower['ratio']:.3f} [{slower['low']:.3f}, {slower['high']:.3f}]",
-            f"{layer['cpu_slowdown']['ratio']:.3f}",
+            *(f"{100 * layer['delays'][part]:+.1f} %" if layer["delays"] else "" for part in DELAYS),
             f"{layer['hook_us']['p50']:.1f} µs",
         )
     return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}", *exposed, *rest)

@@ -83,6 +83,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     for cell in written["cells"]:
         for mode in ("aggregated", "layer"):
             found = cell["modes"][mode]
+            assert "$TMPDIR" in found["argv"][found["argv"].index("--tokenizer") + 1]
             assert [len(one) for one in found["ttft_ms"]["raw"]] == [cell["requests"]] * ROUNDS
             assert min(found["ttft_ms"]["raw"][0]) > 0
             assert found["tpot_ms"]["p50"] >= 0

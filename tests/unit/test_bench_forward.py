@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from bench.forward.growth import COSTS, fit, lines
 from bench.forward.kv import Noise
 from bench.forward.models import MODELS
 from bench.forward.plot import plot
+from bench.forward.queued import queued_s
 from bench.pair.settings import POISON
 
 CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
@@ -93,11 +95,14 @@ def test_kv_differs_by_layer_and_forward_is_the_same_everywhere_and_never_poison
         assert here.layer(turn, 130, 1 << 16).numel() == 1 << 16
 
 
-def series(forward_s: float, exposed_s: float = 0.0, end_s: float = 0.0, hook_us: float = 5.0) -> Series:
+def series(
+    forward_s: float, exposed_s: float = 0.0, end_s: float = 0.0, hook_us: float = 5.0, queued_s: float = 0.02
+) -> Series:
     rounds = 4
     return Series(
         forward_s=[forward_s] * rounds,
         forward_cpu_s=[0.7] * rounds,
+        forward_queued_s=[queued_s] * rounds,
         end_s=[end_s or forward_s + exposed_s] * rounds,
         exposed_s=[exposed_s] * rounds,
         transfer_s=[0.2] * rounds,
@@ -123,6 +128,12 @@ def cell(layer: Series | None = None, ceiling_s: float = 0.02, forward_s: float 
     return Cell("loopback", CASE, measured, 16 << 20, [ceiling_s] * 4)
 
 
+def shown(parts: Iterable[object]) -> str:
+    console = Console(width=240, record=True)
+    console.print(*parts)
+    return console.export_text()
+
+
 def test_what_follows_from_a_cell() -> None:
     here = cell()
     assert here.wire_s == pytest.approx(0.2)
@@ -134,6 +145,30 @@ def test_what_follows_from_a_cell() -> None:
     assert here.exposed_ratio("layer", "request").ratio == pytest.approx(0.01)
     assert here.exposed_limit == pytest.approx(2 / 80)
     assert here.misses == []
+
+
+def test_what_a_forward_takes_longer_is_told_apart() -> None:
+    later = series(0.88, queued_s=0.036)
+    later.forward_cpu_s = [0.708] * 4
+    delays = cell(later).delays("layer")
+    assert delays is not None
+    assert (delays.computing, delays.for_a_core, delays.for_the_lock) == pytest.approx((0.01, 0.02, 0.07))
+    assert "+1.0% / +2.0% / +7.0%" in shown(report.tables([cell(later)]))
+
+
+def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None:
+    silent = series(0.88, 0.002)
+    silent.forward_queued_s = []
+    assert cell(silent).delays("layer") is None
+    assert cell(silent).as_json()["modes"]["layer"]["delays"] is None
+    assert "%" in shown(report.tables([cell(silent)]))
+    assert queued_s(tmp_path / "none") is None
+
+
+def test_a_thread_knows_how_long_it_waited_for_a_core(tmp_path: Path) -> None:
+    statistics = tmp_path / "schedstat"
+    statistics.write_text("326900 1500000000 7\n")
+    assert queued_s(statistics) == pytest.approx(1.5)
 
 
 def test_where_the_link_is_the_bottleneck_its_end_counts() -> None:
@@ -193,9 +228,7 @@ def test_everything_is_in_the_json_and_in_the_tables(tmp_path: Path) -> None:
     assert layer["exposed_of_request"]["ratio"] == pytest.approx(0.01)
     assert sum(layer["hook_us"]["histogram"]["counts"]) == layer["hook_us"]["calls"] == 320
     assert written["off"]["raw"]["forward_s"] == [0.8] * 4
-    console = Console(width=200, record=True)
-    console.print(*report.tables([here]), report.growth(fitted), report.line(here))
-    text = console.export_text()
+    text = shown([*report.tables([here]), report.growth(fitted), report.line(here)])
     assert "0.010 (2/L 0.025)" in text
     assert "writer's processor time" in text
     assert "exposed ms: layer 2.0  chunk 50.0  request 200.0" in text

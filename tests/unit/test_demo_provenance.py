@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,3 +110,19 @@ def test_a_process_names_its_settings_of_ucx(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     assert ucx.of_this_process()["ucx_settings"] == {"UCX_TLS": "tcp,self"}
+
+
+def test_a_command_line_does_not_say_where_this_machine_has_its_directories(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(home)
+    (home / "here").mkdir()
+    monkeypatch.chdir(home / "here")
+    given = [str(home / "here/bench.py"), str(home / "model"), str(temporary / "t/x"), "/etc/hosts", "--out", "a/b", ""]
+    monkeypatch.setattr(sys, "argv", given)
+    said = provenance(0, [])["argv"]
+    assert said == ["bench.py", "~/model", "$TMPDIR/t/x", "/etc/hosts", "--out", "a/b", ""]

@@ -155,6 +155,11 @@ def test_conditions_name_the_gpus() -> None:
     assert said.startswith("Measured 2026-11-21: loopback, 1 x NVIDIA H200, 16 CPU cores for all engines, NIXL")
 
 
+def test_conditions_name_the_processor_where_it_is_known() -> None:
+    known = HEAD | {"machine": {"cpus": 2, "processor": "Intel(R) Xeon(R) Processor"}}
+    assert conditions.machine(known) == "2 CPU cores (Intel Xeon Processor)"
+
+
 def test_all_figures_are_put_into_the_pages_by_one_command() -> None:
     script = (ROOT / "scripts/readme-figures").read_text()
     shown = {marker for marker in SECTIONS if re.search(r"-figures$|-summary$|^soak-", marker)}
@@ -229,7 +234,7 @@ def forward_cell(**changes: Any) -> dict[str, Any]:
         "exposed_s_median": 0.0005,
         "exposed_of_request": ratio(0.05),
         "slowdown": ratio(1.02),
-        "cpu_slowdown": ratio(1.004),
+        "delays": {"computing": 0.004, "for_a_core": -0.0012, "for_the_lock": 0.0172},
         "end_of_bound": 1.0316,
         "hook_us": {"p50": 3.21},
     }
@@ -252,9 +257,9 @@ def test_a_forward_has_a_row_for_each_case(tmp_path: Path) -> None:
     for cells, row in (
         (
             [forward_cell(), beyond],
-            "0.5 ms | 10.0 ms | 0.050 | 0.062 | 1.032 | 1.020 [0.970, 1.070] | 1.004 | 3.2 µs |",
+            "0.5 ms | 10.0 ms | 0.050 | 0.062 | 1.032 | 1.020 [0.970, 1.070] | +0.4 % | -0.1 % | +1.7 % | 3.2 µs |",
         ),
-        ([only_request], "10.0 ms |  |  |  |  |  |  |"),
+        ([only_request], "10.0 ms |  |  |  |  |  |  |  |  |"),
     ):
         text = forwardfigures.tables(write(tmp_path, forwardfigures.RESULT, HEAD | {"cells": cells}))
         assert forwardfigures.links(write(tmp_path, forwardfigures.LINKS, HEAD | {"cells": cells})) == text
