@@ -66,7 +66,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
             connection.close()
             if not isinstance(error, ConnectionRefusedError):
                 failure = error
-        except BaseException:
+        except BaseException:  # nobody else knows of the socket
             connection.close()
             raise
         else:

@@ -274,8 +274,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
                 self.writer.fail_all(f"{type(error).__name__}: {error}")
             patience = self._patience()
             self.metrics.lag.ended(time.perf_counter(), patience)
-            pace = self.writer.pace
-            self._push_writer_wake.wait(patience, naps=pace is not None and patience <= pace)
+            self._push_writer_wake.wait(patience, naps=self.writer.keeps_pace(patience))
 
     def _turn(self) -> None:
         dropped = self._settling.count

@@ -22,12 +22,12 @@ LAYERS_TO_HIDE = 16
 """From so many layers on a push by layer is to expose at most two layers of a whole request's transfer."""
 
 
-PARTS = ("forward_s", "forward_cpu_s", "forward_queued_s")
-
-
 @dataclass(frozen=True)
 class Delays:
-    """By how much a forward takes longer with a push, in parts of the one without; their sum is all of it."""
+    """By how much a forward takes longer with a push, in the mean over rounds, in parts of the one without.
+
+    ``for_the_lock`` is what is left of it: the thread sleeps, on a CPU for Python's lock, else maybe for its device.
+    """
 
     computing: float
     for_a_core: float
@@ -150,13 +150,12 @@ class Cell:
         return ratio_of_medians(self.series[mode].forward_s, self.series[OFF].forward_s)
 
     def delays(self, mode: str) -> Delays | None:
-        """Why the forward takes longer than without a push; None where the system does not say. The rest of a thread's
-        time is neither spent on a core nor in the queue for one: it sleeps until Python's lock is free, or a device.
-        """
+        """Why the forward takes longer than without a push; None where the system does not say."""
         here, off = self.series[mode], self.series[OFF]
         if not here.forward_queued_s or not off.forward_queued_s:
             return None
-        with_push, without = ([each.mean(name) for name in PARTS] for each in (here, off))
+        clocks = ("forward_s", "forward_cpu_s", "forward_queued_s")
+        with_push, without = ([each.mean(name) for name in clocks] for each in (here, off))
         whole, cpu, queued = (more - less for more, less in zip(with_push, without, strict=True))
         return Delays(*(share / without[0] for share in (cpu, queued, whole - cpu - queued)))
 

@@ -138,7 +138,7 @@ class Pusher:
                     self.cpu_s = time.thread_time()
                 self._lag.ended(time.perf_counter(), patience)
                 self._wake.wait(patience, naps=naps)
-        except BaseException as error:
+        except BaseException as error:  # the main thread waits for what will not come, and has to hear why
             self.failure = error
             logger.exception("the writer thread has died")
             raise
@@ -158,6 +158,6 @@ class Pusher:
                     raise ValueError(f"{DECODE} said {other}")
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
-        own, pace = lane.writer.patience, lane.writer.pace
+        own = lane.writer.patience
         patience = waits if own is None else min(own, waits)
-        return patience, pace is not None and patience <= pace
+        return patience, lane.writer.keeps_pace(patience)

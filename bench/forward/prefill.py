@@ -121,13 +121,14 @@ class PrefillEnd:
         if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s = self._pusher.cpu_s
-        queued = queued_s()
+        queued_before = queued_s()
         used, start = time.thread_time(), time.perf_counter()
         ready = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
         series.forward_cpu_s.append(time.thread_time() - used)
-        if queued is not None:
-            series.forward_queued_s.append((queued_s() or queued) - queued)
+        queued_after = queued_s()
+        if queued_before is not None and queued_after is not None:
+            series.forward_queued_s.append(queued_after - queued_before)
         if names:
             self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
             self._pusher.rest()

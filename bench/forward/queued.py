@@ -12,7 +12,7 @@ def queued_s(statistics: Path = STATISTICS) -> float | None:
     Linux does, in ``schedstat`` (see ``Documentation/scheduler/sched-stats.rst`` of its source).
     """
     try:
-        _, waited_ns, _ = statistics.read_text().split()
-    except OSError:
+        ran_ns, waited_ns, _ = map(int, statistics.read_text().split())
+    except (OSError, ValueError):
         return None
-    return int(waited_ns) * 1e-9
+    return waited_ns * 1e-9 if ran_ns else None  # a kernel that does not count says 0 to everything

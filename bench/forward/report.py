@@ -39,8 +39,9 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
         table.caption = (
             "load: all bytes at the ceiling over the forward without a push. of request: exposed, over that of mode "
             "request. posting: share of the transfer. end/bound: when the last WRITE landed, over max(forward, "
-            "transfer) and one layer. forward: over the one without a push, with its 95 % interval. cpu/core/lock: of "
-            "that, what its thread computes, waits for a core, sleeps until Python's lock is free. hook: p50 / p99."
+            "transfer) and one layer. forward: over the one without a push, with its 95 % interval. cpu/core/lock: "
+            "where that goes, in the mean: its thread computes, waits for a core, sleeps (on a CPU for Python's lock). "
+            "hook: p50 / p99."
         )
         yield table
 

@@ -46,7 +46,7 @@ class Pair:
     def __enter__(self) -> Pair:
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: no process may stay
             self.__exit__()
             raise
         return self

@@ -28,7 +28,7 @@ from layerpush.demo.engines import EngineFailedError, Place
 from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.link import LinkError
 from layerpush.demo.model import write_model
-from layerpush.demo.provenance import provenance
+from layerpush.demo.provenance import provenance, unplaced
 from layerpush.demo.workspace import model_cache, work_directory
 
 WRONG, BROKEN = 1, 2
@@ -145,8 +145,9 @@ def run_command(console: Console, choices: Choices) -> int:
             results = by_cell(cells, plan.modes, parts.calls)
             console.print(*tables(results), sep="\n")
             if choices.out is not None:
-                model = {"model": choices.model or asdict(DEMO_SHAPE)}
-                head = about | {"settings": choices.settings()} | model
+                named = None if choices.model is None else unplaced(str(choices.model))
+                said = choices.settings() | {"model": named}
+                head = about | {"settings": said, "model": named or asdict(DEMO_SHAPE)}
                 _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, results)
                 parts.remove()
                 console.print(f"Written: {choices.out}")

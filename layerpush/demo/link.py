@@ -72,7 +72,7 @@ class Link:
                 )
         try:
             self._set_up()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: half a link would stay for ever
             self._tear_down()
             raise
         return self

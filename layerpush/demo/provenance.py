@@ -33,13 +33,18 @@ def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, objec
 
 def unplaced(argument: str) -> str:
     """An argument as it may stand in a result: where this machine has its directories says nothing about the run."""
-    path = Path(argument)
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
     if not path.is_absolute():
         return argument
-    for place, name in ((Path.cwd(), "."), (Path.home(), "~"), (Path(tempfile.gettempdir()), "$TMPDIR")):
-        if path.is_relative_to(place):
-            return os.path.normpath(Path(name, path.relative_to(place)))
+    for place, name in ((Path.cwd(), "."), (Path(tempfile.gettempdir()), "$TMPDIR"), (_home(), "~")):
+        if path.is_relative_to(place) and place != Path(place.anchor):
+            return f"{option}{equals}{os.path.normpath(Path(name, path.relative_to(place)))}"
     return argument
+
+
+def _home() -> Path:
+    return Path(os.path.expanduser("~"))  # unlike Path.home() it has an answer for users without one
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

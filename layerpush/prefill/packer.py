@@ -176,7 +176,7 @@ class Packer:
             offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
         try:
             self._post_if_gathered(staged)  # on a CPU: the writer's next turn would come later than many a WRITE ends
-        except BaseException:
+        except BaseException:  # nobody else would give the ring's span back
             self.release(staged)
             raise
         return staged

@@ -76,6 +76,11 @@ class PushWriter(PushActor):
             return None
         return self._pace.seconds if self._policy.by_layer else LONGEST_S
 
+    def keeps_pace(self, patience: float) -> bool:
+        """Whether who sleeps for so many seconds need not be woken for each layer."""
+        pace = self.pace
+        return pace is not None and patience <= pace
+
     @property
     def _has_urgent_writes(self) -> bool:
         """Whether a push may be over, or go on, as soon as a WRITE has ended."""

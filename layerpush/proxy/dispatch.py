@@ -96,7 +96,7 @@ class Dispatcher:
                     return Answer(refusal)
                 await asyncio.wait((decode,))
             return Answer(self._first(attempt, attempt.prefill, prefill, decode), prefill)
-        except BaseException:
+        except BaseException:  # the client's going, too, is to end both legs
             await _end(prefill, decode)
             raise
 

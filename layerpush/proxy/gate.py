@@ -60,7 +60,7 @@ class Gate:
             raise ProxyError(
                 429, f"waited {self._queue_timeout_s:g} s in the queue (--queue-timeout-secs)", RETRY_AFTER_S
             ) from None
-        except BaseException:
+        except BaseException:  # the client has gone: its place is the next one's
             self._give_up(place)
             raise
 

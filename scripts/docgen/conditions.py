@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,9 @@ PACKAGES = {
 }
 
 
+TRADEMARK = re.compile(r"\((R|TM)\)")
+
+
 def conditions(result: Mapping[str, Any]) -> str:
     """The link, the machine, the versions and the day, of a run with engines."""
     link = _link(result)
@@ -37,7 +41,7 @@ def machine(result: Mapping[str, Any]) -> str:
     """Its GPUs, if it has some, and its cores, with the processor's name if the result has it."""
     found = result["machine"]
     gpus = Counter(gpu["name"] for gpu in found.get("gpus", []))
-    processor = f" ({found['processor'].replace('(R)', '')})" if "processor" in found else ""
+    processor = f" ({TRADEMARK.sub('', found['processor'])})" if "processor" in found else ""
     return ", ".join([*(f"{count} x {name}" for name, count in gpus.items()), f"{found['cpus']} CPU cores{processor}"])
 
 

@@ -46,9 +46,10 @@ def _table(path: Path, command: str) -> str:
     about = (
         f"Medians of {result['rounds']} rounds. Load is the time of all bytes on the wire over that of the forward; "
         "end is when the last byte of a push by layer has landed, over max(forward, transfer) and one layer; forward "
-        "is that with a push by layer over that without, with its 95 % interval; of what it takes longer, so many "
-        "percent of the one without its thread computes, waits for a core, or sleeps until Python's lock is free; a "
-        "hook is one call on that thread, median. "
+        "is that with a push by layer over that without, with its 95 % interval. Computing, for a core "
+        "and for the lock say where the additional time goes, in the mean and in percent of the forward without a "
+        "push: its thread computes, could compute and has no core, or sleeps, on a CPU until Python's lock is free. A "
+        "hook is one call on that thread. "
         f"In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
     )
     return f"{table}\n\n{about} {alone(result)}"

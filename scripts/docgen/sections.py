@@ -49,6 +49,8 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
     "serve-summary": Section((README,), servefigures.summary),
     "serve-figures": Section((BENCHMARKS,), servefigures.tables),
+    "again-figures": Section((BENCHMARKS,), servefigures.again),
+    "sweep-figures": Section((BENCHMARKS,), servefigures.sweep),
     "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
     "link-figures": Section((BENCHMARKS,), forwardfigures.links),
     "push-summary": Section((README, PACKING), pushfigures.summary),

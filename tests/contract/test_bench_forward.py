@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.forward.queued import STATISTICS
 from tests.contract.commands import SECONDS, children, is_running, start
 from tests.contract.waiting import until
 
@@ -50,6 +51,9 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
         for mode, least_writes in (("layer", 3), ("chunk", 3), ("request", 1)):
             raw = each["modes"][mode]["raw"]
             assert len(raw["exposed_s"]) == len(raw["forward_s"]) == 2
+            if STATISTICS.exists():
+                assert len(raw["forward_queued_s"]) == 2
+                assert set(each["modes"][mode]["delays"]) == {"computing", "for_a_core", "for_the_lock"}
             assert min(raw["writes"]) >= least_writes
             assert each["modes"][mode]["hook_us"]["calls"] == 2 * 3 * 32
         assert each["modes"]["request"]["raw"]["writes"] == [1, 1]

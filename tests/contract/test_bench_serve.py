@@ -17,6 +17,7 @@ import pytest
 from bench.serve.tokenizer import write_tokenizer
 from layerpush.demo.cluster import DEMO_SHAPE
 from layerpush.demo.ports import PortAllocator
+from layerpush.demo.provenance import unplaced
 from tests.contract.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
     for cell in written["cells"]:
         for mode in ("aggregated", "layer"):
             found = cell["modes"][mode]
-            assert "$TMPDIR" in found["argv"][found["argv"].index("--tokenizer") + 1]
+            assert found["argv"][found["argv"].index("--tokenizer") + 1] == unplaced(str(tmp_path / "words"))
             assert [len(one) for one in found["ttft_ms"]["raw"]] == [cell["requests"]] * ROUNDS
             assert min(found["ttft_ms"]["raw"][0]) > 0
             assert found["tpot_ms"]["p50"] >= 0

@@ -149,7 +149,7 @@ def test_what_follows_from_a_cell() -> None:
 
 def test_what_a_forward_takes_longer_is_told_apart() -> None:
     later = series(0.88, queued_s=0.036)
-    later.forward_cpu_s = [0.708] * 4
+    later.forward_s, later.forward_cpu_s = [0.8, 0.8, 0.8, 1.12], [0.708] * 4
     delays = cell(later).delays("layer")
     assert delays is not None
     assert (delays.computing, delays.for_a_core, delays.for_the_lock) == pytest.approx((0.01, 0.02, 0.07))
@@ -161,8 +161,11 @@ def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None
     silent.forward_queued_s = []
     assert cell(silent).delays("layer") is None
     assert cell(silent).as_json()["modes"]["layer"]["delays"] is None
-    assert "%" in shown(report.tables([cell(silent)]))
+    assert shown(report.tables([cell(silent)])).count("% / ") == 4, "two of three modes have two slashes each"
     assert queued_s(tmp_path / "none") is None
+    for text in ("", "0 0 0", "1 2", "1 2 x"):
+        (tmp_path / "schedstat").write_text(text)
+        assert queued_s(tmp_path / "schedstat") is None
 
 
 def test_a_thread_knows_how_long_it_waited_for_a_core(tmp_path: Path) -> None:

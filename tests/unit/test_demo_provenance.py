@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerpush.demo import machine, ucx
-from layerpush.demo.provenance import provenance
+from layerpush.demo.provenance import provenance, unplaced
 
 ROOT = Path(__file__).parents[2]
 Driver = Callable[[str], None]
@@ -123,6 +123,19 @@ def test_a_command_line_does_not_say_where_this_machine_has_its_directories(
     (home / "here").mkdir()
     monkeypatch.chdir(home / "here")
     given = [str(home / "here/bench.py"), str(home / "model"), str(temporary / "t/x"), "/etc/hosts", "--out", "a/b", ""]
+    given += [f"--model={home / 'model'}", "--rate=0.5"]
     monkeypatch.setattr(sys, "argv", given)
     said = provenance(0, [])["argv"]
-    assert said == ["bench.py", "~/model", "$TMPDIR/t/x", "/etc/hosts", "--out", "a/b", ""]
+    assert said == [
+        "bench.py",
+        "~/model",
+        "$TMPDIR/t/x",
+        "/etc/hosts",
+        "--out",
+        "a/b",
+        "",
+        "--model=~/model",
+        "--rate=0.5",
+    ]
+    monkeypatch.chdir("/")
+    assert unplaced(str(home / "model")) == "~/model"

@@ -140,6 +140,8 @@ def test_on_a_gpu_the_kernel_table_says_what_it_costs_the_neighbour(tmp_path: Pa
         (kernelfigures.tables, "python -m bench.kernel"),
         (servefigures.tables, "python -m bench.serve"),
         (servefigures.summary, "python -m bench.serve"),
+        (servefigures.again, "python -m bench.serve --lengths 4096"),
+        (servefigures.sweep, "python -m bench.serve --modes pull,request,layer"),
         (forwardfigures.tables, "python -m bench.forward"),
         (forwardfigures.links, "python -m bench.forward --links loopback,500mbit"),
     ],
@@ -156,8 +158,8 @@ def test_conditions_name_the_gpus() -> None:
 
 
 def test_conditions_name_the_processor_where_it_is_known() -> None:
-    known = HEAD | {"machine": {"cpus": 2, "processor": "Intel(R) Xeon(R) Processor"}}
-    assert conditions.machine(known) == "2 CPU cores (Intel Xeon Processor)"
+    known = HEAD | {"machine": {"cpus": 2, "processor": "Intel(R) Core(TM) i7"}}
+    assert conditions.machine(known) == "2 CPU cores (Intel Core i7)"
 
 
 def test_all_figures_are_put_into_the_pages_by_one_command() -> None:
@@ -213,6 +215,7 @@ def test_engines_have_a_table_of_first_tokens_and_one_of_what_is_exposed(tmp_pat
     assert "| tokens | `aggregated` | `request` | `layer` |" in lines
     assert "| 1024 | 90.0 ms | 91.0 ms | 92.0 ms (1.020 [0.970, 1.070]) |" in lines
     assert "1,234 answers compared" in lines[-1]
+    assert servefigures.again(write(tmp_path, servefigures.AGAIN, serve_result(*cells))) == text
 
 
 def test_the_summary_has_the_longest_prompts_on_each_link(tmp_path: Path) -> None:
@@ -223,10 +226,40 @@ def test_the_summary_has_the_longest_prompts_on_each_link(tmp_path: Path) -> Non
     assert "prompts of 4096 tokens, median of 5 rounds" in text
 
 
-@pytest.mark.parametrize("render", [servefigures.tables, servefigures.summary])
-def test_engines_with_wrong_answers_are_not_published(tmp_path: Path, render: Callable[[Path], str]) -> None:
+def test_a_sweep_has_a_table_for_each_of_what_matters_under_load(tmp_path: Path) -> None:
+    cell = serve_cell(512, concurrency=4, max_num_batched_tokens=128)
+    for mode, per_second in (("aggregated", 0.8), ("pull", 0.5), ("request", 0.6), ("layer", 0.7)):
+        cell["modes"][mode] |= {"tpot_ms": timed(30.0), "requests_per_s": timed(per_second)}
+    cell["ratios"] |= {"requests_per_s": {"layer/aggregated": ratio(0.875)}}
+    rate = cell | {"concurrency": None, "request_rate": 0.5, "max_num_batched_tokens": None}
+    lines = servefigures.sweep(write(tmp_path, servefigures.SWEEP, serve_result(cell, rate))).splitlines()
+    assert lines[0] == "Time to first token:"
+    assert lines[2] == "| link | tokens a step | tokens | load | `aggregated` | `pull` | `request` | `layer` |"
+    first = "| 100.0 ms | 120.0 ms | 110.0 ms | 101.0 ms (1.010 [0.960, 1.060]) |"
+    assert lines[4:6] == [
+        f"| loopback | 128 | 512 | 4 at a time {first}",
+        f"| loopback |  | 512 | 0.5 requests per second {first}",
+    ]
+    assert "| loopback | 128 | 512 | 4 at a time | 0.800 | 0.500 | 0.600 | 0.700 (0.875 [0.825, 0.925]) |" in lines
+    assert "| link | tokens a step | tokens | load | `request` | `layer` |" in lines
+    assert "| loopback | 128 | 512 | 4 at a time | 10.0 ms | 0.5 ms (0.050 [0.000, 0.100]) |" in lines
+    assert "1,234 answers compared" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("render", "file"),
+    [
+        (servefigures.tables, servefigures.RESULT),
+        (servefigures.summary, servefigures.RESULT),
+        (servefigures.again, servefigures.AGAIN),
+        (servefigures.sweep, servefigures.SWEEP),
+    ],
+)
+def test_engines_with_wrong_answers_are_not_published(
+    tmp_path: Path, render: Callable[[Path], str], file: Path
+) -> None:
     with pytest.raises(ValueError, match="wrong answers"):
-        render(write(tmp_path, servefigures.RESULT, serve_result(serve_cell(1024), wrong=1)))
+        render(write(tmp_path, file, serve_result(serve_cell(1024), wrong=1)))
 
 
 def forward_cell(**changes: Any) -> dict[str, Any]:

@@ -56,14 +56,22 @@ def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch
     rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
     seen: list[float | None] = []
     rig.step((prompt, 4), between=lambda: seen.append(rig.writer.pace))
+    assert not rig.writer.keeps_pace(0.0), "no layer is to come"
     assert seen[0] is None, "nothing is known"
     assert all(seen[1:-1])
     assert seen[-1] is None, "no layer is to come"
     assert rig.writer.patience == WRITE_POLL_S
 
     patience: list[float | None] = []
-    rig.step((prompt, 18), between=lambda: patience.append(rig.writer.patience))
+    keeps: list[bool] = []
+
+    def look() -> None:
+        patience.append(rig.writer.patience)
+        keeps.append(rig.writer.keeps_pace(LONGEST_S) and not rig.writer.keeps_pace(2 * LONGEST_S))
+
+    rig.step((prompt, 18), between=look)
     assert patience == [LONGEST_S] * (len(patience) - 1) + [WRITE_POLL_S]
+    assert keeps == [True] * (len(keeps) - 1) + [False]
 
     other = Prompt("p-2", 8, [30, 31])
     rig.host.pending[other.name] = rig.asks(other, decoder, 20)
