@@ -63,7 +63,9 @@ class HostedEngine:
         self.watch: KvWatch | None = None
         if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes
             layers = watched_layers(self.llm.vllm_config, self.scheduler.kv_cache_config)
-            self.watch = KvWatch(self.scheduler, layers, spec.engine_options()["block_size"])
+            groups = self.scheduler.kv_cache_config.kv_cache_groups
+            block_size = groups[0].kv_cache_spec.block_size  # not what was asked for: some attention backends insist
+            self.watch = KvWatch(self.scheduler, layers, block_size)
         self._internal: dict[str, str] = {}
         self._ambiguous: set[str] = set()
         self._idle_waiters: list[int] = []
