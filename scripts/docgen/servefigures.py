@@ -72,10 +72,8 @@ def sweep(root: Path) -> str:
         rows = [
             (
                 cell["link"],
-                *(
-                    "" if each is None else str(each)
-                    for each in (cell["max_num_batched_tokens"], cell["prompt_tokens"])
-                ),
+                str(cell["max_num_batched_tokens"] or ""),
+                str(cell["prompt_tokens"]),
                 _load(cell["concurrency"], cell["request_rate"]),
                 *(_median(cell, mode, measure, reference) for mode in modes),
             )
