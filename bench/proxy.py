@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
-from layerpush.demo.ports import PortAllocator
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.apps.demo.provenance import provenance
 
 STUB = "bench.stubengine"
 ANSWER_TOKENS = 32

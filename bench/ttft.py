@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bootstrap import Ratio, ratio_of_medians
-from layerpush.demo.cluster import DEMO_SHAPE, MODES, Cluster
-from layerpush.demo.display import Display
-from layerpush.demo.engines import Engine, EngineFailedError, EngineGroup
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.link import LinkError
-from layerpush.demo.load import RequestFailedError, complete_disaggregated, make_prompt
-from layerpush.demo.measure import Sample, examine, expected_tokens, take_turns
-from layerpush.demo.model import write_model
-from layerpush.demo.provenance import provenance
-from layerpush.demo.workspace import model_cache, places_of, work_directory
+from layerpush.apps.demo.cluster import DEMO_SHAPE, MODES, Cluster
+from layerpush.apps.demo.display import Display
+from layerpush.apps.demo.engines import Engine, EngineFailedError, EngineGroup
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.load import RequestFailedError, complete_disaggregated, make_prompt
+from layerpush.apps.demo.measure import Sample, examine, expected_tokens, take_turns
+from layerpush.apps.demo.model import write_model
+from layerpush.apps.demo.provenance import provenance
+from layerpush.apps.demo.workspace import model_cache, places_of, work_directory
 
 RESULTS = Path(__file__).parent / "results"
 ANSWER_TOKENS = 8

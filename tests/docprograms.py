@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from layerpush.config import ConfigError, LayerPushConfig
-from layerpush.door import ParamsError, check_params
+from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_params
 from layerpush.plugin import CONNECTOR_NAME
 from tests.docblocks import ROOT, Command
 
@@ -77,7 +77,7 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
 
 
 def _layerpush(words: Words) -> None:
-    from layerpush.cli import app
+    from layerpush.apps.cli import app
 
     _typer(app, words)
 

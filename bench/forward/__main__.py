@@ -28,9 +28,9 @@ from bench.pair.lists import names, numbers
 from bench.pair.orders import WrongBytesError
 from bench.pair.processes import PairError
 from bench.pair.tables import PATTERNS
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.link import LinkError
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")

@@ -19,7 +19,7 @@ from bench.pair.meeting import meet_prefill, run_decode
 from bench.pair.orders import UseCache
 from bench.pair.settings import POISON
 from bench.pair.unpacking import Unpacking
-from layerpush.wire import Completion, Registration, Unpack, encode_registration, read
+from layerpush.core.wire import Completion, Registration, Unpack, encode_registration, read
 
 PREFILL = "P"
 NOTIFICATION_POLL_S = 1e-3

@@ -15,7 +15,7 @@ from bench.forward.links import wire_of
 from bench.forward.orders import Measure
 from bench.forward.settings import ForwardSettings
 from bench.pair.processes import Pair
-from layerpush.demo.interrupts import Interrupts
+from layerpush.apps.demo.interrupts import Interrupts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from bench.pair.end import End
 from bench.pair.orders import Introduction, WrongBytesError
 from bench.pair.settings import Settings
-from layerpush.demo.ucx import of_this_process
+from layerpush.apps.demo.ucx import of_this_process
 
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 

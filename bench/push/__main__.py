@@ -26,8 +26,8 @@ from bench.push.orders import Measure
 from bench.push.plot import plot
 from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, Point, points, time_left
 from bench.push.report import line, maps, misses, model
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}

@@ -17,7 +17,7 @@ from bench.pair.settings import POISON, Settings
 from bench.pair.tables import Draw
 from bench.pair.unpacking import Unpacking
 from bench.push.orders import Check, CheckRest
-from layerpush.wire import Registration, Unpack, read
+from layerpush.core.wire import Registration, Unpack, read
 
 NOTIFICATION_POLL_S = 1e-3
 """As the writer thread of a worker that awaits something."""

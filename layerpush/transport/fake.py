@@ -178,7 +178,7 @@ class FakeTransport:
         self.fabric, self.name = fabric, name
         self.alive, self.frozen = True, False
         self.descriptors: dict[Hashable, Descriptors] = {}
-        self._peers: dict[str, FakeTransport] = {}
+        self._connections: dict[str, FakeTransport] = {}
         self._live: set[FakeWrite] = set()
         self._released: list[FakeWrite] = []
         self._inbox: list[_Notification] = []
@@ -255,7 +255,7 @@ class FakeTransport:
 
     def forget(self, agent: str) -> None:
         """Drop the connection to a peer, as `remove_remote_agent` does; the next call goes to whoever has its name."""
-        self._peers.pop(agent, None)
+        self._connections.pop(agent, None)
 
     def touch(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> Bytes:
         """A piece of memory that a WRITE reads or lands in, and a violation if it is no longer the WRITE's to touch."""
@@ -289,9 +289,9 @@ class FakeTransport:
 
     def _peer(self, name: str) -> FakeTransport:
         """Who had this name when it was first spoken to: a new process of that name is a stranger."""
-        if name not in self._peers:
-            self._peers[name] = self.fabric.peer(name)
-        peer = self._peers[name]
+        if name not in self._connections:
+            self._connections[name] = self.fabric.peer(name)
+        peer = self._connections[name]
         if not peer.alive:
             raise PeerLostError(f"endpoint {name!r} is dead")
         return peer

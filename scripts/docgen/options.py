@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from layerpush.proxy.command import proxy as proxy_command
+from layerpush.apps.proxy.command import proxy as proxy_command
 from scripts.docgen.tables import Row, table
 
 

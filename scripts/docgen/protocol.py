@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from layerpush.decode import protocol as decode
-from layerpush.prefill import protocol as prefill
+from layerpush.core import load_protocol as decode
+from layerpush.core import push_protocol as prefill
 from scripts.docgen.tables import Row, sentence, table
 
 Move = Callable[[enum.Enum, type], bool]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from layerpush.calm import VARIABLE, wanted
-from layerpush.config import ConfigError, LayerPushConfig
-from layerpush.door import ParamsError, check_params
+from layerpush.compat.busy_wait import VARIABLE, wanted
+from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_params
 
 BAD_SETTINGS: tuple[Mapping[str, object], ...] = (
     {"granularity": "block"},

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from layerpush.config import documentation_table
-from layerpush.metrics.catalog import Side
+from layerpush.core.config import documentation_table
+from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import (
     contributing,
     figures,

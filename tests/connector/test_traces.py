@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.tracing.breakdown import break_down
-from layerpush.tracing.perfetto import chrome_trace
-from layerpush.tracing.requests import TraceSet, read_traces
+from layerpush.apps.tracing.breakdown import break_down
+from layerpush.apps.tracing.perfetto import chrome_trace
+from layerpush.apps.tracing.requests import TraceSet, read_traces
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, Build, ends_well, registered, run, step_until
 from tests.unit.test_trace_perfetto import check
@@ -84,7 +84,7 @@ def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], 
     d.step()
     registered(p)
     d.abort("r-1")
-    step_until(p, d, done=lambda: len(d.worker.connector_worker._decode_desk) == 0 and "r-1" in d.failed)
+    step_until(p, d, done=lambda: len(d.worker.connector_worker._loads) == 0 and "r-1" in d.failed)
 
     (request,) = read().requests
     (load,) = request.loads

@@ -21,10 +21,10 @@ import openai
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.demo.engines import Engine, EngineGroup, EngineSpec, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.model import ModelShape, write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.ports import PortAllocator
 
 SHAPE = ModelShape(layers=6)
 MODEL = "demo"

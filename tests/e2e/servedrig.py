@@ -12,11 +12,11 @@ from pathlib import Path
 
 import aiohttp
 
-from layerpush.demo.engines import Engine, EngineGroup, EngineSpec, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
-from layerpush.demo.model import ModelShape, write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
+from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.ports import PortAllocator
 from tests.metrics_scrape import Scrape
 
 SHAPE = ModelShape(layers=6)

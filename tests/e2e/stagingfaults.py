@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerpush.prefill.calibration import SCRATCH_PIECES
-from layerpush.staging import PIECE_BYTES
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.e2e import probes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def in_use(host: HostedEngine) -> list[str]:
         return []
     used = staging._staging.ring.used_bytes - SCRATCH_PIECES * PIECE_BYTES
     windows = len(staging.unpacker._windows)
-    unpacking = len(staging.stager.packer._unpacking)
+    unpacking = len(staging.strategy.packer._unpacking)
     counts = {"bytes": used, "windows": windows, "scatters": len(staging.unpacker._running), "unpackings": unpacking}
     return [f"{count} {what}" for what, count in counts.items() if count]
 

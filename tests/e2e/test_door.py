@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e import doorprobes, engines
 from tests.e2e.enginehost import EngineHost, HostDied, Request
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.load import make_prompt
-from layerpush.demo.model import write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.load import make_prompt
+from layerpush.apps.demo.model import write_model
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.proxyrig import CONNECTOR, DEADLINE_S, MODEL, SHAPE, proxy, until
 from tests.trace_command import arrows, end, lines, merged, parts_add_up, slices, summary, trace

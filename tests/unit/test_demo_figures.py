@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.demo.trace_figures import (
+from layerpush.apps.demo.trace_figures import (
     Figures,
     TraceError,
     by_request,
@@ -18,7 +18,7 @@ from layerpush.demo.trace_figures import (
     read_pushes,
     times_of,
 )
-from layerpush.tracing.intervals import compute_intervals, union_length
+from layerpush.apps.tracing.intervals import compute_intervals, union_length
 
 LAYERS = 3
 

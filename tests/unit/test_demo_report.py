@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from layerpush.demo.load import Answer
-from layerpush.demo.measure import Sample
-from layerpush.demo.report import DemoReport
-from layerpush.demo.timeline import draw_timeline
-from layerpush.demo.trace_figures import figures_of
+from layerpush.apps.demo.load import Answer
+from layerpush.apps.demo.measure import Sample
+from layerpush.apps.demo.report import DemoReport
+from layerpush.apps.demo.timeline import draw_timeline
+from layerpush.apps.demo.trace_figures import figures_of
 from tests.unit.test_demo_figures import parse
 
 KEYS = {

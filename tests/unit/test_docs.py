@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 
-from layerpush import wire
-from layerpush.calm import VARIABLE
-from layerpush.config import UPSTREAM_KEYS, LayerPushConfig
+from layerpush.apps.tracing.breakdown import PARTS
+from layerpush.compat.busy_wait import VARIABLE
+from layerpush.core import wire
+from layerpush.core.config import UPSTREAM_KEYS, LayerPushConfig
 from layerpush.plugin import CONNECTOR_NAME
-from layerpush.trace import ChunkRecord, DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
-from layerpush.tracing.breakdown import PARTS
+from layerpush.telemetry.trace_records import (
+    ChunkRecord,
+    DropRecord,
+    LoadRecord,
+    ProcessRecord,
+    PushRecord,
+    WriteRecord,
+)
 from scripts.docgen import figures, limits, messages, protocol, soakrun
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated

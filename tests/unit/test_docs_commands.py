@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from layerpush.calm import VARIABLE
+from layerpush.compat.busy_wait import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config

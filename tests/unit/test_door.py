@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.config import LayerPushConfig
-from layerpush.door import KvRole, ParamsError, check_params
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import KvRole, ParamsError, check_params
 
 PLAIN = LayerPushConfig()
 TO_P = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from layerpush.metrics.catalog import (
+from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_session import Session
+from layerpush.prefill.push import Push
+from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,
     FALLBACKS,
@@ -23,17 +27,13 @@ from layerpush.metrics.catalog import (
     WRITE_SECONDS,
     WRITES,
 )
-from layerpush.metrics.pushes import PushMeter
-from layerpush.metrics.recorder import Recorder
-from layerpush.metrics.tally import Tally
-from layerpush.prefill.costs import Plan
-from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.outbox import Outbox, PostedWrite
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.push import Push
-from layerpush.prefill.session import Session
-from layerpush.trace import PushRecord
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.metrics.tally import Tally
+from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.fake import Faults
+from layerpush.transport.packing.cost_model import Plan
+from layerpush.transport.writes import Outbox, PostedWrite
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one

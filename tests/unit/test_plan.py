@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.prefill.plan import Alignment, ChunkPlan, GroupSlice, PromptProgress, StepPlan
+from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress, StepPlan
 from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
 
 

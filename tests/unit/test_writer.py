@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.staging import Link
+from layerpush.core.push_policy import Policy
 from layerpush.transport.fake import Faults
+from layerpush.transport.link import Link
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one

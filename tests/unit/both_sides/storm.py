@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from layerpush.prefill.policy import Policy
+from layerpush.core.push_policy import Policy
 from layerpush.transport.fake import Faults
 from tests.unit.both_sides.moves import MOVES
 from tests.unit.both_sides.rings import Packing

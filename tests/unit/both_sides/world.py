@@ -11,9 +11,9 @@ import logging
 import random
 from collections import Counter
 
-from layerpush.prefill.policy import Policy
+from layerpush.core.push_policy import Policy
+from layerpush.core.wire import Registration
 from layerpush.transport.fake import FakeFabric, Faults
-from layerpush.wire import Registration
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import P_BLOCKS, Process, Prompt
@@ -188,4 +188,4 @@ def _is_busy(engine: Engine, process: Process) -> bool:
         engine.assert_idle()
     except AssertionError:
         return True
-    return bool(process.errands)
+    return bool(process.tasks)
