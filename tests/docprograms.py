@@ -95,7 +95,7 @@ def _vllm(words: Words) -> None:
 
 
 def _make(words: Words) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     target, *rest = words
     if target not in targets:
         raise WrongCommandError(f"make {target}: no such target")

@@ -23,7 +23,7 @@ START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
 # What a page does not say, since it speaks of machines with a GPU each: how to run on a small part of this one.
 ON_A_CPU = (
-    "--dtype float32 --max-model-len 2048 --block-size 32 --max-num-seqs 8 "
+    "--dtype float32 --max-model-len 512 --block-size 32 --max-num-seqs 8 "
     "--kv-cache-memory-bytes 268435456 --enforce-eager"
 )
 STAND_INS: Mapping[str, str] = {

@@ -17,8 +17,8 @@ from layerpush.prefill.stager import Stager
 from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES, Copy
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import Faults
 from layerpush.wire import Registration, Unpack, Unpacked, encode, read
+from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, D_BLOCKS, Decoder, Prompt, Rig

@@ -10,7 +10,7 @@ import numpy as np
 from layerpush.layout import BlockIds, CacheLayout
 from layerpush.prefill.runs import slots_of
 from layerpush.ring import Ring
-from layerpush.transport.fake import Bytes
+from tests.support.fake_transport import Bytes
 
 
 class HeldCopy:

@@ -16,7 +16,7 @@ from layerpush.prefill.staging import Link
 from layerpush.staging import PIECE_BYTES
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import FakeFabric, Faults
+from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 

@@ -33,7 +33,7 @@ from layerpush.prefill.policy import Policy
 from layerpush.prefill.push import Push
 from layerpush.prefill.session import Session
 from layerpush.trace import PushRecord
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one

@@ -8,7 +8,7 @@ from layerpush.bell import NAP_S
 from layerpush.prefill.pace import LAYERS_APART, LONGEST_S, Pace
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 NEVER = 10**6

@@ -18,8 +18,8 @@ from layerpush.prefill.protocol import Segment, Write
 from layerpush.staging import PIECE_BYTES
 from layerpush.trace import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
-from layerpush.transport.fake import Bytes, FakeFabric, Faults
 from layerpush.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
+from tests.support.fake_transport import Bytes, FakeFabric, Faults
 from tests.unit.builders import layout_of, registration
 from tests.unit.staging_rig import NumpyStaging
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layerpush.layout import CacheLayout, LayerSlots, LayoutError, Region
 from layerpush.staging import PIECE_BYTES, Staging, whole_pieces
 from layerpush.tensorstaging import TensorStaging, staging_memory
-from layerpush.transport.fake import Bytes
+from tests.support.fake_transport import Bytes
 from tests.unit.staging_rig import NumpyStaging
 
 BLOCKS, BLOCK_BYTES, RING = 12, 48, 2 * PIECE_BYTES

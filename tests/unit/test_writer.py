@@ -6,7 +6,7 @@ import pytest
 
 from layerpush.prefill.policy import Policy
 from layerpush.prefill.staging import Link
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one

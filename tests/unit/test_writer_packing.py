@@ -14,8 +14,8 @@ from layerpush.prefill.packer import UNPACK_RETRY_S, Stage
 from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.staging import PIECE_BYTES
 from layerpush.transport.base import Route, TransportError
-from layerpush.transport.fake import Faults
 from layerpush.wire import Registration
+from tests.support.fake_transport import Faults
 from tests.unit.packing_rig import PackingRig, UnpackingDecoder
 from tests.unit.writer_rig import Prompt
 

@@ -24,8 +24,8 @@ from layerpush.stats import PushCounters
 from layerpush.trace import PushRecord, WriteRecord
 from layerpush.tracefile import TraceFile
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
 from layerpush.wire import Registration
+from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs
 
 BLOCK_BYTES, BLOCK_SIZE, P_BLOCKS, D_BLOCKS = 16, 4, 64, 48

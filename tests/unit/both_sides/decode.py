@@ -15,8 +15,8 @@ from layerpush.decode.watch import PeerWatch
 from layerpush.peers import Address
 from layerpush.staging import PIECE_BYTES
 from layerpush.transport.base import WriteState
-from layerpush.transport.fake import Descriptors, FakeWrite
 from layerpush.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
+from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
 from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
 from tests.unit.builders import layout_of

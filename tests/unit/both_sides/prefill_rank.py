@@ -24,8 +24,8 @@ from layerpush.stats import PushCounters
 from layerpush.trace import WriteRecord
 from layerpush.tracefile import TraceFile
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.fake import Bytes
 from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
+from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
     D_BLOCKS,

@@ -20,8 +20,8 @@ from layerpush.prefill.stager import Stager
 from layerpush.ring import Ring
 from layerpush.staging import PIECE_BYTES, Copy
 from layerpush.transport.base import WriteState
-from layerpush.transport.fake import Bytes, Descriptors, FakeWrite
-from layerpush.transport.ownership import common_owners
+from tests.support.fake_transport import Bytes, Descriptors, FakeWrite
+from tests.support.ownership import common_owners
 from tests.unit.staging_rig import NumpyStaging
 
 if TYPE_CHECKING:
