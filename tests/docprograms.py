@@ -157,9 +157,7 @@ def _curl(words: Words) -> None:
 
 
 def _bench(words: Words) -> None:
-    from bench.ttft import app
-
-    _typer(app, words)
+    _bench_serve(["--quick", *words])
 
 
 def _bench_proxy(words: Words) -> None:
@@ -231,7 +229,6 @@ CHECKS: Mapping[str, Callable[[Words], None]] = {
 }
 MODULES: Mapping[str, Callable[[Words], None]] = {
     SERVER: _server,
-    "bench": _bench,
     "bench.gpu": _gpu_bench,
     "bench.kernel": _bench_kernel,
     "bench.plot": _bench_plot,
@@ -249,7 +246,6 @@ SCRIPTS: Mapping[str, Callable[[Words], None]] = {
     "gpu-bench": _gpu_bench,
     "demo": lambda words: _layerpush(["demo", *words]),
     "pages": _docgen,
-    "readme-figures": _docgen,
     "soak": _soak,
     "test": _pytest,
 }
