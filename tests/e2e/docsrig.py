@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from layerpush.demo.ports import PortAllocator
 from tests.docblocks import Block, command_blocks
+from tests.e2e.forkedservers import server_command
 from tests.e2e.proxyrig import get, until
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
@@ -26,11 +28,14 @@ ON_A_CPU = (
 )
 STAND_INS: Mapping[str, str] = {
     "vllm": (
-        'shift; model=$1; shift; exec "{python}" -m vllm.entrypoints.openai.api_server --model "$model" '
+        'shift; model=$1; shift; exec {server} --model "$model" '
         f'--host "${{{{VLLM_NIXL_SIDE_CHANNEL_HOST-127.0.0.1}}}}" {ON_A_CPU} "$@"'
     ),
     "layerpush": 'exec "{python}" -m layerpush "$@"',
-    "python": 'exec "{python}" "$@"',
+    "python": (
+        'if [ "${{1-}} ${{2-}}" = "-m vllm.entrypoints.openai.api_server" ]; then shift 2; exec {server} "$@"; '
+        'fi; exec "{python}" "$@"'
+    ),
     "python3": 'exec "{python}" "$@"',
 }
 
@@ -49,8 +54,10 @@ class Machine:
     def __post_init__(self) -> None:
         programs = self.scratch / "bin"
         programs.mkdir()
+        server = shlex.join(server_command())
         for name, body in STAND_INS.items():
-            (programs / name).write_text(f"#!/usr/bin/env bash\n{body.format(python=sys.executable)}\n")
+            text = body.format(python=sys.executable, server=server)
+            (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (programs / name).chmod(0o755)
         self.new_ports()
 
