@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.plot.series import ResultError
-from layerpush.demo.timeline import draw_timeline
-from layerpush.demo.trace_figures import TraceError, figures_of, read_pushes
 from layerpush.trace import PushRecord
+from layerpush.tracing.figures import TraceError, figures_of, read_pushes
 from layerpush.tracing.folder import FolderError
-from layerpush.tracing.picture import PictureError, draw_request
+from layerpush.tracing.picture import PictureError, draw_pushes, draw_request
 from layerpush.tracing.requests import RequestError, read_traces
 
 
@@ -28,7 +27,7 @@ def draw(folder: Path, path: Path, request: str | None = None) -> str:
         typical = {mode: push for mode, pushes in _modes(folder) if (push := _typical(pushes)) is not None}
         if not typical:
             raise ResultError(f"{folder}: no push of its traces was completed; is it a trace_dir, or a folder of some?")
-        draw_timeline(typical, path)
+        draw_pushes(typical, path)
     except (FolderError, RequestError, PictureError, TraceError, OSError) as error:
         raise ResultError(f"{folder}: {error}") from error
     return ", ".join(f"{mode} {push.request_id}" for mode, push in typical.items())

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerpush.demo.trace_figures import Figures, TraceError, figures_of, read_pushes
 from layerpush.trace import PushRecord
+from layerpush.tracing.figures import Figures, TraceError, figures_of, read_pushes
 from layerpush.tracing.requests import without_suffix
 
 PATIENCE_S = 10.0

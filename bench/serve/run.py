@@ -17,8 +17,8 @@ from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
 from layerpush.demo.provenance import unplaced
-from layerpush.demo.trace_figures import TraceError
 from layerpush.threadname import WRITER
+from layerpush.tracing.figures import TraceError
 
 
 class WrongAnswersError(Exception):

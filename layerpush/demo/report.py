@@ -9,8 +9,8 @@ import msgspec
 from rich.table import Table
 
 from layerpush.demo.measure import ModeResult, Sample, result_of
-from layerpush.demo.trace_figures import Figures
 from layerpush.trace import PushRecord
+from layerpush.tracing.figures import Figures
 
 FIGURE_NAMES = tuple(field.name for field in fields(Figures))
 FIGURE_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (

@@ -17,9 +17,9 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.demo.trace_figures import read_pushes
 from layerpush.proxy.identity import TO_PREFILL, Identity
 from layerpush.trace import PushRecord
+from layerpush.tracing.figures import read_pushes
 from tests.e2e.docscripts import concurrent_example, keys_that_p_answers, sequential_example
 from tests.e2e.proxyrig import (
     DEADLINE_S,

@@ -262,7 +262,7 @@ def test_a_timeline_has_a_typical_push_of_each_mode(tmp_path: Path) -> None:
     short = push_line(request_id="short", tokens=16, t_last_landed=11.5)
     lost = push_line(request_id="lost", outcome="failed")
     folder = traces(tmp_path / "trace", layer=[*pushes, short, lost], request=[pushes[0]], decode=[lost])
-    with mock.patch.object(timeline, "draw_timeline") as drawn:
+    with mock.patch.object(timeline, "draw_pushes") as drawn:
         assert timeline.draw(folder, tmp_path / "t.png") == "layer b, request a"
     assert list(drawn.call_args.args[0]) == ["layer", "request"]
 
