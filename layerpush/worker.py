@@ -122,7 +122,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
         fences = fences_for(compat.device_of(kv_caches))
         self._capture = Capture(layout.index_of, self._wake, fences, nudge=self._nudge, hooked=hooked)
         self._writer = PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
             layout,
             Policy(
                 by_layer=config.granularity == "layer",
@@ -134,7 +134,7 @@ class LayerwisePushWorker(compat.WatchedPushWorker):
             self._host,
             self._trace,
             config.write_timeout_s,
-            PushMeter(self.metrics.recorder, by_layer=config.layerwise, engine_fallback=fallback),
+            PushMeter(self.metrics.recorder, engine_fallback=fallback),
             self._staging.stager,
         )
         self._prefill_desk = PrefillDesk(

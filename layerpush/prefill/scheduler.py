@@ -12,6 +12,7 @@ from layerpush import compat
 from layerpush.config import LayerPushConfig
 from layerpush.decode.report import DecodeReport
 from layerpush.decode.scheduler import AwaitedPushes
+from layerpush.door import chosen_mode
 from layerpush.doorkeeper import Doorkeeper
 from layerpush.listener import listen
 from layerpush.metrics.reporter import Reporter
@@ -56,9 +57,7 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
         self._doorkeeper = Doorkeeper(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
         watch_complaints(self.metrics, self._doorkeeper.complaints)
-        can_stream = compat.engine_fallback(self) is None
-        self._streams = config.layerwise and can_stream
-        self._plans = can_stream and (config.layerwise or config.trace_dir is not None)
+        self._can_stream = compat.engine_fallback(self) is None
 
     def bind(self, block_pool: BlockPool) -> None:
         """The pool that the engine's KV cache blocks come from."""
@@ -85,15 +84,16 @@ class LayerwisePushScheduler(compat.NixlPushConnectorScheduler):
             return
         if not request.num_preemptions and (digest := compat.prompt_digest(self, request)) is not None:
             self._prompt_digests[request.request_id] = digest
-        if not self._plans:
-            return
         known = self._prompts.get(request.request_id)
         if known is not None:
             known[1].restart()
             return
-        streams = self._streams and request.num_prompt_tokens >= self._config.layerwise_min_tokens
-        if streams or self._config.trace_dir is not None:
-            progress = PromptProgress(request.request_id, self._block_sizes, streams)
+        chosen = chosen_mode(request.kv_transfer_params)
+        long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
+        streams = self._can_stream and long_enough and (chosen or self._config.mode) != "request"
+        watched = self._can_stream and self._config.trace_dir is not None
+        if streams or watched or chosen is not None:
+            progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
             self._prompts[request.request_id] = (request, progress)
 
     def _await(self, request: Request, staged: compat.StagedRegistration) -> None:
