@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.plot.series import ResultError
-from layerpush.apps.demo.timeline import draw_timeline
-from layerpush.apps.demo.trace_figures import TraceError, figures_of, read_pushes
+from layerpush.apps.tracing.figures import TraceError, figures_of, read_pushes
 from layerpush.apps.tracing.folder import FolderError
-from layerpush.apps.tracing.picture import PictureError, draw_request
+from layerpush.apps.tracing.picture import PictureError, draw_pushes, draw_request
 from layerpush.apps.tracing.requests import RequestError, read_traces
 from layerpush.telemetry.trace_records import PushRecord
 
@@ -17,7 +16,7 @@ from layerpush.telemetry.trace_records import PushRecord
 def draw(folder: Path, path: Path, request: str | None = None) -> str:
     """What was drawn: the request that is named, with all that P and D did, or a typical one of each mode.
 
-    Folders in ``folder`` are modes, as ``python -m bench --keep-logs DIR`` leaves them in ``DIR/trace``; without
+    Folders in ``folder`` are modes, as ``make demo ARGS="--keep-logs DIR"`` leaves them in ``DIR/trace``; without
     any, ``folder`` is a mode itself. Raises ``ResultError``.
     """
     try:
@@ -28,7 +27,7 @@ def draw(folder: Path, path: Path, request: str | None = None) -> str:
         typical = {mode: push for mode, pushes in _modes(folder) if (push := _typical(pushes)) is not None}
         if not typical:
             raise ResultError(f"{folder}: no push of its traces was completed; is it a trace_dir, or a folder of some?")
-        draw_timeline(typical, path)
+        draw_pushes(typical, path)
     except (FolderError, RequestError, PictureError, TraceError, OSError) as error:
         raise ResultError(f"{folder}: {error}") from error
     return ", ".join(f"{mode} {push.request_id}" for mode, push in typical.items())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerpush.apps.demo.trace_figures import Figures, TraceError, figures_of, read_pushes
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, read_pushes
 from layerpush.apps.tracing.requests import without_suffix
 from layerpush.telemetry.trace_records import PushRecord
 

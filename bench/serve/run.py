@@ -17,7 +17,7 @@ from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
 from layerpush.apps.demo.provenance import unplaced
-from layerpush.apps.demo.trace_figures import TraceError
+from layerpush.apps.tracing.figures import TraceError
 from layerpush.worker.thread_name import WRITER
 
 

@@ -43,6 +43,22 @@ def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
     return staging is not None and local is staging._pieces and max(local_ids) < SCRATCH_PIECES
 
 
+def timing_writes(host: HostedEngine) -> int:
+    """Handles between post and release of WRITEs that only find out how long one takes. They go on while P is idle."""
+    return len(_live(timing=True))
+
+
+def block_writes(host: HostedEngine) -> int:
+    """Handles between post and release of all others, on the worker in this process."""
+    return len(_live(timing=False))
+
+
+def _live(*, timing: bool) -> list[Any]:
+    worker = probes.connector_worker()
+    live = [] if worker is None else list(worker.transport._live.values())
+    return [one for one in live if is_timing("WRITE", one.route.local_descriptors, one.local) is timing]
+
+
 def plans_under_way(host: HostedEngine) -> list[str]:
     """The plans of the WRITEs that have not ended."""
     worker = probes.connector_worker()

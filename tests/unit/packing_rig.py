@@ -11,7 +11,6 @@ import msgspec
 from layerpush.core.layout import BlockIds
 from layerpush.core.wire import Registration, Unpack, Unpacked, encode, read
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import Faults
 from layerpush.transport.link import Link
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES, Copy
@@ -19,6 +18,7 @@ from layerpush.transport.packing.packer import Packer, PushWindow, Stage, Staged
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.packing.unpacker import Unpacker, UnpackError
 from layerpush.transport.packing.windows import Windows
+from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, D_BLOCKS, Decoder, Prompt, Rig

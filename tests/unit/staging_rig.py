@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from layerpush.core.layout import BlockIds, CacheLayout
-from layerpush.transport.fake import Bytes
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.runs import slots_of
+from tests.support.fake_transport import Bytes
 
 
 class HeldCopy:

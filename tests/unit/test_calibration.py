@@ -10,13 +10,13 @@ import pytest
 from layerpush.core.push_protocol import Write
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import FakeFabric, Faults
 from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import BUDGET_S, QUIET_S, SCRATCH_PIECES, Calibration
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.strategy import RETRY_S, PackingStrategy
+from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 

@@ -6,19 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from layerpush.apps.demo.trace_figures import (
-    Figures,
-    TraceError,
-    by_request,
-    figures_of,
-    median_figures,
-    parse_pushes,
-    read_pushes,
-    times_of,
-)
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
 from layerpush.apps.tracing.intervals import compute_intervals, union_length
+from layerpush.telemetry.trace_records import PushRecord
 
 LAYERS = 3
 
@@ -71,9 +64,8 @@ def push_line(**changes: Any) -> dict[str, Any]:
     return line | changes
 
 
-def parse(**changes: Any):
-    [push] = parse_pushes([json.dumps(push_line(**changes))])
-    return push
+def parse(**changes: Any) -> PushRecord:
+    return msgspec.convert(push_line(**changes), PushRecord)
 
 
 def test_figures_of_a_push():
@@ -108,7 +100,7 @@ def test_a_push_that_did_not_complete_has_no_figures(outcome: str):
 @pytest.mark.parametrize("missing", ["t_first_planned", "t_last_ready", "t_last_landed"])
 def test_a_missing_time_is_an_error(missing: str):
     with pytest.raises(TraceError, match="lacks the time"):
-        times_of(parse(**{missing: None}))
+        figures_of(parse(**{missing: None}))
 
 
 def test_a_write_that_never_landed_is_an_error():
@@ -117,33 +109,12 @@ def test_a_write_that_never_landed_is_an_error():
         figures_of(parse(writes=[lost]))
 
 
-def test_a_line_that_is_no_push_is_passed_over():
-    assert parse_pushes([json.dumps({"kind": "engine", "started": 1}), "", json.dumps(push_line())]) == [parse()]
-
-
-@pytest.mark.parametrize("line", ["{", '{"kind": "push"}', '{"outcome": "completed"}'])
-def test_an_unreadable_line_is_named_by_its_number(line: str):
-    with pytest.raises(TraceError, match="line 2"):
-        parse_pushes([json.dumps(push_line()), line])
-
-
 def test_files_are_read_up_to_the_last_whole_line(tmp_path: Path):
     whole = json.dumps(push_line())
     (tmp_path / "a-rank0-1.jsonl").write_text(f"{whole}\n{whole[:100]}")
     (tmp_path / "b-rank0-2.jsonl").write_text(f"{whole}\n{whole}\n")
     (tmp_path / "notes.txt").write_text("not a trace")
     assert len(read_pushes(tmp_path)) == 3
-
-
-def test_a_request_is_found_without_vllms_suffix():
-    ids = ["cmpl-abc-0-0123abcd", "cmpl-abc-1-0123abcd", "cmpl-other-0", "cmpl-x-0-0123ABCDE"]
-    found = by_request(parse(request_id=one) for one in ids)
-    assert set(found) == {"cmpl-abc-0", "cmpl-abc-1", "cmpl-other-0", "cmpl-x-0-0123ABCDE"}
-
-
-def test_of_two_pushes_of_a_request_the_later_counts():
-    first, second = parse(request_id="cmpl-abc-0-00000000"), parse(request_id="cmpl-abc-0-11111111")
-    assert by_request([first, second]) == {"cmpl-abc-0": second}
 
 
 def test_medians_keep_counts_whole_and_the_worst_sweep():

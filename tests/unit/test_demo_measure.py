@@ -29,6 +29,13 @@ def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: flo
     return Answer(request_id, tokens, ttft_s, 1.0)
 
 
+def test_of_two_pushes_of_a_request_the_later_counts(tmp_path: Path):
+    trace(tmp_path, push_line(outcome="failed"), push_line(request_id="cmpl-abc-0-11111111"))
+    [sample] = examine([answer()], [RIGHT], tmp_path, "layer")
+    assert sample.push is not None
+    assert sample.push.request_id == "cmpl-abc-0-11111111"
+
+
 def test_a_traced_and_right_answer_has_no_problem(tmp_path: Path):
     trace(tmp_path, push_line())
     [sample] = examine([answer()], [RIGHT], tmp_path, "layer")

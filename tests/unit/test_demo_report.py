@@ -12,8 +12,8 @@ from rich.console import Console
 from layerpush.apps.demo.load import Answer
 from layerpush.apps.demo.measure import Sample
 from layerpush.apps.demo.report import DemoReport
-from layerpush.apps.demo.timeline import draw_timeline
-from layerpush.apps.demo.trace_figures import figures_of
+from layerpush.apps.tracing.figures import figures_of
+from layerpush.apps.tracing.picture import draw_pushes
 from tests.unit.test_demo_figures import parse
 
 KEYS = {
@@ -89,5 +89,5 @@ def test_the_picture_shows_the_push_with_the_median_exposed_time():
 
 def test_the_picture_is_written(tmp_path: Path):
     path = tmp_path / "new" / "timeline.png"
-    draw_timeline({"layer": parse(), "request": parse(mode="request")}, path)
+    draw_pushes({"layer": parse(), "request": parse(mode="request")}, path)
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,7 @@ import pytest
 from layerpush.core.push_policy import Policy
 from layerpush.prefill.layer_interval import LAYERS_APART, LONGEST_S, NAP_S, LayerInterval
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 NEVER = 10**6

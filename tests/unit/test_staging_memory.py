@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.layout import CacheLayout, LayerSlots, LayoutError, Region
-from layerpush.transport.fake import Bytes
 from layerpush.transport.packing.memory import PIECE_BYTES, Staging, whole_pieces
 from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
+from tests.support.fake_transport import Bytes
 from tests.unit.staging_rig import NumpyStaging
 
 BLOCKS, BLOCK_BYTES, RING = 12, 48, 2 * PIECE_BYTES

@@ -12,7 +12,7 @@ import pytest
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import HandshakeError
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22

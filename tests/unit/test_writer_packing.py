@@ -11,11 +11,11 @@ import pytest
 from layerpush.core.wire import Registration
 from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.base import Route, TransportError
-from layerpush.transport.fake import Faults
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import UNPACK_RETRY_S, Stage
+from tests.support.fake_transport import Faults
 from tests.unit.packing_rig import PackingRig, UnpackingDecoder
 from tests.unit.writer_rig import Prompt
 

@@ -21,8 +21,8 @@ from layerpush.apps.demo.measure import examine, expected_tokens, take_turns
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.provenance import provenance
 from layerpush.apps.demo.report import DemoReport
-from layerpush.apps.demo.timeline import draw_timeline
 from layerpush.apps.demo.workspace import model_cache, places_of, work_directory
+from layerpush.apps.tracing.picture import draw_pushes
 
 SEED = 0
 ANSWER_TOKENS = 24
@@ -152,7 +152,7 @@ def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | No
         console.print("Negative control: one corrupted layer changed the tokens, as it must.")
     pushes = report.typical_pushes("layer", "request")
     if pushes is not None:
-        draw_timeline(pushes, plot)
+        draw_pushes(pushes, plot)
         console.print(f"Timeline of one prompt: {plot}")
     if json_file is not None:
         console.print(f"Figures: {json_file}")

@@ -12,7 +12,8 @@ import aiohttp
 
 from layerpush.apps.demo.engines import Engine
 from layerpush.apps.demo.load import Answer, complete, complete_disaggregated, vllm_request_id
-from layerpush.apps.demo.trace_figures import Figures, TraceError, by_request, figures_of, median_figures, read_pushes
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
+from layerpush.apps.tracing.requests import without_suffix
 from layerpush.telemetry.trace_records import PushRecord
 
 TRACE_TIMEOUT_S = 10.0
@@ -108,7 +109,7 @@ def _await_traces(answers: Sequence[Answer], trace_dir: Path) -> dict[str, PushR
     """P writes the trace of a push at about the time when D begins to answer, so hardly any can be missing yet."""
     deadline = time.monotonic() + TRACE_TIMEOUT_S
     while True:
-        pushes = by_request(read_pushes(trace_dir))
+        pushes = {without_suffix(push.request_id): push for push in read_pushes(trace_dir)}
         all_there = all(vllm_request_id(answer.request_id) in pushes for answer in answers)
         if all_there or time.monotonic() > deadline:
             return pushes

@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table
 
 from layerpush.apps.demo.measure import ModeResult, Sample, result_of
-from layerpush.apps.demo.trace_figures import Figures
+from layerpush.apps.tracing.figures import Figures
 from layerpush.telemetry.trace_records import PushRecord
 
 FIGURE_NAMES = tuple(field.name for field in fields(Figures))

@@ -1,12 +1,15 @@
-"""When a push's layers were computed, and arithmetic with intervals. Pure."""
+"""When a push's layers were computed, the phases of a load, and arithmetic with intervals. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
-from layerpush.telemetry.trace_records import PushRecord
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+PHASES = ("register", "await P", "tell the engine")
 
 
 class Computed(NamedTuple):
@@ -31,6 +34,18 @@ def compute_intervals(push: PushRecord) -> list[Computed]:
             start = push.chunks[chunk].t_planned if chunk < len(push.chunks) else ready
         intervals.append(Computed(chunk, layer, min(start, ready), ready))
     return intervals
+
+
+def marks(load: LoadRecord) -> tuple[float | None, ...]:
+    """The times between which the phases of a load lie."""
+    return load.t_awaited, load.t_registered, load.t_settled, load.t_reported
+
+
+def phases(load: LoadRecord) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end (seconds) of each phase whose two ends are known."""
+    for name, (start, end) in zip(PHASES, pairwise(marks(load)), strict=True):
+        if start is not None and end is not None:
+            yield name, start, end
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from layerpush.apps.tracing.clocks import sent_after
-from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes
+from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes, marks, phases
 from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
@@ -183,12 +183,12 @@ def _sent(push: PushRecord, load: LoadRecord) -> float | None:
 
 
 def _push_span(push: PushRecord) -> tuple[float, float]:
-    marks = [at for _, at in times(push)]
-    marks += [write.t_landed or write.t_posted for write in push.writes]
-    marks += [at for _, _, at, _ in push.ready]
+    known = [at for _, at in times(push)]
+    known += [write.t_landed or write.t_posted for write in push.writes]
+    known += [at for _, _, at, _ in push.ready]
     if push.ready:
-        marks += [chunk.t_planned for chunk in push.chunks]
-    return min(marks), max(marks)
+        known += [chunk.t_planned for chunk in push.chunks]
+    return min(known), max(known)
 
 
 def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
@@ -243,12 +243,8 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
 
 def _load_span(load: LoadRecord) -> tuple[float, float]:
     """Without the time after it, in which its blocks were set aside."""
-    known = [at for at in _marks(load) if at is not None] or [at for _, at in times(load)]
+    known = [at for at in marks(load) if at is not None] or [at for _, at in times(load)]
     return min(known), max(known)
-
-
-def _marks(load: LoadRecord) -> tuple[float | None, ...]:
-    return load.t_awaited, load.t_registered, load.t_settled, load.t_reported
 
 
 def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
@@ -259,11 +255,8 @@ def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
         "reason": load.reason,
         "blocks": load.blocks,
     }
-    whole = Slice(request.name, *_load_span(load), args)
-    for name, (start, end) in zip(("register", "await P", "tell the engine"), pairwise(_marks(load)), strict=True):
-        if start is not None and end is not None:
-            whole.inner.append(Slice(name, start, end))
-    return whole
+    inner = [Slice(*phase) for phase in phases(load)]
+    return Slice(request.name, *_load_span(load), args, inner)
 
 
 def _cleared(load: LoadRecord) -> float:

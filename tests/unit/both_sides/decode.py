@@ -14,9 +14,9 @@ from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, 
 from layerpush.decode.loads import Loads
 from layerpush.transport.base import WriteState
 from layerpush.transport.connections import Address
-from layerpush.transport.fake import Descriptors, FakeWrite
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.unpacker import Unpacker
+from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
 from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
 from tests.unit.builders import layout_of

@@ -20,12 +20,12 @@ from layerpush.telemetry.counters import PushCounters
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.fake import Bytes
 from layerpush.transport.link import Link
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.packer import Packer, PushWindow
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import RankWrite
+from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
     D_BLOCKS,

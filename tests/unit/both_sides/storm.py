@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from layerpush.core.push_policy import Policy
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.both_sides.moves import MOVES
 from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World

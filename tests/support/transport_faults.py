@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from layerpush.transport.fake import FakeFabric
+    from tests.support.fake_transport import FakeFabric
 
 
 class Counts(Protocol):

@@ -20,8 +20,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.faults import Faults
-from layerpush.transport.ownership import Bytes, Descriptors, Owners, OwnershipError, Violation, common_owners
+from tests.support.ownership import Bytes, Descriptors, Owners, OwnershipError, Violation, common_owners
+from tests.support.transport_faults import Faults
 
 __all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "Faults", "OwnershipError", "Violation"]
 
