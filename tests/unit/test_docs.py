@@ -297,8 +297,9 @@ def test_transfer_configurations_in_examples_are_good(page: str) -> None:
 
 
 def test_the_curl_example_sends_both_legs(tmp_path: Path) -> None:
-    """Runs the README's commands with a `curl` that writes down what it was given."""
-    (script,) = re.findall(r"```bash\n(id=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Runs the contract's concurrent example with a `curl` that records its arguments."""
+    page = (ROOT / "docs/kv-transfer-params.md").read_text()
+    script, _sequential = re.findall(r"```bash\n(id=.*?)```", page, re.DOTALL)
     curl = tmp_path / "curl"
     curl.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"$OUT/$$"\n')
     curl.chmod(0o755)
