@@ -33,45 +33,45 @@ MESSAGES = (
     ("a `Fail`'s reason", "wire.MAX_REASON_CHARS", "characters", "cut"),
     ("a handshake query", "listener.MAX_QUERY_BYTES", "bytes", "the connection is closed"),
     ("the answer to a probe", "probe.MAX_ANSWER_BYTES", "bytes", _NO_ANSWER),
-    ("how long a probe takes", "probe.TIMEOUT_S", "seconds", _NO_ANSWER),
+    ("a probe", "probe.TIMEOUT_S", "seconds", _NO_ANSWER),
     ("`tp_size` of a request or registration", "door.MAX_TP_SIZE", "", "refused"),
     ("`pp_size` of a request", "door.MAX_PP_SIZE", "", "refused"),
-    ("lines of one kind of complaint", "complaints.QUIET_S", "seconds apart", "counted; the next line says how many"),
-    ("kinds of complaint", "complaints.MAX_KINDS", "", "counted as one kind, `other`"),
+    ("log lines of one kind of peer error", "complaints.QUIET_S", "seconds apart", "counted; the next line has the count"),
+    ("kinds of peer errors", "complaints.MAX_KINDS", "", "counted as one kind, `other`"),
 )
 
 # Whose; what is remembered; how many; for how long; what then.
 TABLES = (
     ("P", "registrations without a request", "prefill.ledger.KEPT", "prefill.ledger.KEPT_S", "the oldest is refused"),
     ("P", "registrations that a push belongs to", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
-    ("P", "who sent a registration that is over", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
+    ("P", "senders of registrations that are over", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     ("P", "last answers to registrations", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
     (
         "P",
-        "registrations withdrawn early",
+        "registrations cancelled before their request came",
         "prefill.desk.REMEMBERED",
         "prefill.ledger.KEPT_S",
         _FORGOTTEN,
     ),
     ("P", "answers to a D whose connection was lost", "prefill.desk.REMEMBERED", "prefill.desk.ENDED_S", "forgotten"),
-    ("P", "why a request ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
-    ("P", "registrations of a D that may have been replaced", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
+    ("P", "reasons of requests that ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
+    ("P", "registrations of a D that may have restarted", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
     ("P", "digests of prompts", "worker.DIGESTS_KEPT", "", _FORGOTTEN),
     ("both", "trace headers of requests", "spans.HEADERS_KEPT", "", _FORGOTTEN),
     ("both", "records that wait for the trace file", "tracefile.QUEUE_LIMIT", "", "the newest is dropped, counted"),
     (
         "both",
-        "chunks, layers and WRITEs in them",
+        "chunks, layers and WRITEs in those records",
         "tracefile.ROWS_LIMIT",
         "",
         "the newest is dropped, counted",
     ),
     ("D", "agents that speak layerpush", "decode.desk.SPEAKERS_KEPT", "", _FORGOTTEN),
-    ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
+    ("D", "messages about requests before their registration", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
     ("D", "answers to `Unpack`", "decode.unpacker.ANSWERS_KEPT", "", _FORGOTTEN),
     ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),
     ("both", "label values of a counter", "metrics.tally.MAX_LABEL_VALUES", "", "counted as one, `other`"),
-    ("both", "geometry of engines that were disconnected", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
+    ("both", "geometry of disconnected engines", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
 )
 
 
@@ -91,7 +91,7 @@ def tables(root: Path) -> str:
         )
         for side, what, number, age, then in TABLES
     ]
-    return table(("side", "what is remembered", "entries", "for at most", "then"), rows)
+    return table(("side", "table", "entries", "kept for", "then"), rows)
 
 
 def constant(root: Path, name: str) -> float:
