@@ -38,9 +38,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layerwise: Annotated[
         bool,
-        Meta(
-            description="Push during prefill. `false`: push whole requests after it, exactly as `NixlPushConnector`."
-        ),
+        Meta(description="Push during prefill. `false`: push whole requests after it, exactly as `NixlPushConnector`."),
     ] = True
     granularity: Annotated[
         Literal["layer", "chunk"],

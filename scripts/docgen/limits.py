@@ -36,7 +36,12 @@ MESSAGES = (
     ("a probe", "probe.TIMEOUT_S", "seconds", _NO_ANSWER),
     ("`tp_size` of a request or registration", "door.MAX_TP_SIZE", "", "refused"),
     ("`pp_size` of a request", "door.MAX_PP_SIZE", "", "refused"),
-    ("log lines of one kind of peer error", "complaints.QUIET_S", "seconds apart", "counted; the next line has the count"),
+    (
+        "log lines of one kind of peer error",
+        "complaints.QUIET_S",
+        "seconds apart",
+        "counted; the next line has the count",
+    ),
     ("kinds of peer errors", "complaints.MAX_KINDS", "", "counted as one kind, `other`"),
 )
 
