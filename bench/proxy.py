@@ -109,13 +109,13 @@ class Cell:
 @app.command()
 def main(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = "16,1024,32768",
-    streams: Annotated[str, typer.Option(help="How many streams at a time, with commas.")] = "1,64",
+    streams: Annotated[str, typer.Option(help="Numbers of streams at a time, with commas.")] = "1,64",
     requests: Annotated[int, typer.Option(min=2, help="Requests of each kind.")] = 400,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all times as JSON.")] = None,
 ) -> None:
     """Measure the overhead of `layerpush proxy` per request, with engines that answer at once.
 
-    Both the stub engines and the proxy run on this machine: with few cores their times add up more than they would.
+    The stub engines and the proxy share this machine, so with few cores the overhead is an upper bound.
 
     Exit status: 1 when an answer differed; then nothing is written.
     """

@@ -53,7 +53,9 @@ def main(
     ] = ",".join(MODELS),
     tokens: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Of a prompt. Default: 4096,16384,32768,131072, or 1024,4096 if quick."),
+        typer.Option(
+            show_default=False, help="Prompt lengths. Default: 4096,16384,32768,131072, or 1024,4096 if quick."
+        ),
     ] = None,
     ids: Annotated[
         str | None,
@@ -67,11 +69,11 @@ def main(
         str, typer.Option(help='layer: granularity "layer". chunk: granularity "chunk". request: whole, after prefill.')
     ] = ",".join(MODES),
     chunk_tokens: Annotated[
-        int, typer.Option(min=BLOCK_TOKENS, help="Tokens that a step computes: --max-num-batched-tokens.")
+        int, typer.Option(min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens.")
     ] = CHUNK_TOKENS,
-    requests: Annotated[int, typer.Option(min=1, help="Prompts that are computed together.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
     layer_ms: Annotated[
-        float, typer.Option(min=0.5, help="Milliseconds of matrix products that make a layer of a step.")
+        float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,
     rounds: Annotated[
         int | None, typer.Option(min=2, show_default=False, help="Samples of each mode. Default: 6, or 3 if quick.")
@@ -84,22 +86,22 @@ def main(
         typer.Option(
             min=1,
             show_default=False,
-            help="Leave out prompts of more KV; each side takes 1.25 times as much. Default: 640, or 160 if quick.",
+            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640, or 160 if quick.",
         ),
     ] = None,
-    growth: Annotated[bool, typer.Option(help="How costs grow, on the first link.")] = True,
+    growth: Annotated[bool, typer.Option(help="Also measure the growth of costs, on the first link.")] = True,
     packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
     min_write_bytes: Annotated[int, typer.Option(min=0, help="The connector's setting.")] = 256 << 10,
     staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
     progress: Annotated[
-        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
+        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's default. off.")
     ] = "calm",
     threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where KV and products are.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of KV and products: cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
+        bool, typer.Option("--corrupt", help="Damage one byte on D before the check: the run must fail.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -111,21 +113,21 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Measure what pushing costs a forward, and how much of the transfer is left after it.
+    """Measure the cost of pushes for a forward pass, and the exposed part of the transfer after it.
 
-    Two processes, P and D, with a KV cache of a known model's geometry each, are connected by real NIXL; there is no
-    vLLM and no model. P's main thread computes layers of matrix products, writes KV into its blocks and calls the
-    connector's hooks; its writer thread pushes, with the same session, outbox and packing as an engine's:
+    Real NIXL connects two processes, P and D, each with a KV cache of a known model's geometry. There is no vLLM and no
+    model. P's main thread computes layers of matrix products, writes KV into its blocks and calls the connector's
+    hooks. Its writer thread pushes with the same session, outbox and packing as an engine's:
 
-    - **layer**: each layer when it is computed;
+    - **layer**: each layer once it is computed;
 
     - **chunk**: all layers after each step;
 
-    - **request**: everything after the last step, in one WRITE, as a stock connector does.
+    - **request**: the whole request after the last step, in one WRITE, as a stock connector does.
 
-    In each round every mode has its turn, and so have the same forward without a push and one WRITE of one
-    descriptor, which is what the wire can carry. D's blocks are poisoned before each sample, and compared byte for byte
-    after it; if one is wrong, nothing is written and the exit status is 1.
+    In each round the bench measures every mode, the same forward without a push, and one WRITE of one descriptor, the
+    limit of the wire. It poisons D's blocks before each sample and compares them byte for byte after it. If a byte is
+    wrong, the bench writes nothing and the exit status is 1.
 
     Use an otherwise idle machine with two cores: one computes, the other has P's writer and D.
 

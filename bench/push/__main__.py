@@ -59,27 +59,27 @@ def main(
     ids: Annotated[
         str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + ".")
     ] = ",".join(PATTERNS),
-    layers: Annotated[int, typer.Option(min=1, help="Layers that a WRITE has these blocks in.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a WRITE; each has these blocks.")] = 1,
     rounds: Annotated[
         int | None, typer.Option(min=2, show_default=False, help="Samples of each plan at a point. Default: 15.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, counts and rounds: about a minute.")] = False,
     most_mib: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Leave out WRITEs of more. Default: 64, or 16 if quick."),
+        typer.Option(min=1, show_default=False, help="Skip WRITEs above this size. Default: 64, or 16 if quick."),
     ] = None,
     staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
     polls: Annotated[
-        str, typer.Option(help="engine: both sides look as often as a worker's writer thread. spin: without a pause.")
+        str, typer.Option(help="engine: both sides poll as often as a worker's writer thread. spin: without a pause.")
     ] = "engine",
     progress: Annotated[
-        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
+        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's default. off.")
     ] = "calm",
     threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where caches and rings are.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of caches and rings: cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
+        bool, typer.Option("--corrupt", help="Damage one byte on D before the check: the run must fail.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -91,26 +91,26 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Measure what packing is worth, and whether `packing: "auto"` knows it.
+    """Measure the gain of packing, and whether `packing: "auto"` chooses the best plan.
 
-    Two processes, P and D, each with a KV cache and a staging ring, are connected by real NIXL; there is no vLLM and no
-    model. At each point, so many blocks of so many KiB that lie so scattered, one WRITE goes by each plan in turn:
+    Real NIXL connects two processes, P and D, each with a KV cache and a staging ring. There is no vLLM and no model. A
+    point is a block size, a number of blocks and a pattern of ids. At each point each plan moves one WRITE in turn:
 
     - **direct**, from cache to cache;
 
-    - **gathered**, put together on P first;
+    - **gathered**, collected on P first;
 
-    - **packed**, put together on P and taken apart on D;
+    - **packed**, collected on P and unpacked on D;
 
-    - **auto**, whichever of them the cost model chooses, as it does in an engine.
+    - **auto**, the choice of the cost model, as in an engine.
 
-    A sample is the time from the decision until P knows that every byte is in D's cache. Before each one D's blocks and
-    both rings are poisoned; after each one D's bytes are compared with P's, and at the end of a point all others with
-    the poison. If a byte is wrong, nothing is written and the exit status is 1.
+    A sample is the time from the decision until P knows that every byte is in D's cache. Before each sample the bench
+    poisons D's blocks and both rings. After it, it compares D's bytes with P's, and after a point all others with the
+    poison. If a byte is wrong, the bench writes nothing and the exit status is 1.
 
-    The tables show which plan is the best where, what it takes of direct's time, and the points at which auto takes
-    over 10 % more than the best plan or than direct, with the model's estimates. What staging memory has no room for
-    counts as impossible. Use an otherwise idle machine.
+    The tables show the best plan at each point, its share of direct's time, and the points at which auto takes over
+    10 % more than the best plan or than direct, with the model's estimates. A plan is impossible at points that do not
+    fit into staging memory. Use an otherwise idle machine.
 
     - python -m bench.push --quick
 
