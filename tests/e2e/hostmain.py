@@ -28,6 +28,7 @@ from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
+from tests.support.forkserver import fork_children
 
 
 def prepare_process(log_path: str, port: int) -> None:
@@ -43,6 +44,7 @@ def prepare_process(log_path: str, port: int) -> None:
     # A daemon, so that the test process never waits for it; but vLLM's tensor parallelism needs children here.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.environ.update(ENVIRONMENT, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
+    fork_children()
 
 
 class HostedEngine:

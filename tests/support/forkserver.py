@@ -196,12 +196,18 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    from vllm import envs
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["vllm.entrypoints.openai.api_server", *arguments]
+    fork_children()
+    main()
+
+
+def fork_children() -> None:
+    """vLLM's engine cores and workers are forked from this process, not spawned, from here on."""
+    from vllm import envs
+
     # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
     envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
     # Else a signal to an engine core would be one to the API server's event loop.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    main()
