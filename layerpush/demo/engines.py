@@ -13,15 +13,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from layerpush.demo.forkserver import ForkServer, ForkServerError
 from layerpush.demo.interrupts import Interrupts
 from layerpush.demo.ports import PortAllocator
 
 Role = Literal["plain", "prefill", "decode"]
 KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 
@@ -47,8 +49,8 @@ LOOPBACK = Place()
 class EngineSpec:
     """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``.
 
-    Without a ``tokenizer`` it takes token ids only. ``kv_cache_bytes`` None is left to vLLM. ``options`` and
-    ``variables`` come after, and win over, what every server here gets.
+    ``server`` is the command of vLLM's API server. Without a ``tokenizer`` it takes token ids only. ``kv_cache_bytes``
+    None is left to vLLM. ``options`` and ``variables`` come after, and win over, what every server here gets.
     """
 
     name: str
@@ -65,6 +67,7 @@ class EngineSpec:
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Path | None = None
+    server: Sequence[str] = SERVER
 
     def transfer_config(self) -> dict[str, object] | None:
         """The value of ``--kv-transfer-config``, or None for a plain engine."""
@@ -104,8 +107,7 @@ class EngineSpec:
         if config is not None:
             arguments["--kv-transfer-config"] = json.dumps(config)
         pairs = [part for pair in arguments.items() for part in pair]
-        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        return [*self.place.command_prefix, *server, *pairs, *switches, *self.options]
+        return [*self.place.command_prefix, *self.server, *pairs, *switches, *self.options]
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """The server's environment: CPU threads that do not fight, UCX over TCP, nothing fetched from anywhere."""
@@ -194,6 +196,7 @@ class EngineGroup:
     """All servers of a run. Leaving the ``with`` block, however that happens, leaves none of them behind.
 
     Logs go to ``log_directory``. ``interrupts`` keeps a signal from arriving between a start and its bookkeeping.
+    ``forks``: servers are forked from a process that has imported vLLM, one at each place. On CPUs only.
     """
 
     def __init__(
@@ -202,12 +205,16 @@ class EngineGroup:
         interrupts: Interrupts,
         ports: PortAllocator | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
+        *,
+        forks: bool = False,
     ) -> None:
         self._log_directory = log_directory
         self._interrupts = interrupts
         self._ports = ports or PortAllocator()
         self._stop_timeout_s = stop_timeout_s
         self._engines: list[Engine] = []
+        self._forks = forks
+        self._fork_servers: dict[Place, ForkServer] = {}
         atexit.register(self._stop_all)
 
     def __enter__(self) -> EngineGroup:
@@ -220,8 +227,19 @@ class EngineGroup:
             self._stop_all()
         atexit.unregister(self._stop_all)
 
+    def preload(self, place: Place) -> None:
+        """Begin to import vLLM for servers at a place; returns at once."""
+        with self._interrupts.shield():
+            if self._forks and place not in self._fork_servers:
+                log_path = self._log_directory / f"fork-server-{len(self._fork_servers)}.log"
+                environment = EngineSpec("fork-server", "plain", Path(), place=place).environment(0)
+                self._fork_servers[place] = ForkServer(log_path, environment, place.command_prefix)
+
     def start(self, spec: EngineSpec) -> Engine:
-        """Start a server and return at once; it is ready after :meth:`wait_ready`."""
+        """Start a server; it is ready after :meth:`wait_ready`. Waits only for a fork server that is not ready."""
+        if self._forks:
+            self.preload(spec.place)
+            spec = replace(spec, server=self._forked(spec.place))
         with self._interrupts.shield():
             log_path = self._log_directory / f"{spec.name}.log"
             engine = Engine(spec, self._ports.take(), self._ports.take(), log_path)
@@ -248,6 +266,15 @@ class EngineGroup:
             if waiting:
                 time.sleep(0.2)
 
+    def _forked(self, place: Place) -> list[str]:
+        """What starts a server of a place's fork server, once that is ready. Raises ``EngineFailedError``."""
+        try:
+            while not self._fork_servers[place].is_ready():
+                time.sleep(0.05)
+        except ForkServerError as error:
+            raise EngineFailedError(str(error)) from error
+        return self._fork_servers[place].command
+
     def check_alive(self) -> None:
         """Raise ``EngineFailedError`` when one of the servers has ended."""
         for engine in self._engines:
@@ -268,6 +295,8 @@ class EngineGroup:
 
     def _stop_all(self) -> None:
         self.stop(list(self._engines))
+        while self._fork_servers:
+            self._fork_servers.popitem()[1].stop()
 
 
 _no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))

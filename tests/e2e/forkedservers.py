@@ -7,9 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from layerpush.demo import forkserver
 from layerpush.demo.engines import EngineSpec
 from tests.e2e.enginehost import fork_server
-from tests.support import forkserver, starts
+from tests.support import starts
 
 COLD = ("-m", "vllm.entrypoints.openai.api_server")
 START_S = 120.0

@@ -22,13 +22,13 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from layerpush.demo.forkserver import fork_children
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
-from tests.support.forkserver import fork_children
 
 
 def prepare_process(log_path: str, port: int) -> None:

@@ -23,7 +23,7 @@ os.environ.update(ENVIRONMENT)
 
 import torch  # noqa: E402  # reads the environment
 
-from tests.support.forkserver import import_vllm  # noqa: E402
+from layerpush.demo.forkserver import import_vllm  # noqa: E402
 
 torch.set_num_threads(1)
 import_vllm()

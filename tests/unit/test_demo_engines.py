@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo.engines import EngineFailedError, EngineGroup, EngineSpec
+from layerpush.demo.engines import EngineFailedError, EngineGroup, EngineSpec, Place
 from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.ports import DEMO_PORTS, PortAllocator, is_free
 
@@ -212,3 +212,11 @@ def test_the_command_names_the_connector_and_its_module():
         "kv_connector_extra_config": {"layerwise": False},
     }
     assert EngineSpec("r", "plain", Path("m")).transfer_config() is None
+
+
+def test_a_fork_server_that_cannot_be_had_is_reported_with_its_log(tmp_path: Path):
+    place = Place(command_prefix=("sh", "-c", "echo no vLLM here; exit 3"))
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts, forks=True) as group:
+        group.preload(place)
+        with pytest.raises(EngineFailedError, match=r"fork server ended with status 3.\nno vLLM here"):
+            group.start(EngineSpec("p", "prefill", Path("m"), place=place))

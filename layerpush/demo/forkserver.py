@@ -12,7 +12,8 @@ Nothing of vLLM that reads the environment at import may differ between servers 
 TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. Several API servers in one engine (``--api-server-count``) cannot be forked:
 prometheus_client chooses at its import whether they count together.
 
-Knows nothing of tests: the demo and the benchmarks could use it as it is.
+The demo runs a fork server as its child, ``ForkServer``. The tests run ``serve`` in the process that their engines are
+forked from.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +74,48 @@ def import_vllm() -> dict[str, str]:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads would deadlock"
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+class ForkServerError(RuntimeError):
+    """The fork server has ended."""
+
+
+class ForkServer:
+    """A fork server as a child process. ``prefix`` stands before its command, as ``ip netns exec NAME``: servers are
+    where it is. ``environment`` holds what vLLM reads at its import.
+    """
+
+    def __init__(self, log_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+        self.log_path = log_path
+        self._folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")  # a socket's path must be short
+        self._path = Path(self._folder.name) / "socket"
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "layerpush.demo.forkserver", str(self._path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def command(self) -> list[str]:
+        """What starts a server. Use it once the fork server is ready."""
+        return command(self._path)
+
+    def is_ready(self) -> bool:
+        """Whether servers can be started. Raises ``ForkServerError`` when it has ended."""
+        if self._process.poll() is not None:
+            log = self.log_path.read_text(errors="replace")
+            raise ForkServerError(f"the fork server ended with status {self._process.returncode}.\n{log}")
+        return self._path.exists()
+
+    def stop(self) -> None:
+        """End it. Stop its servers first: they would live on."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
 
 
 def count_starts(path: Path) -> int:
@@ -195,6 +241,16 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         os._exit(code)
 
 
+def fork_children() -> None:
+    """vLLM's engine cores and workers are forked from this process from here on, not spawned."""
+    from vllm import envs
+
+    # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
+    envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+    # Else a signal to an engine core would be one to the API server's event loop.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 def _run(arguments: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
 
@@ -203,11 +259,5 @@ def _run(arguments: list[str]) -> None:
     main()
 
 
-def fork_children() -> None:
-    """vLLM's engine cores and workers are forked from this process, not spawned, from here on."""
-    from vllm import envs
-
-    # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
-    envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
-    # Else a signal to an engine core would be one to the API server's event loop.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+if __name__ == "__main__":
+    serve(sys.argv[1])
