@@ -15,7 +15,7 @@ demo: ## watch vLLM push KV layer by layer between two engines on this machine, 
 test: ## run check, then every test but the exhaustive ones: 20 minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
-test-fast: ## only tests without engines and other processes, for while you work: 3 minutes
+test-fast: ## the quick tests of tests/unit, for while you work: 3 minutes
 	@scripts/test --fast $(ARGS)
 
 test-all: ## run check, then all tests
