@@ -16,13 +16,13 @@ import torch
 import typer
 from rich.console import Console
 
+from bench import OUTPUT
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Rival
 from layerpush.demo.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 
-RESULTS = Path(__file__).parent / "results"
 COPY, OURS = "copy", "layerpush"
 DIRECTIONS = ("gather", "scatter")
 TORCH = {"gather": "index_select", "scatter": "index_copy_"}
@@ -207,8 +207,13 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch's operators on a CPU.")] = 1,
     seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", show_default=False, help="All times as JSON; a plot goes beside it, as PNG.")
-    ] = RESULTS / "kernel.json",
+        Path,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="All times as JSON; a plot goes beside it, as PNG. Default: build/bench/kernel.json.",
+        ),
+    ] = OUTPUT / "kernel.json",
 ) -> None:
     """Measure gather_blocks and scatter_blocks.
 
@@ -222,7 +227,7 @@ def main(
 
     - python -m bench.kernel --block-bytes 4096,65536 --blocks 64,1024 --rounds 10
 
-    - python -m bench.kernel --device cuda --caps 2,4,8 --out bench/results/kernel-h200.json
+    - python -m bench.kernel --device cuda --caps 2,4,8 --out kernel-h200.json
     """
     console = Console(soft_wrap=True, highlight=False)
     torch.set_num_threads(threads)

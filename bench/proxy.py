@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
+from bench.markdown import Result, conditions, number_table, with_interval
 from layerpush.demo.ports import PortAllocator
 from layerpush.demo.provenance import provenance
 
@@ -130,6 +131,35 @@ def main(
     if out is not None:
         head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
         out.write_text(json.dumps(head | {"cells": [cell.as_json() for cell in cells]}, indent=1) + "\n")
+
+
+def page_table(result: Result) -> str:
+    """The table of the documentation: one row per prompt length and number of streams."""
+    rows = []
+    for cell in result["cells"]:
+        first, rounds = cell["first_ms"], cell["round_ms"]
+        per_request = (rounds["proxied"]["median"] - rounds["direct"]["median"]) / cell["streams"]
+        added = [cell[part]["added"] for part in ("first_ms", "whole_ms")]
+        rows.append(
+            (
+                str(cell["prompt_tokens"]),
+                str(cell["streams"]),
+                *(f"{first[way]['median']:.1f} ms" for way in ("direct", "proxied")),
+                *(f"{one['difference']:.1f} ms [{one['low']:.1f}, {one['high']:.1f}]" for one in added),
+                with_interval(first["ratio"]),
+                f"{per_request:.1f} ms",
+            )
+        )
+    added_headings = ("added", "added to the last byte", "proxied/straight", "per request")
+    requests = "/".join(map(str, sorted({cell["requests"] for cell in result["cells"]})))
+    about = (
+        f"Time to the first byte, median of {requests} streams of {result['answer_events']} events from an engine that "
+        "answers at once, straight and through the proxy in turn, with 95 % intervals. Client, proxy, P and D share "
+        "the machine: with many at a time the streams wait for its cores, and what matters is the last column, by how "
+        "much a round of so many takes longer, divided by their number."
+    )
+    table = number_table(("tokens", "at a time", "straight", "proxied", *added_headings), rows)
+    return f"{table}\n\n{about} {conditions(result)}"
 
 
 def _table(cells: Sequence[Cell]) -> Table:

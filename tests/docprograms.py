@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import typer
 
+from layerpush.cli import app as layerpush_app
 from layerpush.config import ConfigError, LayerPushConfig
 from layerpush.door import ParamsError, check_params
 from layerpush.plugin import CONNECTOR_NAME
@@ -22,7 +24,21 @@ from tests.docblocks import ROOT, Command
 Words = Sequence[str]
 SERVER = "vllm.entrypoints.openai.api_server"
 ANY_ARGUMENTS = frozenset(
-    {"cat", "cd", "cp", "curl", "export", "git", "journalctl", "kubectl", "mkdir", "python3", "ss", "ucx_info", "wait"}
+    {
+        "cat",
+        "cd",
+        "cp",
+        "export",
+        "git",
+        "journalctl",
+        "kubectl",
+        "mkdir",
+        "mkdocs",
+        "python3",
+        "ss",
+        "ucx_info",
+        "wait",
+    }
 )
 """Not ours, and not vLLM's."""
 UCX = frozenset(
@@ -48,13 +64,11 @@ def check(command: Command) -> None:
     if not command.words:
         return
     program, *rest = command.words
-    if program in ("python", ".venv/bin/python") and rest[:1] == ["-m"]:
-        _module(rest[1], rest[2:])
-    elif program.startswith(("scripts/", ".ci/")):
+    if program.startswith(("scripts/", ".ci/")):
         _script(program, rest)
     elif (checker := CHECKS.get(program.removeprefix(".venv/bin/"))) is not None:
         checker(rest)
-    elif program not in ANY_ARGUMENTS:
+    elif program.removeprefix(".venv/bin/") not in ANY_ARGUMENTS:
         raise WrongCommandError(f"nothing is known about {program!r}")
 
 
@@ -76,12 +90,6 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
         raise WrongCommandError(f"--kv-transfer-config: {', '.join(sorted(unknown))}")
 
 
-def _layerpush(words: Words) -> None:
-    from layerpush.cli import app
-
-    _typer(app, words)
-
-
 def _vllm(words: Words) -> None:
     if words[:2] == ["bench", "serve"]:
         _parsed(_vllm_bench_parser(), words[2:])
@@ -95,34 +103,42 @@ def _vllm(words: Words) -> None:
 
 
 def _make(words: Words) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     target, *rest = words
-    if target not in targets:
+    if not re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
         raise WrongCommandError(f"make {target}: no such target")
     variables = dict(word.split("=", 1) for word in rest)
     if variables.keys() - {"ARGS", *(["MINUTES"] if target == "soak" else [])}:
         raise WrongCommandError(f"make {target} does not know {', '.join(variables)}")
-    arguments = shlex.split(variables.get("ARGS", ""))
-    if "MINUTES" in variables:
-        arguments += ["--minutes", variables["MINUTES"]]
-    _script(f"scripts/{target}", arguments)
+    minutes = ["--minutes", variables["MINUTES"]] if "MINUTES" in variables else []
+    _script(f"scripts/{target}", [*minutes, *shlex.split(variables.get("ARGS", ""))])
 
 
 def _script(path: str, words: Words) -> None:
+    """A script passes its arguments on to one command."""
     if not (ROOT / path).is_file():
         raise WrongCommandError(f"{path} does not exist")
-    name = path.removeprefix("scripts/")
-    if name in SCRIPTS:
-        SCRIPTS[name](words)
+    runs = re.search(r'^(?:exec )?(\S.*) "\$@"$', (ROOT / path).read_text(), re.MULTILINE)
+    if runs is not None:
+        program, *own = shlex.split(runs[1].replace('"$python"', "python"))
+        check(Command((program, *own, *words), ()))
     elif words:
         raise WrongCommandError(f"{path} takes no arguments")
 
 
-def _module(name: str, words: Words) -> None:
-    if name in MODULES:
-        MODULES[name](words)
-    elif not (ROOT / name.replace(".", "/")).with_suffix(".py").exists():
-        raise WrongCommandError(f"nothing is known about python -m {name}")
+def _python(words: Words) -> None:
+    """``-m MODULE``: one of vLLM's, pytest, the generator of pages, or a module of ours with a typer ``app``."""
+    if words[:1] != ["-m"]:
+        return
+    name, rest = words[1], words[2:]
+    if (checker := MODULES.get(name)) is not None:
+        checker(rest)
+        return
+    try:
+        module = importlib.import_module(name)
+        app = getattr(module, "app", None) or importlib.import_module(f"{name}.__main__").app
+    except (ImportError, AttributeError):
+        raise WrongCommandError(f"nothing is known about python -m {name}") from None
+    _typer(app, rest)
 
 
 def _pip(words: Words) -> None:
@@ -156,60 +172,6 @@ def _curl(words: Words) -> None:
             raise WrongCommandError(str(error)) from None
 
 
-def _bench(words: Words) -> None:
-    from bench.ttft import app
-
-    _typer(app, words)
-
-
-def _bench_proxy(words: Words) -> None:
-    from bench.proxy import app
-
-    _typer(app, words)
-
-
-def _bench_forward(words: Words) -> None:
-    from bench.forward.__main__ import app
-
-    _typer(app, words)
-
-
-def _bench_push(words: Words) -> None:
-    from bench.push.__main__ import app
-
-    _typer(app, words)
-
-
-def _gpu_bench(words: Words) -> None:
-    from bench.gpu.__main__ import app
-
-    _typer(app, words)
-
-
-def _bench_kernel(words: Words) -> None:
-    from bench.kernel import app
-
-    _typer(app, words)
-
-
-def _bench_plot(words: Words) -> None:
-    from bench.plot.__main__ import app
-
-    _typer(app, words)
-
-
-def _bench_serve(words: Words) -> None:
-    from bench.serve.__main__ import app
-
-    _typer(app, words)
-
-
-def _soak(words: Words) -> None:
-    from tests.faults.soak.command import app
-
-    _typer(app, words)
-
-
 def _docgen(words: Words) -> None:
     from scripts.docgen.sections import SECTIONS
 
@@ -217,41 +179,19 @@ def _docgen(words: Words) -> None:
         raise WrongCommandError(f"scripts/pages: {unknown[0]}")
 
 
-def _server(words: Words) -> None:
-    _vllm(["serve", *words])
-
-
 CHECKS: Mapping[str, Callable[[Words], None]] = {
     "curl": _curl,
-    "layerpush": _layerpush,
+    "layerpush": lambda words: _typer(layerpush_app, words),
     "make": _make,
     "pip": _pip,
     "pytest": _pytest,
+    "python": _python,
     "vllm": _vllm,
 }
 MODULES: Mapping[str, Callable[[Words], None]] = {
-    SERVER: _server,
-    "bench": _bench,
-    "bench.gpu": _gpu_bench,
-    "bench.kernel": _bench_kernel,
-    "bench.plot": _bench_plot,
-    "bench.forward": _bench_forward,
-    "bench.proxy": _bench_proxy,
-    "bench.push": _bench_push,
-    "bench.serve": _bench_serve,
-    "layerpush": _layerpush,
+    SERVER: lambda words: _vllm(["serve", *words]),
     "pytest": _pytest,
     "scripts.docgen": _docgen,
-    "tests.faults.soak": _soak,
-}
-SCRIPTS: Mapping[str, Callable[[Words], None]] = {
-    "bench": _bench,
-    "gpu-bench": _gpu_bench,
-    "demo": lambda words: _layerpush(["demo", *words]),
-    "pages": _docgen,
-    "readme-figures": _docgen,
-    "soak": _soak,
-    "test": _pytest,
 }
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from bench import OUTPUT
 from bench.forward import report
 from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, Case, growing_cases, known_cases
 from bench.forward.cells import Cell
@@ -32,7 +33,6 @@ from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.link import LinkError
 from layerpush.demo.provenance import provenance
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 MODES = ("layer", "chunk", "request")
 ROUNDS, QUICK_ROUNDS = 6, 3
@@ -106,7 +106,7 @@ def main(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="All samples as JSON; the picture goes beside it, as PNG. Default: bench/results/forward.json, or "
+            help="All samples as JSON; the picture goes beside it, as PNG. Default: build/bench/forward.json, or "
             "nothing with --quick.",
         ),
     ] = None,
@@ -181,7 +181,7 @@ def main(
         console.print(report.growth(fitted))
     missed = report.missed(measured.cells)
     console.print(*(missed or ["by layer is within its limits in every case"]), sep="\n", markup=False)
-    path = out or (None if quick else RESULTS / "forward.json")
+    path = out or (None if quick else OUTPUT / "forward.json")
     if path is not None:
         head = provenance(seed, PACKAGES) | {"about": measured.about, "settings": asdict(settings), "rounds": repeats}
         seconds = round(time.monotonic() - started_at)

@@ -15,7 +15,6 @@ COLOURS = {
     "layer": "#d9541e",
     "chunk": "#f2b134",
     "request": "#4c9fd4",
-    "request-again": "#9a9a9a",
     "push": "#3f8f5b",
     "pull": "#8f7fb8",
     "aggregated": "#222222",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.plot import lengths, links
-from bench.plot.series import ResultError, Series, of_forward, of_serve, of_ttft
+from bench.plot.series import ResultError, Series, of_forward, of_serve
 
 Result = Mapping[str, Any]
 Cells = Sequence[Mapping[str, Any]]
@@ -79,7 +79,6 @@ def _kernel(cells: Cells, path: Path, text: str) -> None:
 
 
 KINDS = (
-    Kind("python -m bench", frozenset({"prompt_tokens", "ttft_ratios"}), of_ttft),
     Kind("python -m bench.serve", frozenset({"prompt_tokens", "ratios", "request_rate"}), of_serve),
     Kind("python -m bench.forward", frozenset({"modes", "ceiling", "tokens"}), of_forward, suffix="-exposed"),
     Kind("python -m bench.push", frozenset({"ways", "runs", "estimate_s"}), draw_cells=_push),

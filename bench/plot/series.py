@@ -52,23 +52,6 @@ class Series:
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
 
 
-def of_ttft(result: Mapping[str, Any]) -> list[Series]:
-    """From the JSON of ``python -m bench``: one request a round."""
-    where = Where(link=result.get("link") or LOOPBACK)
-    return [
-        Series(
-            where,
-            mode,
-            cell["prompt_tokens"],
-            tuple(figures["ttft_ms"]["raw"]),
-            tuple(each for each in figures["exposed_ms"]["raw"] if each is not None),
-            _ratios(cell["ttft_ratios"], mode),
-        )
-        for cell in result["cells"]
-        for mode, figures in cell["modes"].items()
-    ]
-
-
 def of_serve(result: Mapping[str, Any]) -> list[Series]:
     """From the JSON of ``python -m bench.serve``: the requests of a round are a list of their own."""
     return [

@@ -16,7 +16,7 @@ from layerpush.tracing.requests import RequestError, read_traces
 def draw(folder: Path, path: Path, request: str | None = None) -> str:
     """What was drawn: the request that is named, with all that P and D did, or a typical one of each mode.
 
-    Folders in ``folder`` are modes, as ``python -m bench --keep-logs DIR`` leaves them in ``DIR/trace``; without
+    Folders in ``folder`` are modes, as ``make demo ARGS="--keep-logs DIR"`` leaves them in ``DIR/trace``; without
     any, ``folder`` is a mode itself. Raises ``ResultError``.
     """
     try:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from bench import OUTPUT
 from bench.pair.lists import names, numbers
 from bench.pair.orders import WrongBytesError
 from bench.pair.processes import Pair, PairError
@@ -29,7 +30,6 @@ from bench.push.report import line, maps, misses, model
 from layerpush.demo.interrupts import Interrupted, Interrupts
 from layerpush.demo.provenance import provenance
 
-RESULTS = Path(__file__).parents[1] / "results"
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
 """What there is between two processes, by the device that has their memory."""
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
@@ -86,7 +86,7 @@ def main(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="All times as JSON; the picture goes beside it, as PNG. Default: bench/results/push.json, or nothing "
+            help="All times as JSON; the picture goes beside it, as PNG. Default: build/bench/push.json, or nothing "
             "with --quick.",
         ),
     ] = None,
@@ -116,7 +116,7 @@ def main(
 
     - python -m bench.push --links shm --block-kib 8,16 --blocks 1024 --ids random --rounds 40
 
-    - python -m bench.push --out bench/results/push.json
+    - python -m bench.push --out push.json
 
     - python -m bench.push --device cuda --progress spin --out push-gpu.json
     """
@@ -166,7 +166,7 @@ def main(
     if missed is not None:
         console.print(missed)
     console.print(summary(cells))
-    path = out or (None if quick else RESULTS / "push.json")
+    path = out or (None if quick else OUTPUT / "push.json")
     if path is not None:
         head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
         body = {

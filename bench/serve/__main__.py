@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from bench import OUTPUT
 from bench.pair.lists import names, numbers
 from bench.serve.command import Choices, run_command
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
 from bench.serve.plan import LOOPBACK, MODES, Load
 
-RESULTS = Path(__file__).parents[1] / "results"
 PIPE_WIDTH = 200
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
@@ -145,7 +145,7 @@ def main(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="Default: serve-DATE.json in bench/results, or nothing with --quick.",
+            help="Default: serve-DATE.json in build/bench, or nothing with --quick.",
             rich_help_panel=_FILES,
         ),
     ] = None,
@@ -186,7 +186,7 @@ def main(
     if quick and out is None and resume is None:
         path = None
     else:
-        path = resume or out or RESULTS / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        path = resume or out or OUTPUT / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
     try:
         if resume is not None and out is not None and out != resume:
             raise ValueError("--out and --resume name different files; --resume FILE writes FILE")

@@ -2,124 +2,75 @@
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable
-from pathlib import Path
-
+from layerpush import complaints, door, listener, probe, spans, tracefile, wire, worker
+from layerpush.compat import worker as compat_worker
+from layerpush.decode import desk as decode_desk
+from layerpush.decode import unpacker as decode_unpacker
+from layerpush.metrics import tally as metrics_tally
+from layerpush.prefill import desk as prefill_desk
+from layerpush.prefill import ledger as prefill_ledger
 from scripts.docgen.tables import table
-
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Pow: operator.pow,
-    ast.LShift: lambda left, right: int(left) << int(right),
-}
-_UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
 
-# What is limited; the constant, its unit; what becomes of the rest.
+# What is limited; at most how much, its unit; what becomes of the rest.
 MESSAGES = (
-    ("a notification", "wire.MAX_NOTIFICATION_BYTES", "bytes", _DROPPED),
-    ("an id, an engine's name", "wire.MAX_ID_CHARS", "characters", _DROPPED),
-    ("a host", "wire.MAX_HOST_CHARS", "characters", _DROPPED),
-    ("blocks of a registration", "wire.MAX_BLOCKS", "", _DROPPED),
-    ("KV cache groups of a registration", "wire.MAX_GROUPS", "", _DROPPED),
-    ("ids of a heartbeat", "wire.MAX_HEARTBEAT_IDS", "", _DROPPED),
-    ("parts of an `Unpack`", "wire.MAX_PARTS", "", _DROPPED),
-    ("a staging ring", "wire.MAX_RING_BYTES", "bytes", _DROPPED),
-    ("a `Fail`'s reason", "wire.MAX_REASON_CHARS", "characters", "cut"),
-    ("a handshake query", "listener.MAX_QUERY_BYTES", "bytes", "the connection is closed"),
-    ("the answer to a probe", "probe.MAX_ANSWER_BYTES", "bytes", _NO_ANSWER),
-    ("how long a probe takes", "probe.TIMEOUT_S", "seconds", _NO_ANSWER),
-    ("`tp_size` of a request or registration", "door.MAX_TP_SIZE", "", "refused"),
-    ("`pp_size` of a request", "door.MAX_PP_SIZE", "", "refused"),
-    ("lines of one kind of complaint", "complaints.QUIET_S", "seconds apart", "counted; the next line says how many"),
-    ("kinds of complaint", "complaints.MAX_KINDS", "", "counted as one kind, `other`"),
+    ("a notification", wire.MAX_NOTIFICATION_BYTES, "bytes", _DROPPED),
+    ("an id, an engine's name", wire.MAX_ID_CHARS, "characters", _DROPPED),
+    ("a host", wire.MAX_HOST_CHARS, "characters", _DROPPED),
+    ("blocks of a registration", wire.MAX_BLOCKS, "", _DROPPED),
+    ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
+    ("ids of a heartbeat", wire.MAX_HEARTBEAT_IDS, "", _DROPPED),
+    ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
+    ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
+    ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
+    ("a handshake query", listener.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
+    ("the answer to a probe", probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
+    ("how long a probe takes", probe.TIMEOUT_S, "seconds", _NO_ANSWER),
+    ("`tp_size` of a request or registration", door.MAX_TP_SIZE, "", "refused"),
+    ("`pp_size` of a request", door.MAX_PP_SIZE, "", "refused"),
+    ("lines of one kind of complaint", complaints.QUIET_S, "seconds apart", "counted; the next line says how many"),
+    ("kinds of complaint", complaints.MAX_KINDS, "", "counted as one kind, `other`"),
 )
 
 # Whose; what is remembered; how many; for how long; what then.
 TABLES = (
-    ("P", "registrations without a request", "prefill.ledger.KEPT", "prefill.ledger.KEPT_S", "the oldest is refused"),
-    ("P", "registrations that a push belongs to", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
-    ("P", "who sent a registration that is over", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
-    ("P", "last answers to registrations", "prefill.desk.REMEMBERED", "", _FORGOTTEN),
-    (
-        "P",
-        "registrations withdrawn early",
-        "prefill.desk.REMEMBERED",
-        "prefill.ledger.KEPT_S",
-        _FORGOTTEN,
-    ),
-    ("P", "answers to a D whose connection was lost", "prefill.desk.REMEMBERED", "prefill.desk.ENDED_S", "forgotten"),
-    ("P", "why a request ended without a completion", "", "prefill.desk.ENDED_S", "forgotten"),
-    ("P", "registrations of a D that may have been replaced", "prefill.desk.REMEMBERED", "", "the newest is dropped"),
-    ("P", "digests of prompts", "worker.DIGESTS_KEPT", "", _FORGOTTEN),
-    ("both", "trace headers of requests", "spans.HEADERS_KEPT", "", _FORGOTTEN),
-    ("both", "records that wait for the trace file", "tracefile.QUEUE_LIMIT", "", "the newest is dropped, counted"),
-    (
-        "both",
-        "chunks, layers and WRITEs in them",
-        "tracefile.ROWS_LIMIT",
-        "",
-        "the newest is dropped, counted",
-    ),
-    ("D", "agents that speak layerpush", "decode.desk.SPEAKERS_KEPT", "", _FORGOTTEN),
-    ("D", "words about requests not yet registered", "decode.desk.HELD", "decode.desk.HOLD_S", _DROPPED),
-    ("D", "answers to `Unpack`", "decode.unpacker.ANSWERS_KEPT", "", _FORGOTTEN),
-    ("both", "probes that wait", "probe.MAX_PENDING", "", _NO_ANSWER),
-    ("both", "label values of a counter", "metrics.tally.MAX_LABEL_VALUES", "", "counted as one, `other`"),
-    ("both", "geometry of engines that were disconnected", "compat.worker.DEPARTED_KEPT", "", _FORGOTTEN),
+    ("P", "registrations without a request", prefill_ledger.KEPT, prefill_ledger.KEPT_S, "the oldest is refused"),
+    ("P", "registrations that a push belongs to", prefill_desk.REMEMBERED, None, _FORGOTTEN),
+    ("P", "who sent a registration that is over", prefill_desk.REMEMBERED, None, _FORGOTTEN),
+    ("P", "last answers to registrations", prefill_desk.REMEMBERED, None, _FORGOTTEN),
+    ("P", "registrations withdrawn early", prefill_desk.REMEMBERED, prefill_ledger.KEPT_S, _FORGOTTEN),
+    ("P", "answers to a D whose connection was lost", prefill_desk.REMEMBERED, prefill_desk.ENDED_S, "forgotten"),
+    ("P", "why a request ended without a completion", None, prefill_desk.ENDED_S, "forgotten"),
+    ("P", "registrations of a D that may have been replaced", prefill_desk.REMEMBERED, None, "the newest is dropped"),
+    ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
+    ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
+    ("both", "records that wait for the trace file", tracefile.QUEUE_LIMIT, None, "the newest is dropped, counted"),
+    ("both", "chunks, layers and WRITEs in them", tracefile.ROWS_LIMIT, None, "the newest is dropped, counted"),
+    ("D", "agents that speak layerpush", decode_desk.SPEAKERS_KEPT, None, _FORGOTTEN),
+    ("D", "words about requests not yet registered", decode_desk.HELD, decode_desk.HOLD_S, _DROPPED),
+    ("D", "answers to `Unpack`", decode_unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
+    ("both", "probes that wait", probe.MAX_PENDING, None, _NO_ANSWER),
+    ("both", "label values of a counter", metrics_tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
+    ("both", "geometry of engines that were disconnected", compat_worker.DEPARTED_KEPT, None, _FORGOTTEN),
 )
 
 
-def messages(root: Path) -> str:
-    rows = [(what, _shown(constant(root, name), unit), rest) for what, name, unit, rest in MESSAGES]
-    return table(("what", "at most", "beyond"), rows)
+def messages() -> str:
+    return table(
+        ("what", "at most", "beyond"), [(what, _shown(most, unit), rest) for what, most, unit, rest in MESSAGES]
+    )
 
 
-def tables(root: Path) -> str:
-    rows = [
-        (
-            side,
-            what,
-            _shown(constant(root, number), "") if number else "",
-            _shown(constant(root, age), "seconds") if age else "",
-            then,
-        )
-        for side, what, number, age, then in TABLES
-    ]
+def tables() -> str:
+    rows = [(side, what, _shown(number), _shown(age, "seconds"), then) for side, what, number, age, then in TABLES]
     return table(("side", "what is remembered", "entries", "for at most", "then"), rows)
 
 
-def constant(root: Path, name: str) -> float:
-    """A module's constant, e.g. ``prefill.ledger.KEPT``: read, not imported, since some modules import vLLM.
-
-    Raises:
-        LookupError: there is no such constant, or it is no plain number.
-    """
-    module, _, wanted = name.rpartition(".")
-    file = root / "layerpush" / f"{module.replace('.', '/')}.py"
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [wanted]:
-            return _number(node.value)
-    raise LookupError(f"{file} defines no {wanted}")
-
-
-def _number(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
-    raise LookupError(f"{ast.unparse(node)} is no plain number")
-
-
-def _shown(number: float, unit: str) -> str:
+def _shown(number: float | None, unit: str = "") -> str:
+    if number is None:
+        return ""
     if unit == "bytes":
-        for size, name in _UNITS:
-            if number >= size and number % size == 0:
-                return f"{number // size} {name}"
+        return f"{number / 2**20:g} MiB" if number >= 2**20 else f"{number / 2**10:g} KiB"
     shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{shown} s{unit.removeprefix('seconds')}" if unit.startswith("seconds") else f"{shown} {unit}".strip()

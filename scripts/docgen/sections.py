@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import kernelpage
+from bench.forward import page as forward
+from bench.markdown import Result
+from bench.proxy import page_table as proxy_table
+from bench.push import page as push
+from bench.serve import page as serve
 from layerpush.config import documentation_table
 from layerpush.metrics.catalog import Side
-from scripts.docgen import (
-    contributing,
-    figures,
-    forwardfigures,
-    kernelfigures,
-    limits,
-    messages,
-    metrics,
-    options,
-    protocol,
-    pushfigures,
-    refusals,
-    servefigures,
-    soakrun,
-    versions,
-)
+from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions
 from scripts.docgen.markers import fill
 
 
@@ -34,6 +26,11 @@ class Section(NamedTuple):
     render: Callable[[Path], str]
 
 
+def of(name: str, render: Callable[[Result], str]) -> Callable[[Path], str]:
+    """Render ``bench/results/NAME``."""
+    return lambda root: render(json.loads((root / "bench/results" / name).read_text()))
+
+
 README, CONFIGURATION, SECURITY = "README.md", "docs/configuration.md", "docs/security.md"
 METRICS, PROXY = "docs/metrics.md", "docs/proxy.md"
 BENCHMARKS, COMPATIBILITY, CONTRIBUTING = "docs/benchmarks.md", "docs/compatibility.md", "docs/contributing.md"
@@ -42,22 +39,19 @@ PACKING = "docs/design/packing.md"
 
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((README, CONFIGURATION), lambda _: documentation_table()),
-    "config-errors": Section((CONFIGURATION,), lambda _: refusals.refusals()),
-    "params-errors": Section((CONFIGURATION,), lambda _: refusals.bad_requests()),
-    "demo-figures": Section((README, BENCHMARKS), figures.demo),
-    "bench-figures": Section((README, BENCHMARKS), figures.bench),
-    "proxy-figures": Section((README, PROXY, BENCHMARKS), figures.proxy),
-    "serve-summary": Section((README,), servefigures.summary),
-    "serve-figures": Section((BENCHMARKS,), servefigures.tables),
-    "again-figures": Section((BENCHMARKS,), servefigures.again),
-    "sweep-figures": Section((BENCHMARKS,), servefigures.sweep),
-    "forward-figures": Section((BENCHMARKS,), forwardfigures.tables),
-    "link-figures": Section((BENCHMARKS,), forwardfigures.links),
-    "push-summary": Section((README, PACKING), pushfigures.summary),
-    "push-figures": Section((BENCHMARKS,), pushfigures.tables),
-    "kernel-figures": Section((BENCHMARKS,), kernelfigures.tables),
-    "soak-summary": Section((README, BENCHMARKS), soakrun.summary),
-    "soak-tables": Section((SOAK,), soakrun.tables),
+    "demo-figures": Section((README, BENCHMARKS), of("demo.json", figures.demo)),
+    "proxy-figures": Section((README, PROXY, BENCHMARKS), of("proxy.json", proxy_table)),
+    "serve-summary": Section((README,), of("serve.json", serve.summary)),
+    "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
+    "again-figures": Section((BENCHMARKS,), of("serve-again.json", serve.tables)),
+    "sweep-figures": Section((BENCHMARKS,), of("sweep.json", serve.sweep)),
+    "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
+    "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
+    "push-summary": Section((README, PACKING), of("push.json", push.summary)),
+    "push-figures": Section((BENCHMARKS,), of("push.json", push.tables)),
+    "kernel-figures": Section((BENCHMARKS,), of("kernel.json", kernelpage.tables)),
+    "soak-summary": Section((README, BENCHMARKS), of("soak.json", soakrun.summary)),
+    "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
     "protocol-course": Section((PROTOCOL,), lambda _: protocol.course()),
     "protocol-endings": Section((PROTOCOL,), lambda _: protocol.endings()),
     "protocol-states": Section((PROTOCOL,), lambda _: protocol.PREFILL.states()),
@@ -70,13 +64,13 @@ SECTIONS: Mapping[str, Section] = {
     "decode-actions": Section((PROTOCOL,), lambda _: protocol.DECODE.actions()),
     "messages-upstream": Section((PROTOCOL,), lambda _: messages.upstream()),
     "messages-ours": Section((PROTOCOL,), lambda _: messages.ours()),
-    "limits-messages": Section((SECURITY,), limits.messages),
+    "limits-messages": Section((SECURITY,), lambda _: limits.messages()),
     "metrics-prefill": Section((METRICS,), lambda _: metrics.table_of(Side.PREFILL)),
     "metrics-decode": Section((METRICS,), lambda _: metrics.table_of(Side.DECODE)),
     "metrics-both": Section((METRICS,), lambda _: metrics.table_of(Side.BOTH)),
     "metrics-labels": Section((METRICS,), lambda _: metrics.label_values()),
     "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
-    "limits-tables": Section((FAILURES,), limits.tables),
+    "limits-tables": Section((FAILURES,), lambda _: limits.tables()),
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
     "versions": Section((COMPATIBILITY,), versions.tables),
     "contributing": Section((CONTRIBUTING,), contributing.page),

@@ -7,10 +7,9 @@ import re
 import tomllib
 from pathlib import Path
 
-from scripts.docgen import soakrun
 from scripts.docgen.tables import Row, table
 
-LOCK = Path("requirements/cpu.lock")
+LOCK, SOAK = Path("requirements/cpu.lock"), Path("bench/results/soak.json")
 
 
 def tables(root: Path) -> str:
@@ -30,10 +29,7 @@ def tables(root: Path) -> str:
 
 def _python(root: Path) -> str:
     """Of the last soak; the lock is for any."""
-    path = root / soakrun.RESULT
-    if not path.exists():
-        raise LookupError(f"there is no {soakrun.RESULT}, which says on which Python all was tested")
-    return str(json.loads(path.read_text())["versions"]["python"])
+    return str(json.loads((root / SOAK).read_text())["versions"]["python"])
 
 
 def _bound(requirements: list[str], name: str) -> str:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bench.bootstrap import Ratio
 from bench.plot import __main__ as command
 from bench.plot import canvas, lengths, links, timeline
-from bench.plot.series import ResultError, Series, Where, in_order, of_forward, of_serve, of_ttft, places
+from bench.plot.series import ResultError, Series, Where, in_order, of_forward, of_serve, places
 from bench.push.cells import Cell
 from tests.unit.test_bench_push import cell as push_cell
 from tests.unit.test_demo_figures import push_line
@@ -23,25 +23,37 @@ PNG = b"\x89PNG"
 HEAD = {"machine": {"cpus": 2}, "date": "2026-11-21T09:00:00+00:00"}
 
 
-def ttft_cell(tokens: int, **modes: Sequence[float | None]) -> dict[str, Any]:
-    """Exposed times of each mode; a first token takes a hundred times as long."""
+def serve_cell(**changes: Any) -> dict[str, Any]:
+    figures = {"p50": 2.0, "raw": [[1.0, 2.0], [3.0, 4.0]]}
+    nothing = {"ttft_ms": figures, "exposed_ms": None}
+    cell = {
+        "link": "2gbit",
+        "max_num_batched_tokens": None,
+        "prompt_tokens": 1024,
+        "concurrency": 4,
+        "request_rate": None,
+        "modes": {"aggregated": nothing, "layer": nothing | {"exposed_ms": figures}, "pull": {"ttft_ms": None}},
+        "ratios": {"ttft_ms": {"layer/aggregated": {"ratio": 1.1, "low": 1.0, "high": 1.2}}},
+    }
+    return cell | changes
+
+
+def exposed_cell(link: str, tokens: int, **modes: Sequence[float]) -> dict[str, Any]:
+    """Exposed times of each mode, none if not known; first tokens take 100, 101 and 102 ms."""
     figures = {
-        mode: {
-            "ttft_ms": {"raw": [100.0 + index for index, _ in enumerate(exposed)]},
-            "exposed_ms": {"raw": list(exposed)},
-        }
+        mode: {"ttft_ms": {"raw": [[100.0, 101.0, 102.0]]}, "exposed_ms": {"raw": [list(exposed)]} if exposed else None}
         for mode, exposed in modes.items()
     }
     ratios = {f"{mode}/request": {"ratio": 0.9, "low": 0.8, "high": 1.0} for mode in modes if mode != "request"}
-    return {"prompt_tokens": tokens, "modes": figures, "ttft_ratios": ratios}
+    return serve_cell(prompt_tokens=tokens, link=link, concurrency=1, modes=figures, ratios={"ttft_ms": ratios})
 
 
-def ttft_result(link: str | None = None) -> dict[str, Any]:
+def serve_result(link: str = "loopback") -> dict[str, Any]:
     cells = [
-        ttft_cell(1024, layer=[4.0, None, 5.0], request=[90.0, 95.0, 99.0], other=[None, None, None]),
-        ttft_cell(64, layer=[4.0, 4.5, 5.0], request=[9.0, 9.5, 9.9], other=[None, None, None]),
+        exposed_cell(link, 1024, layer=[4.0, 5.0], request=[90.0, 95.0, 99.0], other=[]),
+        exposed_cell(link, 64, layer=[4.0, 4.5, 5.0], request=[9.0, 9.5, 9.9], other=[]),
     ]
-    return HEAD | {"link": link, "cells": cells}
+    return HEAD | {"cells": cells}
 
 
 def written(path: Path, result: dict[str, Any]) -> Path:
@@ -55,10 +67,12 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def test_series_are_of_one_mode_at_one_length_without_lost_traces() -> None:
-    series = of_ttft(ttft_result("500mbit"))
+    series = of_serve(serve_result("500mbit"))
     assert len(series) == 6
     ratios = {"request": Ratio(0.9, 0.8, 1.0)}
-    assert series[0] == Series(Where("500mbit"), "layer", 1024, (100.0, 101.0, 102.0), (4.0, 5.0), ratios)
+    assert series[0] == Series(
+        Where("500mbit", "1 at a time"), "layer", 1024, (100.0, 101.0, 102.0), (4.0, 5.0), ratios
+    )
     assert series[2].exposed_ms == ()
     modes = in_order(series)
     assert list(modes) == ["layer", "request", "other"]
@@ -97,7 +111,7 @@ def curves(panel: Any) -> dict[str, list[float]]:
 
 
 def test_lengths_show_medians_ratios_and_what_is_exposed(tmp_path: Path) -> None:
-    first, ratios, exposed = panels(lengths.draw, of_ttft(ttft_result()), tmp_path / "a.png", "title")
+    first, ratios, exposed = panels(lengths.draw, of_serve(serve_result()), tmp_path / "a.png", "title")
     assert curves(first) == {mode: [101.0, 101.0] for mode in ("layer", "request", "other")}
     assert curves(exposed) == {"layer": [4.5, 4.5], "request": [9.5, 95.0]}
     assert "request's" in ratios.get_title("left")
@@ -123,21 +137,6 @@ def test_ratios_are_the_benchs_own(tmp_path: Path) -> None:
     assert drawn == [1.0, 1.2, 1.1]
     bars = [segment for each in ratios.collections for segment in each.get_segments()]
     assert sorted(tuple(bar[:, 1].round(3)) for bar in bars) == [(1.0, 1.3), (1.1, 1.3)]
-
-
-def serve_cell(**changes: Any) -> dict[str, Any]:
-    figures = {"p50": 2.0, "raw": [[1.0, 2.0], [3.0, 4.0]]}
-    nothing = {"ttft_ms": figures, "exposed_ms": None}
-    cell = {
-        "link": "2gbit",
-        "max_num_batched_tokens": None,
-        "prompt_tokens": 1024,
-        "concurrency": 4,
-        "request_rate": None,
-        "modes": {"aggregated": nothing, "layer": nothing | {"exposed_ms": figures}, "pull": {"ttft_ms": None}},
-        "ratios": {"ttft_ms": {"layer/aggregated": {"ratio": 1.1, "low": 1.0, "high": 1.2}}},
-    }
-    return cell | changes
 
 
 def test_series_of_engines_have_their_load_and_all_requests_of_all_rounds() -> None:
@@ -209,16 +208,16 @@ def test_a_cell_of_a_push_is_read_back_as_it_was() -> None:
 def test_results_become_pictures_beside_them(tmp_path: Path) -> None:
     cells = [push_cell(2.3e-3).as_json(), push_cell(2.3e-3, packs=False).as_json()]
     push = written(tmp_path / "push.json", HEAD | {"cells": cells})
-    ttft = written(tmp_path / "ttft.json", ttft_result())
-    status, said = run(push, ttft)
+    serve = written(tmp_path / "serve.json", serve_result())
+    status, said = run(push, serve)
     assert status == 0, said
-    assert said.split() == [str(tmp_path / "push.png"), str(tmp_path / "ttft.png")]
-    for name in ("push.png", "ttft.png"):
+    assert said.split() == [str(tmp_path / "push.png"), str(tmp_path / "serve.png")]
+    for name in ("push.png", "serve.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
 
 def test_files_of_several_speeds_become_a_sweep(tmp_path: Path) -> None:
-    files = [written(tmp_path / f"{link}.json", ttft_result(link)) for link in ("1gbit", "500mbit")]
+    files = [written(tmp_path / f"{link}.json", serve_result(link)) for link in ("1gbit", "500mbit")]
     out = tmp_path / "pictures"
     status, said = run(*files, "--out", out)
     assert status == 0, said
@@ -226,13 +225,13 @@ def test_files_of_several_speeds_become_a_sweep(tmp_path: Path) -> None:
 
 
 def test_without_arguments_what_can_be_drawn_is(tmp_path: Path) -> None:
-    written(tmp_path / "ttft.json", ttft_result())
+    written(tmp_path / "serve.json", serve_result())
     written(tmp_path / "soak.json", HEAD | {"requests": {}})
     with mock.patch.object(command, "RESULTS", tmp_path):
         status, said = run("--out", tmp_path / "out")
     assert status == 0, said
     assert f"left out: {tmp_path / 'soak.json'}" in said
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["ttft.png"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["serve.png"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cells": []}', '{"cells": [{"ways": 1}]}', '{"cells": [7]}'])
@@ -245,9 +244,13 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_the_committed_results_have_pictures(tmp_path: Path) -> None:
-    status, said = run(command.RESULTS / "ttft.json", "--out", tmp_path)
+    """And those do not go beside them."""
+    before = {path: path.stat().st_mtime_ns for path in command.RESULTS.iterdir()}
+    with mock.patch.object(command, "OUTPUT", tmp_path):
+        status, said = run(command.RESULTS / "serve.json")
     assert status == 0, said
-    assert (tmp_path / "ttft.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "serve.png").read_bytes().startswith(PNG)
+    assert {path: path.stat().st_mtime_ns for path in command.RESULTS.iterdir()} == before
 
 
 def traces(folder: Path, **pushes: Sequence[dict[str, Any]]) -> Path:
@@ -292,5 +295,5 @@ def test_a_folder_without_such_a_push_is_named(tmp_path: Path, arguments: tuple[
 
 def test_help_teaches() -> None:
     _, said = run("--help")
-    for word in ("time to first token", "exposed", "timeline", "link", "bench/results/ttft.json", "--request"):
+    for word in ("time to first token", "exposed", "timeline", "link", "bench/results/serve.json", "--request"):
         assert word in said

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bench import OUTPUT
 from layerpush.calm import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
@@ -183,6 +184,39 @@ def test_every_command_could_be_given() -> None:
         except WrongCommandError as error:
             wrong.append(f"{block}: {error}")
     assert wrong == []
+
+
+def published(text: str) -> list[str]:
+    """Options of these commands that name the committed results as the place to write to."""
+    words = [word for command in commands(text) for word in (*command.words, *command.environment)]
+    return re.findall(r"--(?:out|json|plot)[= ]bench/results\S*", " ".join(words))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_of_a_page_overwrites_the_committed_results(page: str) -> None:
+    text = (ROOT / page).read_text()
+    said = [block.text for block in command_blocks((page,))] + inline_commands(text)
+    assert [found for one in said for found in published(one)] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["scripts/soak --json bench/results/soak.json", 'make demo ARGS="--json bench/results/demo.json"']
+)
+def test_commands_that_overwrite_the_committed_results_are_found(text: str) -> None:
+    assert published(text) != []
+
+
+def test_commands_write_where_git_ignores_it() -> None:
+    """Only what draws the committed results knows where these are; a test of bench.plot sees that it leaves them."""
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/build/" in ignored
+    assert OUTPUT.is_relative_to(ROOT / "build")
+    folders = ("bench", "layerpush", "tests/faults/soak")
+    sources = {path: path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    knowing = {str(path.relative_to(ROOT)) for path, text in sources.items() if "RESULTS" in text}
+    assert knowing == {"bench/__init__.py", "bench/plot/__main__.py"}
+    assert [path for path, text in sources.items() if '"results"' in text and path.parent.name != "bench"] == []
+    assert "build/bench" in (ROOT / "scripts/bench").read_text()
 
 
 @pytest.mark.parametrize(

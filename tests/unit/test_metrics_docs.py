@@ -101,8 +101,10 @@ def test_panels_are_what_grafana_takes() -> None:
 
 def test_expressions_are_promql() -> None:
     wanted = [text for document in documents().values() for text in expressions(document)]
-    checked = [promql.check(text) for text in wanted if not text.startswith("label_values(")]
+    checked = [text for text in wanted if not text.startswith("label_values(")]
     assert len(checked) > 40
+    for text in checked:
+        promql.check(text)
     assert len(wanted) - len(checked) == 2, "what the variable asks for is Grafana's own language"
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench import OUTPUT
 from tests.e2e.enginehost import free_ports
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
@@ -29,7 +30,6 @@ from tests.faults.soak.specs import REFERENCE, decoders, prefills
 from tests.faults.soak.tally import Tally
 
 PORTS = (26000, 26399)
-RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -57,8 +57,8 @@ def soak(
     round_seconds: Annotated[float, typer.Option(min=5.0, help="Load between two audits.")] = 45.0,
     out: Annotated[
         Path,
-        typer.Option("--json", metavar="FILE", help="Where the figures go.", show_default="bench/results/soak.json"),
-    ] = RESULTS / "soak.json",
+        typer.Option("--json", metavar="FILE", help="Where the figures go.", show_default="build/bench/soak.json"),
+    ] = OUTPUT / "soak.json",
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the engines log. Default: a new directory under /tmp.")
     ] = None,

@@ -1,17 +1,12 @@
-"""How fast blocks are gathered and scattered, from the JSON of ``python -m bench.kernel``."""
+"""Tables of the documentation, from the JSON of ``python -m bench.kernel``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from scripts.docgen.conditions import alone, not_measured
-from scripts.docgen.tables import number_table
+from bench.markdown import Result, conditions, number_table
 
-RESULT = Path("bench/results/kernel.json")
-COMMAND = f"python -m bench.kernel --out {RESULT}"
 SIZES = tuple(kib << 10 for kib in (4, 16, 64, 256))
 COUNTS = (64, 1024, 8192)
 IDS = "random"
@@ -22,12 +17,8 @@ DIRECTIONS = {"gather": "index_select", "scatter": "index_copy_"}
 Cell = Mapping[str, Any]
 
 
-def tables(root: Path) -> str:
+def tables(result: Result) -> str:
     """GB/s and share of a copy's rate, by block size and count; on a GPU also what gathering costs its neighbour."""
-    path = root / RESULT
-    if not path.exists():
-        return not_measured(COMMAND)
-    result = json.loads(path.read_text())
     parts = [_rates(result["cells"]), _about(result)]
     if result["contention"]:
         parts += [_contention(result["contention"]), "Products of large matrices, alone and beside gathering."]
@@ -54,7 +45,7 @@ def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
     return f"{way['gb_s']['p50']:.3g}", f"{way['of_copy']['ratio']:.0%}"
 
 
-def _about(result: Mapping[str, Any]) -> str:
+def _about(result: Result) -> str:
     device = result["device"]
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
     said = (
@@ -65,7 +56,7 @@ def _about(result: Mapping[str, Any]) -> str:
         said += f" On a CPU torch's operators do the work, in {threads}, and this says nothing about a GPU."
     else:
         said += f" On one {device['name']}, with at most {result['max_programs']} programs."
-    return f"{said} {alone(result)}"
+    return f"{said} {conditions(result)}"
 
 
 def _contention(every: list[Mapping[str, Any]]) -> str:

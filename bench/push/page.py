@@ -1,18 +1,13 @@
-"""What packing is worth, from the JSON of ``python -m bench.push``."""
+"""Tables of the documentation, from the JSON of ``python -m bench.push``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from bench.markdown import Result, conditions, number_table
 from bench.push.cells import LIMIT
-from scripts.docgen.conditions import alone, not_measured
-from scripts.docgen.tables import number_table
 
-RESULT = Path("bench/results/push.json")
-COMMAND = f"python -m bench.push --out {RESULT}"
 PATTERNS = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
 """The patterns that are worth a table: in the others there is less to pack, or nothing."""
 LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA IPC, on one GPU"}
@@ -20,19 +15,18 @@ LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA I
 Cell = Mapping[str, Any]
 
 
-def summary(root: Path) -> str:
+def summary(result: Result) -> str:
     """One paragraph: at how many points auto is as good as the best plan."""
-    result = _result(root)
-    return not_measured(COMMAND) if result is None else _summary(result)
+    said: str = result["summary"]
+    ucx = {about["ucx"] for about in result["about"].values()}
+    versions = {"versions": {"ucx": ", ".join(sorted(ucx)), **result["versions"]}}
+    return f"{said[0].upper()}{said[1:]}. {conditions({**result, **versions})}"
 
 
-def tables(root: Path) -> str:
+def tables(result: Result) -> str:
     """For each link and pattern the best plan by block size and count, and what auto takes of its time."""
-    result = _result(root)
-    if result is None:
-        return not_measured(COMMAND)
     cells = result["cells"]
-    parts = [_summary(result)]
+    parts = [summary(result)]
     for link in dict.fromkeys(cell["link"] for cell in cells):
         for ids, what in PATTERNS.items():
             here = [cell for cell in cells if (cell["link"], cell["ids"]) == (link, ids)]
@@ -45,13 +39,6 @@ def tables(root: Path) -> str:
         "says so."
     )
     return "\n\n".join(parts)
-
-
-def _summary(result: Mapping[str, Any]) -> str:
-    said: str = result["summary"]
-    ucx = {about["ucx"] for about in result["about"].values()}
-    versions = {"versions": {"ucx": ", ".join(sorted(ucx)), **result["versions"]}}
-    return f"{said[0].upper()}{said[1:]}. {alone({**result, **versions})}"
 
 
 def _table(cells: Sequence[Cell]) -> str:
@@ -72,15 +59,6 @@ def _best(cell: Cell | None) -> str:
     share = "" if best == "direct" else f" {cell['ways'][best]['of_direct']['ratio']:.2f}"
     to_best = f"{auto['to_best']['ratio']:.2f}"
     if auto["misses"]:
-        to_best = f"**{to_best}{'!' if _is_sure(auto) else ''}**"
+        is_sure = any(auto[against]["low"] > LIMIT for against in ("to_best", "to_direct"))
+        to_best = f"**{to_best}{'!' if is_sure else ''}**"
     return f"{best}{share}, {to_best}"
-
-
-def _is_sure(auto: Mapping[str, Any]) -> bool:
-    return any(auto[against]["low"] > LIMIT for against in ("to_best", "to_direct"))
-
-
-def _result(root: Path) -> Mapping[str, Any] | None:
-    path = root / RESULT
-    result: Mapping[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return result
