@@ -73,7 +73,7 @@ def demo(
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts each mode is measured with.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 4096,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 2048,
     link: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +87,7 @@ def demo(
 ) -> None:
     """Watch a real vLLM prefill engine push KV layer by layer, over real NIXL, into a real decode engine, on the CPU.
 
-    Sends the same prompts three ways (by layer, by chunk, whole request) and to one plain engine; prints for each way
+    Sends the same prompts three ways (by layer, by chunk, whole request) and to one engine alone; prints for each way
     how much of the transfer was left over after prefill, and whether the tokens are right.
 
     Exit status: 0 if every token is right, 1 if one is not, 2 if the demo could not be carried out. Ctrl-C stops the
