@@ -43,6 +43,8 @@ PROVENANCE = {
 def mode(exposed_ms: float | None, tokens_equal: bool = True) -> dict[str, object]:
     return {
         "ttft_ms": 1500.4,
+        "ttft_range_ms": [1400.6, 1700.2],
+        "hand_over_ms": exposed_ms,
         "prefill_ms": 1200.0,
         "exposed_ms": exposed_ms,
         "transfer_ms": 800.0,
