@@ -26,6 +26,8 @@ from layerpush.tracing.picture import draw_pushes
 
 SEED = 0
 ANSWER_TOKENS = 16
+STOP_S = 5.0
+"""A vLLM server that is stopped while it starts may hang: nothing of the demo's is worth waiting for."""
 FAILED, BROKEN = 1, 2
 
 
@@ -97,7 +99,7 @@ def _compare(
         f"Model: random Llama, {DEMO_SHAPE.layers} layers, {DEMO_SHAPE.kv_bytes_per_token >> 10} KiB of KV per token. "
         f"Prompts: {size.prompts} of {size.prompt_tokens} tokens, prefill in chunks of {TOKENS_PER_STEP}."
     )
-    with EngineGroup(work, interrupts, forks=True) as group:
+    with EngineGroup(work, interrupts, stop_timeout_s=STOP_S, forks=True) as group:
         for place in places:
             group.preload(place)
         model = write_model(model_dir, DEMO_SHAPE)
