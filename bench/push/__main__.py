@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bench import OUTPUT
 from bench.pair.lists import names, numbers
-from bench.pair.orders import WrongBytesError
-from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
+from bench.pair.sweep import (
+    PACKAGES,
+    PROGRESS_THREADS,
+    AgentThreads,
+    Corrupt,
+    ProgressThread,
+    Seed,
+    StagingMib,
+    need_cuda,
+    sweep,
+)
 from bench.pair.tables import PATTERNS
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
 from bench.push.orders import Measure
 from bench.push.plot import plot
-from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, Point, points, time_left
+from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
 from bench.push.report import line, maps, misses, model
-from layerpush.demo.interrupts import Interrupted, Interrupts
+from layerpush.demo.interrupts import Interrupts
 from layerpush.demo.provenance import provenance
 
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
 """What there is between two processes, by the device that has their memory."""
-PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
 MOST_MIB, QUICK_MOST_MIB = 64, 16
 PIPE_WIDTH = 180
@@ -68,19 +75,15 @@ def main(
         int | None,
         typer.Option(min=1, show_default=False, help="Leave out WRITEs of more. Default: 64, or 16 if quick."),
     ] = None,
-    staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
+    staging_mib: StagingMib = 64,
     polls: Annotated[
         str, typer.Option(help="engine: both sides look as often as a worker's writer thread. spin: without a pause.")
     ] = "engine",
-    progress: Annotated[
-        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
-    ] = "calm",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
+    progress: ProgressThread = "calm",
+    threads: AgentThreads = 4,
     device: Annotated[str, typer.Option(help="cpu or cuda: where caches and rings are.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
-    corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
-    ] = False,
+    seed: Seed = 0,
+    corrupt: Corrupt = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -127,11 +130,10 @@ def main(
         sizes = [kib << 10 for kib in numbers(block_kib)] if block_kib else list(QUICK_SIZES if quick else SIZES)
         counts = numbers(blocks) if blocks else list(QUICK_COUNTS if quick else COUNTS)
         patterns = names(ids, list(PATTERNS))
-        (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, ["calm", "spin", "off"])
+        (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, PROGRESS_THREADS)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if device == "cuda":
-        _need_cuda()
+    need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
     most = most_mib << 20
     wanted, left_out = points(sizes, counts, patterns, layers, most)
@@ -148,19 +150,10 @@ def main(
         corrupt=corrupt,
     )
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    orders = [(link, point, Measure(point, repeats)) for link in wanted_links for point in wanted]
     started_at = time.monotonic()
-    try:
-        with Interrupts():
-            cells, about = measure(console, wanted_links, wanted, repeats, settings)
-    except Interrupted as interrupted:
-        console.print(f"[yellow]{interrupted}; both processes are down, nothing is written.[/]")
-        raise typer.Exit(interrupted.exit_status) from None
-    except WrongBytesError as error:
-        console.print(f"{error}: nothing is written", style="red", markup=False)
-        raise typer.Exit(1) from error
-    except PairError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(2) from error
+    answers, about = sweep(console, "bench.push", _wire_of, orders, settings, line)
+    cells: list[Cell] = answers
     console.print(*maps(cells), model(cells), sep="\n")
     missed = misses(cells)
     if missed is not None:
@@ -183,42 +176,13 @@ def main(
         )
 
 
-def _need_cuda() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
-
-
 def _title(settings: Settings) -> str:
     return f"A WRITE between two processes on one {'GPU' if settings.device == 'cuda' else 'machine'}, by plan"
 
 
-def measure(
-    console: Console, links: Sequence[str], wanted: Sequence[Point], rounds: int, settings: Settings
-) -> tuple[list[Cell], dict[str, Any]]:
-    """Every point over every link, and what the processes say of themselves."""
-    cells: list[Cell] = []
-    about: dict[str, Any] = {}
-    waiting = [point for _ in links for point in wanted]
-    done: list[Point] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with tempfile.TemporaryDirectory(prefix="layerpush-push-") as logs, bar:
-        task = bar.add_task("points", total=len(waiting), left="")
-        spent = 0.0
-        for link in links:
-            with Pair("bench.push", LINKS[settings.device][link], settings, Path(logs)) as pair:
-                about[link] = pair.about
-                for point in wanted:
-                    began = time.monotonic()
-                    cells.append(pair.ask(Measure(point, rounds)))
-                    spent += time.monotonic() - began
-                    done.append(waiting.pop(0))
-                    left = f"about {time_left(waiting, done, spent) / 60:.1f} min left"
-                    bar.update(task, advance=1, left=left)
-                    console.print(line(cells[-1]), "" if console.is_terminal else f"  {left}")
-    return cells, about
+@contextlib.contextmanager
+def _wire_of(link: str, _: Interrupts) -> Iterator[Wire]:
+    yield next(wires[link] for wires in LINKS.values() if link in wires)
 
 
 if __name__ == "__main__":

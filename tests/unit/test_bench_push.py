@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 from bench.pair import processes
 from bench.pair.end import settle
 from bench.pair.lists import names, numbers
+from bench.pair.sweep import time_left
 from bench.pair.tables import PATTERNS, Draw
 from bench.push import report
 from bench.push.__main__ import LINKS, app
 from bench.push.cells import WAYS, Cell, Series, summary
 from bench.push.plot import plot
-from bench.push.points import COUNTS, SIZES, Point, draw, points, time_left
+from bench.push.points import COUNTS, SIZES, Point, draw, points
 from layerpush.prefill.costs import Costs
 from layerpush.prefill.runs import runs
 
