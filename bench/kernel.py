@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Rival
 from layerpush.demo.provenance import provenance
@@ -261,8 +260,7 @@ def main(
         "swap_blocks": why_not or "measured",
     }
     body = {"cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in contention]}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(head | settings | body, indent=1) + "\n")
+    write(out, head | settings | body)
     plot(cells, out.with_suffix(".png"), str(hardware["name"] or "CPU, torch's operators"))
     for each in contention:
         console.print(str(each))

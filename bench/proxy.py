@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import aiohttp
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from bench import write
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
 from bench.markdown import Result, conditions, number_table, with_interval
 from layerpush.demo.ports import PortAllocator
@@ -127,14 +127,15 @@ def main(
     except WrongAnswerError as error:
         console.print(f"[red]{error}[/]")
         raise typer.Exit(1) from None
-    console.print(_table(cells))
+    head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
+    result = head | {"cells": [cell.as_json() for cell in cells]}
+    console.print(page_table(result), markup=False)
     if out is not None:
-        head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
-        out.write_text(json.dumps(head | {"cells": [cell.as_json() for cell in cells]}, indent=1) + "\n")
+        write(out, result)
 
 
 def page_table(result: Result) -> str:
-    """The table of the documentation: one row per prompt length and number of streams."""
+    """One row per prompt length and number of streams."""
     rows = []
     for cell in result["cells"]:
         first, rounds = cell["first_ms"], cell["round_ms"]
@@ -160,19 +161,6 @@ def page_table(result: Result) -> str:
     )
     table = number_table(("tokens", "at a time", "straight", "proxied", *added_headings), rows)
     return f"{table}\n\n{about} {conditions(result)}"
-
-
-def _table(cells: Sequence[Cell]) -> Table:
-    table = Table("tokens", "streams", "straight", "proxied", "added", "to the last byte", title="to the first byte")
-    for cell in cells:
-        first, whole = cell.added("first"), cell.added("whole")
-        table.add_row(
-            str(cell.prompt_tokens),
-            str(cell.streams),
-            *(f"{statistics.median(series.raw('first')):.2f} ms" for series in (cell.direct, cell.proxied)),
-            *(f"{each.difference:.2f} [{each.low:.2f}, {each.high:.2f}] ms" for each in (first, whole)),
-        )
-    return table
 
 
 async def _measure(lengths: Sequence[int], widths: Sequence[int], requests: int) -> list[Cell]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.forward import report
 from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, growing_cases, known_cases
 from bench.forward.cells import Cell
@@ -196,8 +195,7 @@ def main(
             "lines": [asdict(line) for line in fitted],
             "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head | body, indent=1) + "\n")
+        write(path, head | body)
         plot(cells, fitted, path.with_suffix(".png"), "Pushes during a synthetic forward")
         console.print(
             f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} prompts above {most_mib} MiB left out"

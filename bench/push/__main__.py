@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.pair.lists import names, numbers
 from bench.pair.settings import Settings
 from bench.pair.sweep import (
@@ -32,9 +31,10 @@ from bench.pair.tables import PATTERNS
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
 from bench.push.orders import Measure
+from bench.push.page import tables
 from bench.push.plot import plot
 from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
-from bench.push.report import line, maps, misses, model
+from bench.push.report import line, misses, model
 from layerpush.demo.interrupts import Interrupts
 from layerpush.demo.provenance import provenance
 
@@ -154,22 +154,21 @@ def main(
     started_at = time.monotonic()
     answers, about = sweep(console, "bench.push", _wire_of, orders, settings, line)
     cells: list[Cell] = answers
-    console.print(*maps(cells), model(cells), sep="\n")
+    head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
+    result = head | {
+        "seconds": round(time.monotonic() - started_at),
+        "summary": summary(cells),
+        "left_out": [asdict(point) for point in left_out],
+        "cells": [cell.as_json() for cell in cells],
+    }
+    console.print(tables(result, PATTERNS), markup=False)
+    console.print(model(cells))
     missed = misses(cells)
     if missed is not None:
         console.print(missed)
-    console.print(summary(cells))
     path = out or (None if quick else OUTPUT / "push.json")
     if path is not None:
-        head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
-        body = {
-            "seconds": round(time.monotonic() - started_at),
-            "summary": summary(cells),
-            "left_out": [asdict(point) for point in left_out],
-            "cells": [cell.as_json() for cell in cells],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head | body, indent=1) + "\n")
+        write(path, result)
         plot(cells, path.with_suffix(".png"), _title(settings))
         console.print(
             f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out"
