@@ -1,8 +1,16 @@
 """Measurements of layerpush. ``make bench`` runs ``bench.serve``."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 """The committed results, which the documentation shows. No command writes here unless it is told to."""
 OUTPUT = Path(__file__).parents[1] / "build" / "bench"
 """Where commands write by default; git ignores it."""
+
+
+def write(path: Path, result: Mapping[str, object]) -> None:
+    """One JSON object; the folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Rival
 from layerpush.apps.demo.provenance import provenance
@@ -191,21 +190,21 @@ class Bench:
 @app.command()
 def main(
     block_bytes: Annotated[str, typer.Option(help="Bytes of a block in one layer.")] = "4096,8192,16384,65536,262144",
-    blocks: Annotated[str, typer.Option(help="How many blocks are moved.")] = "64,512,1024,8192",
+    blocks: Annotated[str, typer.Option(help="Numbers of blocks.")] = "64,512,1024,8192",
     ids: Annotated[
         str, typer.Option(help="contiguous: one run. random: any order. half: a run, then as many in any order.")
     ] = "contiguous,random,half",
     rounds: Annotated[int, typer.Option(min=2, help="Samples of each way; the ways take turns.")] = 30,
     device: Annotated[str, typer.Option(help="cuda or cpu; auto takes a GPU if there is one.")] = "auto",
     most_mib: Annotated[
-        int | None, typer.Option(help="Leave out cases that move more. Default: 2048 on a GPU, 128 on a CPU.")
+        int | None, typer.Option(help="Skip cases that move more. Default: 2048 on a GPU, 128 on a CPU.")
     ] = None,
     max_programs: Annotated[int, typer.Option(min=1, help="Cap on the kernel's programs.")] = FULL_DEVICE_PROGRAMS,
     caps: Annotated[
-        str, typer.Option(help="Caps for gathering beside matrix products; empty: not measured. GPU only.")
+        str, typer.Option(help="Caps for a gather beside matrix products; empty: skip them. GPU only.")
     ] = "4,8,16,32,64",
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch's operators on a CPU.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of block ids and bytes.")] = 0,
     out: Annotated[
         Path,
         typer.Option(
@@ -217,13 +216,13 @@ def main(
 ) -> None:
     """Measure gather_blocks and scatter_blocks.
 
-    Every case, so many blocks of so many bytes, is moved by a plain copy of as many contiguous bytes, which is the
-    ceiling; by layerpush; by torch's index_select or index_copy_; and by vLLM's swap_blocks where it can be imported.
-    Each way must first move every byte right; if one does not, nothing is written and the exit status is 1.
+    A case is a number of blocks and a block size. These move it in turn: a plain copy of as many contiguous bytes,
+    which is the ceiling; layerpush; torch's index_select or index_copy_; and vLLM's swap_blocks if it can be imported.
+    Each must first move every byte right. If one does not, the bench writes nothing and the exit status is 1.
 
-    GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. Caches are flushed before each sample. On a GPU,
-    matrix products are timed with and without gathering beside them. On a CPU torch's operators do the work, and what
-    they reach says nothing about a GPU.
+    GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. The bench flushes caches before each sample. On a GPU
+    it also times matrix products with and without a gather beside them. On a CPU torch's operators do the copies; their
+    rate does not apply to a GPU.
 
     - python -m bench.kernel --block-bytes 4096,65536 --blocks 64,1024 --rounds 10
 
@@ -261,8 +260,7 @@ def main(
         "swap_blocks": why_not or "measured",
     }
     body = {"cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in contention]}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(head | settings | body, indent=1) + "\n")
+    write(out, head | settings | body)
     plot(cells, out.with_suffix(".png"), str(hardware["name"] or "CPU, torch's operators"))
     for each in contention:
         console.print(str(each))

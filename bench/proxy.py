@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import aiohttp
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from bench import write
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
 from bench.markdown import Result, conditions, number_table, with_interval
 from layerpush.apps.demo.ports import PortAllocator
@@ -110,13 +110,13 @@ class Cell:
 @app.command()
 def main(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = "16,1024,32768",
-    streams: Annotated[str, typer.Option(help="How many streams at a time, with commas.")] = "1,64",
+    streams: Annotated[str, typer.Option(help="Numbers of streams at a time, with commas.")] = "1,64",
     requests: Annotated[int, typer.Option(min=2, help="Requests of each kind.")] = 400,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all times as JSON.")] = None,
 ) -> None:
     """Measure the overhead of `layerpush proxy` per request, with engines that answer at once.
 
-    Both the stub engines and the proxy run on this machine: with few cores their times add up more than they would.
+    The stub engines and the proxy share this machine, so with few cores the overhead is an upper bound.
 
     Exit status: 1 when an answer differed; then nothing is written.
     """
@@ -127,14 +127,15 @@ def main(
     except WrongAnswerError as error:
         console.print(f"[red]{error}[/]")
         raise typer.Exit(1) from None
-    console.print(_table(cells))
+    head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
+    result = head | {"cells": [cell.as_json() for cell in cells]}
+    console.print(page_table(result), markup=False)
     if out is not None:
-        head = provenance(SEED, PACKAGES) | {"answer_events": ANSWER_TOKENS + 1}
-        out.write_text(json.dumps(head | {"cells": [cell.as_json() for cell in cells]}, indent=1) + "\n")
+        write(out, result)
 
 
 def page_table(result: Result) -> str:
-    """The table of the documentation: one row per prompt length and number of streams."""
+    """One row per prompt length and number of streams."""
     rows = []
     for cell in result["cells"]:
         first, rounds = cell["first_ms"], cell["round_ms"]
@@ -160,19 +161,6 @@ def page_table(result: Result) -> str:
     )
     table = number_table(("tokens", "at a time", "straight", "proxied", *added_headings), rows)
     return f"{table}\n\n{about} {conditions(result)}"
-
-
-def _table(cells: Sequence[Cell]) -> Table:
-    table = Table("tokens", "streams", "straight", "proxied", "added", "to the last byte", title="to the first byte")
-    for cell in cells:
-        first, whole = cell.added("first"), cell.added("whole")
-        table.add_row(
-            str(cell.prompt_tokens),
-            str(cell.streams),
-            *(f"{statistics.median(series.raw('first')):.2f} ms" for series in (cell.direct, cell.proxied)),
-            *(f"{each.difference:.2f} [{each.low:.2f}, {each.high:.2f}] ms" for each in (first, whole)),
-        )
-    return table
 
 
 async def _measure(lengths: Sequence[int], widths: Sequence[int], requests: int) -> list[Cell]:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.forward import report
-from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, Case, growing_cases, known_cases
+from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, growing_cases, known_cases
 from bench.forward.cells import Cell
-from bench.forward.growth import Line, lines
-from bench.forward.links import HELP, links
+from bench.forward.growth import lines
+from bench.forward.links import HELP, links, wire_of
 from bench.forward.models import BLOCK_TOKENS, MODELS
+from bench.forward.orders import Measure
 from bench.forward.plot import plot
-from bench.forward.run import Measured, Wanted, measure
 from bench.forward.settings import ForwardSettings
 from bench.pair.lists import names, numbers
-from bench.pair.orders import WrongBytesError
-from bench.pair.processes import PairError
+from bench.pair.sweep import (
+    PACKAGES,
+    PROGRESS_THREADS,
+    AgentThreads,
+    Corrupt,
+    ProgressThread,
+    Seed,
+    StagingMib,
+    need_cuda,
+    sweep,
+)
 from bench.pair.tables import PATTERNS
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
 from layerpush.apps.demo.provenance import provenance
 
-PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 MODES = ("layer", "chunk", "request")
 ROUNDS, QUICK_ROUNDS = 6, 3
 MOST_MIB, QUICK_MOST_MIB = 640, 160
@@ -53,7 +56,9 @@ def main(
     ] = ",".join(MODELS),
     tokens: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Of a prompt. Default: 4096,16384,32768,131072, or 1024,4096 if quick."),
+        typer.Option(
+            show_default=False, help="Prompt lengths. Default: 4096,16384,32768,131072, or 1024,4096 if quick."
+        ),
     ] = None,
     ids: Annotated[
         str | None,
@@ -67,11 +72,11 @@ def main(
         str, typer.Option(help='layer: granularity "layer". chunk: granularity "chunk". request: whole, after prefill.')
     ] = ",".join(MODES),
     chunk_tokens: Annotated[
-        int, typer.Option(min=BLOCK_TOKENS, help="Tokens that a step computes: --max-num-batched-tokens.")
+        int, typer.Option(min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens.")
     ] = CHUNK_TOKENS,
-    requests: Annotated[int, typer.Option(min=1, help="Prompts that are computed together.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
     layer_ms: Annotated[
-        float, typer.Option(min=0.5, help="Milliseconds of matrix products that make a layer of a step.")
+        float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,
     rounds: Annotated[
         int | None, typer.Option(min=2, show_default=False, help="Samples of each mode. Default: 6, or 3 if quick.")
@@ -84,23 +89,19 @@ def main(
         typer.Option(
             min=1,
             show_default=False,
-            help="Leave out prompts of more KV; each side takes 1.25 times as much. Default: 640, or 160 if quick.",
+            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640, or 160 if quick.",
         ),
     ] = None,
-    growth: Annotated[bool, typer.Option(help="How costs grow, on the first link.")] = True,
+    growth: Annotated[bool, typer.Option(help="Also measure the growth of costs, on the first link.")] = True,
     packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
     min_write_bytes: Annotated[int, typer.Option(min=0, help="The connector's setting.")] = 256 << 10,
-    staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
-    progress: Annotated[
-        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
-    ] = "calm",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
+    staging_mib: StagingMib = 64,
+    progress: ProgressThread = "calm",
+    threads: AgentThreads = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where KV and products are.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
-    corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
-    ] = False,
+    device: Annotated[str, typer.Option(help="Device of KV and products: cpu or cuda.")] = "cpu",
+    seed: Seed = 0,
+    corrupt: Corrupt = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -111,21 +112,21 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Measure what pushing costs a forward, and how much of the transfer is left after it.
+    """Measure the cost of pushes for a forward pass, and the exposed part of the transfer after it.
 
-    Two processes, P and D, with a KV cache of a known model's geometry each, are connected by real NIXL; there is no
-    vLLM and no model. P's main thread computes layers of matrix products, writes KV into its blocks and calls the
-    connector's hooks; its writer thread pushes, with the same session, outbox and packing as an engine's:
+    Real NIXL connects two processes, P and D, each with a KV cache of a known model's geometry. There is no vLLM and no
+    model. P's main thread computes layers of matrix products, writes KV into its blocks and calls the connector's
+    hooks. Its writer thread pushes with the same session, outbox and packing as an engine's:
 
-    - **layer**: each layer when it is computed;
+    - **layer**: each layer once it is computed;
 
     - **chunk**: all layers after each step;
 
-    - **request**: everything after the last step, in one WRITE, as a stock connector does.
+    - **request**: the whole request after the last step, in one WRITE, as a stock connector does.
 
-    In each round every mode has its turn, and so have the same forward without a push and one WRITE of one
-    descriptor, which is what the wire can carry. D's blocks are poisoned before each sample, and compared byte for byte
-    after it; if one is wrong, nothing is written and the exit status is 1.
+    In each round the bench measures every mode, the same forward without a push, and one WRITE of one descriptor, the
+    limit of the wire. It poisons D's blocks before each sample and compares them byte for byte after it. If a byte is
+    wrong, the bench writes nothing and the exit status is 1.
 
     Use an otherwise idle machine with two cores: one computes, the other has P's writer and D.
 
@@ -138,7 +139,7 @@ def main(
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     try:
         (device,), (packing,) = names(device, ["cpu", "cuda"]), names(packing, ["auto", "off", "gather", "packed"])
-        (progress,) = names(progress, ["calm", "spin", "off"])
+        (progress,) = names(progress, PROGRESS_THREADS)
         wanted_links = links(links_, device)
         lengths = numbers(tokens) if tokens else list(QUICK_TOKENS if quick else TOKENS)
         patterns = names(ids or ",".join(IDS[-1:] if quick else IDS), list(PATTERNS))
@@ -148,15 +149,14 @@ def main(
     except LinkError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
+    need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
     cases, left_out = known_cases(chosen, lengths, patterns, chunk_tokens, most_mib << 20, requests)
     growing = list(growing_cases(QUICK_POINTS if quick else POINTS)) if growth else []
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20
         raise typer.BadParameter(f"every prompt has more KV than --most-mib {most_mib}; the smallest {smallest}")
-    every: list[Case] = [*cases, *(each.case for each in growing)]
+    every = [*cases, *(each.case for each in growing)]
     settings = ForwardSettings(
         seed=seed,
         cache_bytes=max(case.cache_bytes for case in every),
@@ -172,72 +172,36 @@ def main(
         packing=packing,  # type: ignore[arg-type]
     )
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    wanted = Wanted(wanted_links, cases, growing, tuple(wanted_modes), repeats)
+    grown = [(wanted_links[0], each.case) for each in growing]  # on the first link, after its known cases
+    known = [(link, case) for link in wanted_links for case in cases]
+    places = [*known[: len(cases)], *grown, *known[len(cases) :]]
+    orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
-    measured = _measured(console, wanted, settings)
-    fitted = list(lines(measured.grown))
-    console.print(*report.tables(measured.cells), sep="\n")
+    answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line)
+    cells: list[Cell] = answers[: len(cases)] + answers[len(cases) + len(grown) :]
+    of_lines = list(zip(growing, answers[len(cases) :], strict=False))
+    fitted = list(lines([(each.what, each.value, cell) for each, cell in of_lines]))
+    console.print(*report.tables(cells), sep="\n")
     if fitted:
         console.print(report.growth(fitted))
-    missed = report.missed(measured.cells)
+    missed = report.missed(cells)
     console.print(*(missed or ["by layer is within its limits in every case"]), sep="\n", markup=False)
     path = out or (None if quick else OUTPUT / "forward.json")
     if path is not None:
-        head = provenance(seed, PACKAGES) | {"about": measured.about, "settings": asdict(settings), "rounds": repeats}
-        seconds = round(time.monotonic() - started_at)
-        _write(path, head | _body(measured.cells, measured, fitted, left_out, missed, seconds))
-        plot(measured.cells, fitted, path.with_suffix(".png"), "Pushes during a synthetic forward")
+        head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
+        body = {
+            "seconds": round(time.monotonic() - started_at),
+            "misses": missed,
+            "left_out": [asdict(case) | {"bytes": case.bytes} for case in left_out],
+            "cells": [cell.as_json() for cell in cells],
+            "lines": [asdict(line) for line in fitted],
+            "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
+        }
+        write(path, head | body)
+        plot(cells, fitted, path.with_suffix(".png"), "Pushes during a synthetic forward")
         console.print(
             f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} prompts above {most_mib} MiB left out"
         )
-
-
-def _measured(console: Console, wanted: Wanted, settings: ForwardSettings) -> Measured:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("cases", total=len(wanted.orders), left="")
-
-    def on_cell(cell: Cell, seconds: float) -> None:
-        left = f"about {seconds / 60:.1f} min left"
-        bar.update(task, advance=1, left=left)
-        console.print(report.line(cell), "" if console.is_terminal else f"  {left}")
-
-    try:
-        with Interrupts() as interrupts, bar:
-            return measure(wanted, settings, interrupts, on_cell)
-    except Interrupted as interrupted:
-        console.print(f"[yellow]{interrupted}; both processes and their link are gone, nothing is written.[/]")
-        raise typer.Exit(interrupted.exit_status) from None
-    except WrongBytesError as error:
-        console.print(f"{error}: nothing is written", style="red", markup=False)
-        raise typer.Exit(1) from error
-    except (PairError, LinkError) as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(2) from error
-
-
-def _body(
-    cells: Sequence[Cell],
-    measured: Measured,
-    fitted: Sequence[Line],
-    left_out: Sequence[Case],
-    missed: Sequence[str],
-    seconds: int,
-) -> dict[str, object]:
-    grown = [{"what": what, "value": value, **cell.as_json()} for what, value, cell in measured.grown]
-    return {
-        "seconds": seconds,
-        "misses": list(missed),
-        "left_out": [asdict(case) | {"bytes": case.bytes} for case in left_out],
-        "cells": [cell.as_json() for cell in cells],
-        "lines": [asdict(line) for line in fitted],
-        "grown": grown,
-    }
-
-
-def _write(path: Path, result: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

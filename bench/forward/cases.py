@@ -110,11 +110,6 @@ def growing_cases(values: int, ids: str = "random") -> Iterator[Growing]:
             yield Growing(what, value, Case(name, layers, RANK_BLOCK, length, ids, requests, requests * length))
 
 
-def time_left(waiting: Sequence[Case], done: Sequence[Case], seconds: float) -> float:
-    """Seconds that the cases of ``waiting`` will take, if those of ``done`` took ``seconds``."""
-    return seconds * sum(case.weight for case in waiting) / max(1, sum(case.weight for case in done))
-
-
 def tokens(count: int) -> str:
     """``4096`` is ``4k``."""
     return f"{count >> 10}k" if count % 1024 == 0 else str(count)

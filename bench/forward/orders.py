@@ -47,8 +47,3 @@ class CheckCeiling:
     """To D: does the ring begin with the first ``size`` bytes of the noise? It is poisoned then."""
 
     size: int
-
-
-@dataclass(frozen=True)
-class CheckRest:
-    """To D, after the last ``Check``: what is wrong with the rest of the memory, if anything, comes back."""

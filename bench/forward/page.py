@@ -37,9 +37,8 @@ def table(result: Result) -> str:
 def _row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
     exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     layer = cell["modes"].get(LAYER)
-    if layer is None:
-        rest = ("",) * 8
-    else:
+    rest: tuple[str, ...] = ("",) * 8
+    if layer is not None:
         share = layer.get(f"exposed_of_{REFERENCE}")
         rest = (
             f"{share['ratio']:.3f}" if share else "",

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,11 @@ from bench.forward.compute import Products, Prompts
 from bench.forward.kv import Noise
 from bench.forward.lane import STREAMS, Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
-from bench.forward.orders import Check, CheckCeiling, Checked, CheckRest, Measure, Register
+from bench.forward.orders import Check, CheckCeiling, Checked, Measure, Register
 from bench.forward.queued import queued_s
 from bench.forward.settings import ForwardSettings
 from bench.pair.end import End, digest_of, settle
-from bench.pair.meeting import meet_decode, run_prefill
-from bench.pair.orders import UseCache, WrongBytesError
+from bench.pair.meeting import PrefillSide, raise_if_wrong, run_prefill
 from bench.pair.reach import DECODE, OWN, Reach
 from bench.pair.tables import Draw
 from layerpush.apps.tracing.intervals import union_length
@@ -57,20 +55,17 @@ class Bench:
         self.lanes = {mode: Lane(mode, reach, end.transport, settings, pusher, strategy) for mode in STREAMS}
 
 
-class PrefillEnd:
+class PrefillEnd(PrefillSide):
     def __init__(self, link: str, decode: Connection, settings: ForwardSettings) -> None:
-        self._link = link
+        super().__init__(link, decode, settings)
         self._settings = settings
-        self._decode = decode
-        self._end = End("P", settings)
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
-        self._other = meet_decode(self._end, decode, digest_of(self._noise.bytes))
+        self._other = self._meet(digest_of(self._noise.bytes))
         torch.set_num_threads(settings.forward_threads)
         self._products = Products(settings.layer_s, self._end.device)
         self._pusher = Pusher(self._end.transport)
-        self._geometry: tuple[int, int] | None = None
         self._bench: Bench | None = None
-        self._turn = self._requests = 0
+        self._turn = 0
 
     def obey(self, order: Measure) -> Cell:
         """Raises ``WrongBytesError`` when a byte is not where it must be."""
@@ -90,20 +85,16 @@ class PrefillEnd:
                 ceiling_s.append(ceiling)
                 for way in ways:
                     series[way].extend(taken[way])
-        self._raise_if_wrong(self._ask(CheckRest()), f"after {case}")
-        if not bench.reach.cache.is_unused:
-            raise WrongBytesError(f"after {case}: not all spans of P's ring were given back")
+        self._check_rest(bench.reach.cache, f"after {case}")
         return Cell(self._link, case, series, ceiling_bytes, ceiling_s)
 
     def _bench_for(self, case: Case) -> Bench:
         geometry = (case.block_bytes, case.layers)
-        if self._bench is None or self._geometry != geometry:
-            self._pusher.rest()
+        self._pusher.rest()
+        if self._is_new(*geometry) or self._bench is None:
             if self._bench is not None:
                 self._bench.reach.close()
-            self._ask(UseCache(*geometry))
             self._bench = Bench(self._end, Reach(self._end, self._other, *geometry), self._pusher, self._settings)
-            self._geometry = geometry
         return self._bench
 
     def _sample(
@@ -135,7 +126,7 @@ class PrefillEnd:
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
             self._account(lane, series, start, ready)
             checked: Checked = self._ask(Check(self._turn, names))
-            self._raise_if_wrong(checked.problem, f"{way}, {case}")
+            raise_if_wrong(checked.problem, f"{way}, {case}")
             series.decode_s.append(checked.cpu_s)
 
     def _forward(
@@ -214,7 +205,7 @@ class PrefillEnd:
         settle(end.device)
         self._write_one(min(RUN_UP_BYTES, size))
         took = self._write_one(size)
-        self._raise_if_wrong(self._ask(CheckCeiling(size)), "the wire's ceiling")
+        self._check(CheckCeiling(size), "the wire's ceiling")
         return took
 
     def _write_one(self, size: int) -> float:
@@ -234,18 +225,6 @@ class PrefillEnd:
         for descriptors in (ours, theirs):
             end.release(descriptors)
         return took
-
-    def _names(self, count: int) -> tuple[str, ...]:
-        self._requests += count
-        return tuple(f"request-{self._requests - index}" for index in range(count))
-
-    def _ask(self, order: object) -> Any:
-        self._decode.send(order)
-        return self._decode.recv()
-
-    def _raise_if_wrong(self, problem: str | None, where: str) -> None:
-        if problem is not None:
-            raise WrongBytesError(f"{where}: {problem}")
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ def main(
             metavar="DIR",
             file_okay=False,
             show_default=False,
-            help="Where JSON, pictures and logs go; made if need be.",
+            help="Folder for JSON, pictures and logs; the bench creates it.",
         ),
     ],
-    minutes: Annotated[float, typer.Option(min=0.1, help="For each part.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 10.0,
     model: Annotated[
         Path,
-        typer.Option(metavar="DIR", file_okay=False, help="Where serve makes its model, of 16 GB; kept for next time."),
+        typer.Option(metavar="DIR", file_okay=False, help="Folder of serve's model, 16 GB; built once."),
     ] = MODEL,
     options: Annotated[
         list[str] | None,
@@ -57,15 +57,15 @@ def main(
             help="More options of a part's bench, for example serve='--lengths 8192'; repeat it.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:
     """Measure layerpush on one NVIDIA GPU, part by part, each within ten minutes.
 
-    The interpreter is that of PYTHON=..., or else the one in .venv, or else python3. It must have a CUDA build of
-    torch; nothing is installed or downloaded. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.
+    PYTHON=... chooses the interpreter; else it is that of .venv, else python3. It must have a CUDA build of torch. The
+    bench installs and downloads nothing. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.
 
-    Each part leaves its JSON, pictures and logs in the folder. gpu-bench.json there has the commands, how they ended
-    and the versions. What ran out of time is stopped, with all that it has started, and the next part begins.
+    Each part leaves its JSON, pictures and logs in the folder. gpu-bench.json there has the commands, their exit
+    statuses and the versions. At its time limit the bench stops a part with all its processes and begins the next.
 
     Exit status: 0, or 1 if a part failed or ran out of time, or 2 if there is no GPU here or a module is missing.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy and beside matrix products",
     "push": "two processes on the GPU over CUDA IPC: every write plan, and whether auto finds the best",
-    "forward": "the same two processes: what pushing costs a forward, and what of the transfer is left after it",
+    "forward": "the same two processes: the cost of pushes for a forward pass, and the exposed time after it",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
 }
 TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"

@@ -1,51 +1,163 @@
-"""How P's and D's processes begin and end: the same for every benchmark."""
+"""P's and D's processes: what is the same for every benchmark."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
-from bench.pair.end import End
-from bench.pair.orders import Introduction, WrongBytesError
-from bench.pair.settings import Settings
+import torch
+
+from bench.pair.end import Cache, End, settle, strays
+from bench.pair.orders import CheckRest, Introduction, UseCache, WrongBytesError
+from bench.pair.settings import POISON, Settings
+from bench.pair.unpacking import Unpacking
 from layerpush.apps.demo.ucx import of_this_process
+from layerpush.core.wire import Unpack, read
 
+NOTIFICATION_POLL_S = 1e-3
+"""How often D looks for messages: as the writer thread of a worker that awaits something."""
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 
 
-class Serving(Protocol):
-    """D's process: serves P until P hangs up."""
+class PrefillSide:
+    """P's process; a bench says what it does with an order. ``settings`` must be D's."""
 
-    def serve(self) -> None: ...
-
-
-class Obeying(Protocol):
-    """P's process."""
+    def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
+        self._link = link
+        self._decode = decode
+        self._end = End("P", settings)
+        self._geometry: tuple[int, int] | None = None
+        self._requests = 0
 
     def obey(self, order: Any) -> Any:
-        """Answers the command. Raises ``WrongBytesError``."""
+        """The answer to the command. Raises ``WrongBytesError``."""
+        raise NotImplementedError
+
+    def _meet(self, digest: bytes) -> Introduction:
+        """D gets to know P, and P D."""
+        other: Introduction = self._decode.recv()
+        self._decode.send(_introduction(self._end, digest))
+        self._end.agent.add_remote_agent(other.metadata)
+        return other
+
+    def _ask(self, order: object) -> Any:
+        """D's answer."""
+        self._decode.send(order)
+        return self._decode.recv()
+
+    def _is_new(self, block_bytes: int, layers: int) -> bool:
+        """Whether this is another geometry than the last one; D uses it from now on."""
+        if self._geometry == (block_bytes, layers):
+            return False
+        self._geometry = (block_bytes, layers)
+        self._ask(UseCache(block_bytes, layers))
+        return True
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        """Ids of so many new requests."""
+        self._requests += count
+        return tuple(f"request-{self._requests - index}" for index in range(count))
+
+    def _check_rest(self, cache: Cache, where: str) -> None:
+        """Nothing was written outside D's blocks, and both rings are free. Raises ``WrongBytesError``."""
+        raise_if_wrong(self._ask(CheckRest()), where)
+        if not cache.is_unused:
+            raise WrongBytesError(f"{where}: not all spans of P's ring were given back")
+
+    def _check(self, order: object, where: str) -> None:
+        """Raises ``WrongBytesError`` when D finds something wrong."""
+        raise_if_wrong(self._ask(order), where)
 
 
-def meet_decode(end: End, decode: Connection, digest: bytes) -> Introduction:
-    """P's half: D gets to know P, and P D."""
-    other: Introduction = decode.recv()
-    decode.send(_introduction(end, digest))
-    end.agent.add_remote_agent(other.metadata)
-    return other
+class DecodeSide:
+    """D's process: a cache to be written to, our unpacker, and the check of every byte."""
+
+    def __init__(self, prefill: Connection, settings: Settings) -> None:
+        self._prefill = prefill
+        self._end = End("D", settings)
+        self._pause = NOTIFICATION_POLL_S if settings.polls == "engine" else 0.0
+        self._corrupts = settings.corrupt
+        self._cache: Cache | None = None
+        self._unpacking: Unpacking | None = None
+
+    def obey(self, order: Any) -> Any:
+        """The answer to an order of P's that this class does not know."""
+        raise NotImplementedError
+
+    def heard(self, message: Any) -> None:
+        """P said what is not for the unpacker."""
+
+    def serve(self) -> None:
+        """Until P hangs up."""
+        while True:
+            self._turn()
+            if self._prefill.poll(self._pause):
+                answer = self._answer(self._prefill.recv())
+                settle(self._end.device)
+                self._prefill.send(answer)
+
+    def _meet(self, digest: bytes) -> None:
+        """``digest`` is of the bytes that P must have, too."""
+        self._prefill.send(_introduction(self._end, digest))
+        other: Introduction = self._prefill.recv()
+        if digest != other.digest:
+            raise RuntimeError("P and D were not made from the same bytes")
+        self._end.agent.add_remote_agent(other.metadata)
+
+    def _turn(self) -> None:
+        for sender, payload in self._end.transport.notifications():
+            message = read(payload)
+            if isinstance(message, Unpack):
+                self._needed.heard(sender, message)
+            else:
+                self.heard(message)
+        if self._unpacking is not None:
+            self._unpacking.turn()
+
+    @property
+    def _needed(self) -> Unpacking:
+        assert self._unpacking is not None, "UseCache comes first"
+        return self._unpacking
+
+    def _answer(self, order: object) -> Any:
+        match order:
+            case UseCache(block_bytes, layers):
+                self._cache = self._end.cache(block_bytes, layers)
+                self._unpacking = Unpacking(self._end, self._cache)
+                return None
+            case CheckRest():
+                return self._rest()
+            case _:
+                return self.obey(order)
+
+    def _wrong_bytes(self, targets: Sequence[int], expected: Iterable[torch.Tensor]) -> int:
+        """How many bytes of these blocks are not as ``expected``: ``uint8 [blocks, block_bytes]`` for each layer.
+
+        Poisons the blocks.
+        """
+        assert self._cache is not None
+        places = torch.tensor(targets, device=self._end.device)
+        if self._corrupts:
+            self._cache.slots[0][places[-1], -1] ^= 0x01
+        wrong = 0
+        for got, there in zip(self._cache.slots, expected, strict=True):
+            here = got.index_select(0, places)
+            if not torch.equal(here, there):
+                wrong += int((here != there).sum())
+            got.index_fill_(0, places, POISON)
+        return wrong
+
+    def _rest(self) -> str | None:
+        leftovers = self._needed.leftovers()
+        if leftovers is not None:
+            return leftovers
+        stray = strays(self._end.memory)
+        return f"{stray} bytes were written outside D's blocks" if stray else None
 
 
-def meet_prefill(end: End, prefill: Connection, digest: bytes) -> None:
-    """D's half. ``digest`` is of what P must have, too."""
-    prefill.send(_introduction(end, digest))
-    other: Introduction = prefill.recv()
-    if digest != other.digest:
-        raise RuntimeError("P and D were not made from the same bytes")
-    end.agent.add_remote_agent(other.metadata)
-
-
-def run_prefill(make: Callable[[str, Connection, Any], Obeying], command_end: str, decode_end: str) -> None:
+def run_prefill(make: Callable[[str, Connection, Any], PrefillSide], command_end: str, decode_end: str) -> None:
     """P's process: ``make(link, decode, settings)``, then answer orders until the command hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     command, decode = Connection(int(command_end)), Connection(int(decode_end))
@@ -66,7 +178,7 @@ def run_prefill(make: Callable[[str, Connection, Any], Obeying], command_end: st
         raise RuntimeError("D's process has ended") from error
 
 
-def run_decode(make: Callable[[Connection, Any], Serving], prefill_descriptor: str) -> None:
+def run_decode(make: Callable[[Connection, Any], DecodeSide], prefill_descriptor: str) -> None:
     """D's process: ``make(prefill, settings)``, then serve P."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prefill = Connection(int(prefill_descriptor))
@@ -75,6 +187,12 @@ def run_decode(make: Callable[[Connection, Any], Serving], prefill_descriptor: s
         make(prefill, settings).serve()
     except GONE:
         return  # P is gone, and with it all that D is for
+
+
+def raise_if_wrong(problem: str | None, where: str) -> None:
+    """Raises ``WrongBytesError`` for what D found."""
+    if problem is not None:
+        raise WrongBytesError(f"{where}: {problem}")
 
 
 def _introduction(end: End, digest: bytes) -> Introduction:

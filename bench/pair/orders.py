@@ -46,3 +46,8 @@ class Forget:
 @dataclass(frozen=True)
 class Poison:
     """To D: no byte of the ring is as it was. The blocks are poisoned after each check."""
+
+
+@dataclass(frozen=True)
+class CheckRest:
+    """To D, after the last check of blocks: what is wrong with the rest of the memory, if anything, comes back."""

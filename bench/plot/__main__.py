@@ -53,8 +53,8 @@ def main(
 
     - Of `python -m bench.push` and `python -m bench.kernel`: the pictures that these leave beside their JSON.
 
-    - Of a folder: the timeline of one request, `timeline.png`. A folder of traces of modes, such as `DIR/trace` after
-      `layerpush demo --keep-logs DIR`, gives a typical push of each, one below the other; `--request` gives all that
+    - Of a folder: the timeline of one request, `timeline.png`. A folder of traces, such as `DIR/trace` after
+      `layerpush demo --keep-logs DIR`, gives a typical push of each mode, side by side; `--request` gives all that
       P and D did for one request.
 
     Exit status: 0, or 2 if something cannot be drawn.

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from bench import OUTPUT
+from bench import OUTPUT, write
 from bench.pair.lists import names, numbers
-from bench.pair.orders import WrongBytesError
-from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
+from bench.pair.sweep import (
+    PACKAGES,
+    PROGRESS_THREADS,
+    AgentThreads,
+    Corrupt,
+    ProgressThread,
+    Seed,
+    StagingMib,
+    need_cuda,
+    sweep,
+)
 from bench.pair.tables import PATTERNS
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
 from bench.push.orders import Measure
+from bench.push.page import tables
 from bench.push.plot import plot
-from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, Point, points, time_left
-from bench.push.report import line, maps, misses, model
-from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
+from bench.push.report import line, misses, model
+from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.provenance import provenance
 
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
 """What there is between two processes, by the device that has their memory."""
-PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 ROUNDS, QUICK_ROUNDS = 15, 5
 MOST_MIB, QUICK_MOST_MIB = 64, 16
 PIPE_WIDTH = 180
@@ -59,28 +66,24 @@ def main(
     ids: Annotated[
         str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + ".")
     ] = ",".join(PATTERNS),
-    layers: Annotated[int, typer.Option(min=1, help="Layers that a WRITE has these blocks in.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a WRITE; each has these blocks.")] = 1,
     rounds: Annotated[
         int | None, typer.Option(min=2, show_default=False, help="Samples of each plan at a point. Default: 15.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, counts and rounds: about a minute.")] = False,
     most_mib: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Leave out WRITEs of more. Default: 64, or 16 if quick."),
+        typer.Option(min=1, show_default=False, help="Skip WRITEs above this size. Default: 64, or 16 if quick."),
     ] = None,
-    staging_mib: Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")] = 64,
+    staging_mib: StagingMib = 64,
     polls: Annotated[
-        str, typer.Option(help="engine: both sides look as often as a worker's writer thread. spin: without a pause.")
+        str, typer.Option(help="engine: both sides poll as often as a worker's writer thread. spin: without a pause.")
     ] = "engine",
-    progress: Annotated[
-        str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
-    ] = "calm",
-    threads: Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")] = 4,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where caches and rings are.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of block ids and bytes.")] = 0,
-    corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
-    ] = False,
+    progress: ProgressThread = "calm",
+    threads: AgentThreads = 4,
+    device: Annotated[str, typer.Option(help="Device of caches and rings: cpu or cuda.")] = "cpu",
+    seed: Seed = 0,
+    corrupt: Corrupt = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -91,26 +94,26 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Measure what packing is worth, and whether `packing: "auto"` knows it.
+    """Measure the gain of packing, and whether `packing: "auto"` chooses the best plan.
 
-    Two processes, P and D, each with a KV cache and a staging ring, are connected by real NIXL; there is no vLLM and no
-    model. At each point, so many blocks of so many KiB that lie so scattered, one WRITE goes by each plan in turn:
+    Real NIXL connects two processes, P and D, each with a KV cache and a staging ring. There is no vLLM and no model. A
+    point is a block size, a number of blocks and a pattern of ids. At each point each plan moves one WRITE in turn:
 
     - **direct**, from cache to cache;
 
-    - **gathered**, put together on P first;
+    - **gathered**, collected on P first;
 
-    - **packed**, put together on P and taken apart on D;
+    - **packed**, collected on P and unpacked on D;
 
-    - **auto**, whichever of them the cost model chooses, as it does in an engine.
+    - **auto**, the choice of the cost model, as in an engine.
 
-    A sample is the time from the decision until P knows that every byte is in D's cache. Before each one D's blocks and
-    both rings are poisoned; after each one D's bytes are compared with P's, and at the end of a point all others with
-    the poison. If a byte is wrong, nothing is written and the exit status is 1.
+    A sample is the time from the decision until P knows that every byte is in D's cache. Before each sample the bench
+    poisons D's blocks and both rings. After it, it compares D's bytes with P's, and after a point all others with the
+    poison. If a byte is wrong, the bench writes nothing and the exit status is 1.
 
-    The tables show which plan is the best where, what it takes of direct's time, and the points at which auto takes
-    over 10 % more than the best plan or than direct, with the model's estimates. What staging memory has no room for
-    counts as impossible. Use an otherwise idle machine.
+    The tables show the best plan at each point, its share of direct's time, and the points at which auto takes over
+    10 % more than the best plan or than direct, with the model's estimates. A plan is impossible at points that do not
+    fit into staging memory. Use an otherwise idle machine.
 
     - python -m bench.push --quick
 
@@ -127,11 +130,10 @@ def main(
         sizes = [kib << 10 for kib in numbers(block_kib)] if block_kib else list(QUICK_SIZES if quick else SIZES)
         counts = numbers(blocks) if blocks else list(QUICK_COUNTS if quick else COUNTS)
         patterns = names(ids, list(PATTERNS))
-        (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, ["calm", "spin", "off"])
+        (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, PROGRESS_THREADS)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if device == "cuda":
-        _need_cuda()
+    need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
     most = most_mib << 20
     wanted, left_out = points(sizes, counts, patterns, layers, most)
@@ -148,77 +150,38 @@ def main(
         corrupt=corrupt,
     )
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    orders = [(link, point, Measure(point, repeats)) for link in wanted_links for point in wanted]
     started_at = time.monotonic()
-    try:
-        with Interrupts():
-            cells, about = measure(console, wanted_links, wanted, repeats, settings)
-    except Interrupted as interrupted:
-        console.print(f"[yellow]{interrupted}; both processes are down, nothing is written.[/]")
-        raise typer.Exit(interrupted.exit_status) from None
-    except WrongBytesError as error:
-        console.print(f"{error}: nothing is written", style="red", markup=False)
-        raise typer.Exit(1) from error
-    except PairError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(2) from error
-    console.print(*maps(cells), model(cells), sep="\n")
+    answers, about = sweep(console, "bench.push", _wire_of, orders, settings, line)
+    cells: list[Cell] = answers
+    head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
+    result = head | {
+        "seconds": round(time.monotonic() - started_at),
+        "summary": summary(cells),
+        "left_out": [asdict(point) for point in left_out],
+        "cells": [cell.as_json() for cell in cells],
+    }
+    console.print(tables(result, PATTERNS), markup=False)
+    console.print(model(cells))
     missed = misses(cells)
     if missed is not None:
         console.print(missed)
-    console.print(summary(cells))
     path = out or (None if quick else OUTPUT / "push.json")
     if path is not None:
-        head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
-        body = {
-            "seconds": round(time.monotonic() - started_at),
-            "summary": summary(cells),
-            "left_out": [asdict(point) for point in left_out],
-            "cells": [cell.as_json() for cell in cells],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head | body, indent=1) + "\n")
+        write(path, result)
         plot(cells, path.with_suffix(".png"), _title(settings))
         console.print(
             f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out"
         )
 
 
-def _need_cuda() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
-
-
 def _title(settings: Settings) -> str:
     return f"A WRITE between two processes on one {'GPU' if settings.device == 'cuda' else 'machine'}, by plan"
 
 
-def measure(
-    console: Console, links: Sequence[str], wanted: Sequence[Point], rounds: int, settings: Settings
-) -> tuple[list[Cell], dict[str, Any]]:
-    """Every point over every link, and what the processes say of themselves."""
-    cells: list[Cell] = []
-    about: dict[str, Any] = {}
-    waiting = [point for _ in links for point in wanted]
-    done: list[Point] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with tempfile.TemporaryDirectory(prefix="layerpush-push-") as logs, bar:
-        task = bar.add_task("points", total=len(waiting), left="")
-        spent = 0.0
-        for link in links:
-            with Pair("bench.push", LINKS[settings.device][link], settings, Path(logs)) as pair:
-                about[link] = pair.about
-                for point in wanted:
-                    began = time.monotonic()
-                    cells.append(pair.ask(Measure(point, rounds)))
-                    spent += time.monotonic() - began
-                    done.append(waiting.pop(0))
-                    left = f"about {time_left(waiting, done, spent) / 60:.1f} min left"
-                    bar.update(task, advance=1, left=left)
-                    console.print(line(cells[-1]), "" if console.is_terminal else f"  {left}")
-    return cells, about
+@contextlib.contextmanager
+def _wire_of(link: str, _: Interrupts) -> Iterator[Wire]:
+    yield next(wires[link] for wires in LINKS.values() if link in wires)
 
 
 if __name__ == "__main__":

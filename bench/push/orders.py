@@ -21,8 +21,3 @@ class Check:
     """To D: what is wrong with the blocks of a draw, if anything, comes back."""
 
     draw: Draw
-
-
-@dataclass(frozen=True)
-class CheckRest:
-    """To D, after the last ``Check``: what is wrong with the rest of the memory, if anything, comes back."""

@@ -1,4 +1,4 @@
-"""Tables of the documentation, from the JSON of ``python -m bench.push``."""
+"""Where which plan is the best: tables for a terminal and for the documentation, from the JSON of ``bench.push``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from bench.markdown import Result, conditions, number_table
 from bench.push.cells import LIMIT
 
-PATTERNS = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
-"""The patterns that are worth a table: in the others there is less to pack, or nothing."""
+PUBLISHED = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
+"""The patterns that are worth a table of the documentation: in the others there is less to pack, or nothing."""
 LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA IPC, on one GPU"}
 
 Cell = Mapping[str, Any]
@@ -23,12 +23,12 @@ def summary(result: Result) -> str:
     return f"{said[0].upper()}{said[1:]}. {conditions({**result, **versions})}"
 
 
-def tables(result: Result) -> str:
+def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
     """For each link and pattern the best plan by block size and count, and what auto takes of its time."""
     cells = result["cells"]
     parts = [summary(result)]
     for link in dict.fromkeys(cell["link"] for cell in cells):
-        for ids, what in PATTERNS.items():
+        for ids, what in patterns.items():
             here = [cell for cell in cells if (cell["link"], cell["ids"]) == (link, ids)]
             if here:
                 parts += [f"Over {LINKS.get(link, link)}, {what}:", _table(here)]

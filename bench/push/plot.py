@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.push.cells import FIXED, WAYS, Cell
-from bench.push.report import grouped
 
 COLOURS = {"direct": "#4c9fd4", "gathered": "#f2b134", "packed": "#c45bb0", "auto": "black"}
 
@@ -23,7 +22,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     patterns = list(dict.fromkeys(cell.point.ids for cell in cells))
     size = (2 + 4 * len(patterns), 7 * len(links))
     figure, grid = plt.subplots(2 * len(links), len(patterns), figsize=size, squeeze=False, layout="constrained")
-    for (link, ids), group in grouped(cells):
+    for (link, ids), group in _grouped(cells):
         row, column = 2 * links.index(link), patterns.index(ids)
         _map(grid[row][column], group)
         grid[row][column].set_title(f"{link}, {ids}: best plan, share of direct's time", loc="left", fontsize="medium")
@@ -33,6 +32,13 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[str, str], list[Cell]]]:
+    """By link and pattern, in the order in which they were measured."""
+    for key in dict.fromkeys((cell.link, cell.point.ids) for cell in cells):
+        here = [cell for cell in cells if (cell.link, cell.point.ids) == key]
+        yield key, sorted(here, key=lambda cell: (cell.point.block_bytes, cell.point.blocks))
 
 
 def _map(panel: Any, cells: Sequence[Cell]) -> None:

@@ -52,8 +52,3 @@ def points(
     """Those of up to ``most`` bytes, and those that are left out. One block size after the other."""
     every = [Point(size, count, ids, layers) for size, count, ids in itertools.product(sizes, counts, patterns)]
     return [point for point in every if point.bytes <= most], [point for point in every if point.bytes > most]
-
-
-def time_left(waiting: Sequence[Point], done: Sequence[Point], seconds: float) -> float:
-    """Seconds that the points of ``waiting`` will take, if those of ``done`` took ``seconds``."""
-    return seconds * sum(point.weight for point in waiting) / max(1, sum(point.weight for point in done))

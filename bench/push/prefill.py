@@ -11,16 +11,15 @@ import time
 from dataclasses import asdict
 from itertools import permutations
 from multiprocessing.connection import Connection
-from typing import Any
 
 from bench.pair.end import End, digest_of, fill_with_noise, settle
-from bench.pair.meeting import meet_decode, run_prefill
-from bench.pair.orders import Expect, Forget, Introduction, Poison, UseCache, WrongBytesError
+from bench.pair.meeting import PrefillSide, run_prefill
+from bench.pair.orders import Expect, Forget, Introduction, Poison
 from bench.pair.reach import DECODE, Reach
 from bench.pair.settings import POISON, Settings
 from bench.pair.tables import Draw
 from bench.push.cells import AUTO, FIXED, WAYS, Cell, Series
-from bench.push.orders import Check, CheckRest, Measure
+from bench.push.orders import Check, Measure
 from bench.push.points import Point, draw
 from layerpush.core.push_protocol import Segment, Write
 from layerpush.core.wire import Unpacked, read
@@ -53,18 +52,15 @@ class Desk:
         self.reach.calibrate(self.strategy, pause)
 
 
-class PrefillEnd:
+class PrefillEnd(PrefillSide):
     def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
-        self._link = link
+        super().__init__(link, decode, settings)
         self._settings = settings
-        self._decode = decode
         self._pause = WRITE_POLL_S if settings.polls == "engine" else 0.0
-        self._end = End("P", settings)
         fill_with_noise(self._end.memory, settings.seed)
-        self._other = meet_decode(self._end, decode, digest_of(self._end.memory))
-        self._geometry: tuple[int, int] | None = None
+        self._other = self._meet(digest_of(self._end.memory))
         self._desk: Desk | None = None
-        self._requests = self._writes = 0
+        self._writes = 0
         self._orders = list(permutations(WAYS))  # what comes before a WRITE matters to it: not always the same must
         random.Random(settings.seed).shuffle(self._orders)
 
@@ -86,9 +82,7 @@ class PrefillEnd:
         for window in windows:
             if window is not None:
                 self._ask(Forget(window.request_id))
-        self._raise_if_wrong(self._ask(CheckRest()), f"after {point}")
-        if not desk.cache.is_unused:
-            raise WrongBytesError(f"after {point}: not all spans of P's ring were given back")
+        self._check_rest(desk.cache, f"after {point}")
         pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
         shape = shape_of(*pairs, point.block_bytes)
         costs = desk.strategy.costs_to(DECODE)
@@ -102,17 +96,14 @@ class PrefillEnd:
         )
 
     def _desk_for(self, point: Point) -> Desk:
-        if self._desk is None or self._geometry != (point.block_bytes, point.layers):
+        if self._is_new(point.block_bytes, point.layers) or self._desk is None:
             if self._desk is not None:
                 self._desk.reach.close()
-            self._geometry = (point.block_bytes, point.layers)
-            self._ask(UseCache(*self._geometry))
-            self._desk = Desk(self._end, self._other, *self._geometry, self._pause)
+            self._desk = Desk(self._end, self._other, point.block_bytes, point.layers, self._pause)
         return self._desk
 
     def _expect(self, desk: Desk, chosen: Draw) -> PushWindow | None:
-        self._requests += 1
-        request_id = f"request-{self._requests}"
+        (request_id,) = self._names(1)
         return desk.reach.window(self._ask(Expect(request_id, chosen.targets)))
 
     def _write(self, point: Point, chosen: Draw) -> Write:
@@ -137,7 +128,7 @@ class PrefillEnd:
         took = time.perf_counter() - start
         if posted.lost is not None:
             raise RuntimeError(f"{way}, {point}: {posted.lost}")
-        self._raise_if_wrong(self._ask(Check(chosen)), f"{way}, {point}")
+        self._check(Check(chosen), f"{way}, {point}")
         return took, records[0].t_posted - start, records[0].plan
 
     def _land(self, desk: Desk, outbox: Outbox, posted: PostedWrite, start: float) -> None:
@@ -153,14 +144,6 @@ class PrefillEnd:
             if time.perf_counter() - start > LAND_TIMEOUT_S:
                 stages = [part.staged.stage.value if part.staged else "on the wire" for part in posted.parts]
                 raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stages}")
-
-    def _ask(self, order: object) -> Any:
-        self._decode.send(order)
-        return self._decode.recv()
-
-    def _raise_if_wrong(self, problem: str | None, where: str) -> None:
-        if problem is not None:
-            raise WrongBytesError(f"{where}: {problem}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What a person reads of the cells: where which plan is the best, and where auto is not."""
+"""What a person reads of the cells: where auto is too slow, and what it went by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from bench.push.cells import FIXED, LIMIT, Cell
+from bench.push.cells import FIXED, Cell
 from layerpush.transport.packing.cost_model import Costs
 
 CONSTANTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
@@ -18,28 +17,12 @@ CONSTANTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "GB/s copied": lambda costs: 1e-9 / max(costs["gather_s"], 1e-15),
     "ms of messages": lambda costs: 1e3 * costs["messages_s"],
 }
-COLOURS = {"direct": "cyan", "gathered": "yellow", "packed": "magenta"}
 
 
 def line(cell: Cell) -> str:
     """One point, while a run goes on."""
     times = "  ".join(f"{way} {milliseconds(series.median_s)}" for way, series in cell.ways.items())
     return f"{cell.link}  {cell.point!s:28} ms: {times} ({cell.chosen})"
-
-
-def maps(cells: Sequence[Cell]) -> Iterator[Table]:
-    """For each link and pattern: the best plan by block size and count, and what it takes of direct's time."""
-    for (link, ids), group in grouped(cells):
-        counts = sorted({cell.point.blocks for cell in group})
-        table = Table(title=f"{link}, {ids}: the best plan, and its time as a share of direct's", title_justify="left")
-        table.add_column("KiB per block", justify="right")
-        for count in counts:
-            table.add_column(f"{count} blocks", justify="right")
-        for size, row in groupby(group, key=lambda cell: cell.point.block_bytes):
-            by_count = {cell.point.blocks: cell for cell in row}
-            table.add_row(f"{size / 1024:g}", *(_best(by_count.get(count)) for count in counts))
-        table.caption = f"! auto takes more than {LIMIT:.2f} x the time of the best plan or of direct; !! for sure"
-        yield table
 
 
 def misses(cells: Sequence[Cell]) -> Table | None:
@@ -80,23 +63,8 @@ def model(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[str, str], list[Cell]]]:
-    """By link and pattern, in the order in which they were measured."""
-    for key in dict.fromkeys((cell.link, cell.point.ids) for cell in cells):
-        here = [cell for cell in cells if (cell.link, cell.point.ids) == key]
-        yield key, sorted(here, key=lambda cell: (cell.point.block_bytes, cell.point.blocks))
-
-
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
-
-
-def _best(cell: Cell | None) -> Text:
-    if cell is None:
-        return Text("")
-    share = cell.ratio(cell.best, "direct").ratio
-    mark = ("!!" if cell.is_sure else "!") if cell.misses else ""
-    return Text(f"{cell.best} {share:.2f} {mark:2}", style=COLOURS[cell.best])
 
 
 def _with_estimate(cell: Cell, plan: str) -> str:

@@ -54,14 +54,16 @@ def main(
     rate: Annotated[
         str | None,
         typer.Option(
-            show_default=False, help="Requests per second, arriving at random, as well.", rich_help_panel=_WHAT
+            show_default=False,
+            help="Requests per second, at random times; in addition to --concurrency.",
+            rich_help_panel=_WHAT,
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
         str | None,
         typer.Option(
             show_default=False,
-            help=f"Tokens that an engine computes in a step: the size of a chunk. Default: {DEFAULT_STEP_TOKENS}.",
+            help=f"Tokens of an engine's step: the size of a chunk. Default: {DEFAULT_STEP_TOKENS}.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -93,7 +95,7 @@ def main(
         ),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.", rich_help_panel=_WHAT)] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.", rich_help_panel=_WHAT)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.", rich_help_panel=_WHAT)] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="One length, few rounds: some minutes on two cores.", rich_help_panel=_WHAT)
     ] = False,
@@ -101,7 +103,7 @@ def main(
         bool,
         typer.Option(
             "--corrupt",
-            help="Damage one layer of what layer mode pushes: the run has to fail with status 1.",
+            help="Damage one layer of layer mode's pushes: the run must fail with status 1.",
             rich_help_panel=_WHAT,
         ),
     ] = False,
@@ -109,9 +111,8 @@ def main(
         list[str] | None,
         typer.Option(
             metavar="MODE=URL[,...]",
-            help="Measure servers that run already, one --at for each mode: the URL of a proxy, or of the aggregated "
-            "engine. After it may follow prefill=URL and decode=URL of the engines, to read their metrics, and "
-            "trace=DIR, P's trace_dir.",
+            help="Measure running servers, one --at for each mode: the URL of a proxy, or of the aggregated engine. "
+            "Optional: prefill=URL and decode=URL of the engines, to read their metrics, and trace=DIR, P's trace_dir.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -120,7 +121,7 @@ def main(
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Model, with its tokenizer. Default: that of layerpush demo; with --at, what the server says.",
+            help="Model, with its tokenizer. Default: that of layerpush demo; with --at, the server's.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -153,7 +154,7 @@ def main(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Go on with the run that was to write FILE and was cut off, given the same other options.",
+            help="Continue the interrupted run that writes FILE. Give it the same other options.",
             rich_help_panel=_FILES,
         ),
     ] = None,
@@ -163,14 +164,14 @@ def main(
 ) -> None:
     """Measure every mode on real engines with `vllm bench serve`, side by side.
 
-    All modes are up at once; engines whose turn it is not are suspended. In each round each mode gets the same prompts,
-    and each round begins with another mode, so that what disturbs the machine disturbs all. Answers are compared with
-    the aggregated engine's: if one differs, nothing is written and the exit status is 1. It is 2 when the run could not
-    be carried out.
+    All modes run at once, and the bench suspends the engines of all modes but one. In each round each mode gets the
+    same prompts. Each round begins with another mode, so disturbances of the machine hit all modes. The bench compares
+    all answers with the aggregated engine's. If one differs, it writes nothing and the exit status is 1. The exit
+    status is 2 if the run failed otherwise.
 
-    The tables show times to first token (TTFT) and per further token (TPOT), throughput, by how much prefill is slower
-    than in the aggregated engine, and what the transfer costs: exposed is what it adds after prefill. Use an otherwise
-    idle machine: each engine takes a core while it computes, and about 1 GiB of memory.
+    The tables show time to first token (TTFT) and per further token (TPOT), throughput, the slowdown of prefill against
+    the aggregated engine, and the exposed time, which the transfer adds after prefill. Use an otherwise idle machine:
+    each engine takes a core while it computes, and about 1 GiB of memory.
 
     - python -m bench.serve --quick
 

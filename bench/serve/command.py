@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench import write
 from bench.serve.driver import Driver, DriverError
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, Lineup, Model, connector_config, longest_prompt
 from bench.serve.measured import RequestsFailedError
@@ -198,8 +198,7 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
 def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:
     answers = {"compared": compared(results), "wrong": 0}
     body = {"answers": answers, "cells": [result.as_json() for result in results]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**head, **body}, indent=1) + "\n")
+    write(path, {**head, **body})
 
 
 def _go_on(choices: Choices) -> str:

@@ -1,4 +1,4 @@
-"""The `layerpush` command. Heavy modules are imported inside the commands, so that `--help` answers at once."""
+"""The `layerpush` command. Commands import heavy modules themselves, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help=(
-        "Layer-wise KV push for vLLM's prefill/decode disaggregation: the prefill engine writes each layer's KV into "
-        "the decode engine's memory while it still computes the next one.\n\n"
+        "Layer-wise KV push for vLLM's prefill/decode disaggregation. The prefill engine writes each layer's KV into "
+        "the decode engine's memory while it computes the next layer.\n\n"
         "[bold]Is this machine ready?[/bold]  layerpush doctor\n\n"
-        "[bold]See it work, no GPU needed:[/bold]  layerpush demo\n\n"
+        "[bold]See it work without a GPU:[/bold]  layerpush demo\n\n"
         "[bold]Use it:[/bold]  vllm serve MODEL --kv-transfer-config "
         '\'{"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"}\'  '
-        'and  "kv_consumer" for the decode engine; then\n\n'
+        'for the prefill engine, "kv_consumer" for the decode engine; then\n\n'
         "layerpush proxy --prefill URL --decode URL\n\n"
         "[bold]Why was it slow?[/bold]  layerpush trace summary DIR"
     ),
@@ -49,7 +49,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -62,35 +62,37 @@ def demo(
         typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write all figures to FILE as JSON."),
     ] = None,
     plot: Annotated[
-        Path, typer.Option(metavar="FILE", dir_okay=False, help="Where the timeline picture (PNG) goes.")
+        Path, typer.Option(metavar="FILE", dir_okay=False, help="File for the timeline picture (PNG).")
     ] = Path("layerpush-demo.png"),
     model_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             file_okay=False,
-            help="Where the random-weight model is built, and found again; by default a cache.",
+            help="Folder of the random-weight model; built once. Default: a cache.",
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts each mode is measured with.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 4096,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts for each mode.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt, in tokens.")] = 2048,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Emulate a link of this speed between the engines, for example 1gbit; needs root. Without: loopback.",
+            help="Emulate a link of this speed between the engines, for example 1gbit; needs root. Default: loopback.",
         ),
     ] = None,
     keep_logs: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Keep the engines' logs and traces in DIR.")
     ] = None,
 ) -> None:
-    """Watch a real vLLM prefill engine push KV layer by layer, over real NIXL, into a real decode engine, on the CPU.
+    """Push KV layer by layer from a real vLLM prefill engine to a real decode engine, over real NIXL, on the CPU.
 
-    Sends the same prompts three ways (by layer, by chunk, whole request) and to one plain engine; prints for each way
-    how much of the transfer was left over after prefill, and whether the tokens are right.
+    The demo pushes the same prompts three ways (by layer, by chunk, whole request). For each way it prints the
+    exposed time, which the transfer adds after prefill. It compares all tokens with those of one plain engine.
 
-    Exit status: 0 if every token is right, 1 if one is not, 2 if the demo could not be carried out. Ctrl-C stops the
+    Example:  layerpush demo --prompts 2 --json demo.json --keep-logs logs
+
+    Exit status: 0 if every token is right, 1 if a token is wrong, 2 if the demo could not run. Ctrl-C stops the
     engines and leaves nothing behind.
     """
     from layerpush.apps.demo.command import run_demo
@@ -114,15 +116,17 @@ def doctor(
         bool, typer.Option("--json", help="Print a JSON array, one object per check, instead of a table.")
     ] = False,
 ) -> None:
-    """Check the installation, with the environment variables as they are set here, and say what to do about problems.
+    """Check this machine's installation and environment variables, with advice for each problem.
 
-    Looks at: Python, vLLM and its version, layerpush's plugin in it, NIXL and UCX (a real agent is made), transports,
-    GPU or CPU, calm mode (LAYERPUSH_CALM), and the side-channel port. Run it with the same Python and the same
-    variables as the engine.
+    Run it with the engine's Python and the engine's environment variables. It checks Python, vLLM and its version,
+    layerpush's plugin, NIXL and UCX (it creates an agent), transports, GPU or CPU, calm mode (LAYERPUSH_CALM), and the
+    side-channel port.
 
-    Exit status: 0, or 1 if a check failed. A warning is no failure.
+    Example:  VLLM_NIXL_SIDE_CHANNEL_PORT=5700 layerpush doctor
+
+    Exit status: 0, or 1 if a check failed. A warning is not a failure.
     """
-    # vLLM logs to what sys.stdout is when it is imported, and other imports print: stdout is for the findings.
+    # vLLM binds its logger to sys.stdout at import, and other imports print. Keep stdout for the findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     out = sys.stdout
     findings: list[Finding] = []
@@ -144,7 +148,7 @@ def doctor(
 
 
 def _say(finding: Finding, out: TextIO) -> None:
-    """Print one finding as soon as it is known: all of them take a while."""
+    """Print one finding at once: all checks together take a while."""
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
     mark = typer.style(f"{finding.verdict:4}", fg=colour, bold=True)
     typer.echo(f"{mark}  {finding.check:18}{finding.found}", file=out)

@@ -1,4 +1,4 @@
-"""Is this machine ready for layerpush? One `Finding` per check: what was found, and what to do about it."""
+"""Is this machine ready for layerpush? Each check gives one `Finding`: its result, and advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM_VERSIONS = ((0, 32), (0, 34))
 FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
 PROBE_TIMEOUT_S = 60
 
-# Runs in a process of its own, as torch's companions do: a bad UCX setting may hang or kill it.
+# Runs in a process of its own, as the check of torch's companions does: a bad UCX setting may hang or kill it.
 _NIXL_PROBE = """
 import json, nixl
 from importlib.metadata import version
@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`advice` says what to do; it is empty when there is nothing to do."""
+    """One check's result; `advice` is empty if no action is needed."""
 
     check: str
     verdict: Verdict
@@ -51,15 +51,17 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks, one after the other; takes 10 to 20 s because vLLM and NIXL are really loaded.
+    """Run all checks in turn. Takes 10 to 20 s, because the checks load vLLM and NIXL.
 
-    A check that breaks is a failed check, so this never raises.
+    Never raises: an exception in a check counts as its failure.
     """
     for name, check in CHECKS.items():
         try:
             yield check(name)
-        except Exception as error:  # noqa: BLE001  # whatever breaks is what is asked for, and becomes a finding
-            yield Finding(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall what the message names")
+        except Exception as error:  # noqa: BLE001  # any exception is a finding
+            yield Finding(
+                name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall the package in the message"
+            )
 
 
 def check_python(name: str) -> Finding:
@@ -120,7 +122,7 @@ def check_plugin(name: str) -> Finding:
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerpush" not in allowed.split(","):
         return Finding(
-            name, Verdict.FAIL, f"VLLM_PLUGINS={allowed} leaves layerpush out", "add layerpush to it, or unset it"
+            name, Verdict.FAIL, f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it"
         )
     try:
         plugin.register()
@@ -149,10 +151,10 @@ def check_nixl(name: str) -> Finding:
         return Finding(
             name,
             Verdict.FAIL,
-            f"no agent could be made: {last}",
+            f"cannot create an agent: {last}",
             f"check {set_here}: UCX must offer what they name"
             if set_here
-            else "reinstall nixl; UCX_LOG_LEVEL=info says more",
+            else "reinstall nixl; UCX_LOG_LEVEL=info logs more",
         )
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if "UCX" not in answer["plugins"]:
@@ -162,11 +164,11 @@ def check_nixl(name: str) -> Finding:
             f"{answer['version']} without its UCX plugin",
             "unset NIXL_PLUGIN_DIR, or reinstall nixl",
         )
-    return Finding(name, Verdict.OK, f"{answer['version']}, an agent with UCX was made")
+    return Finding(name, Verdict.OK, f"{answer['version']}, created an agent with UCX")
 
 
 def check_transports(name: str) -> Finding:
-    """What UCX may use, and whether it is there. NIXL's check tells whether UCX agrees."""
+    """UCX's settings and this machine's devices. NIXL's check shows whether UCX accepts them."""
     infiniband, network = _devices("infiniband"), _devices("net")
     offered = f"InfiniBand or RoCE: {', '.join(infiniband) or 'none'}; network: {', '.join(network) or 'none'}"
     found = "; ".join([*_ucx_settings(), offered])
@@ -186,7 +188,7 @@ def check_transports(name: str) -> Finding:
             name, Verdict.WARN, found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them"
         )
     if not infiniband:
-        return Finding(name, Verdict.OK, found, "between machines KV will travel over TCP" if _has_gpu() else "")
+        return Finding(name, Verdict.OK, found, "between machines KV uses TCP" if _has_gpu() else "")
     return Finding(name, Verdict.OK, found)
 
 
@@ -202,7 +204,7 @@ def check_device(name: str) -> Finding:
         return Finding(
             name,
             Verdict.FAIL,
-            f"{found}, but vLLM is built for one",
+            f"{found}, but vLLM is not its CPU build",
             "pip install 'layerpush[cpu]' in a fresh environment",
         )
     models = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -232,19 +234,21 @@ def check_calm(name: str) -> Finding:
             name,
             Verdict.WARN,
             f"{found}, and {_cores()} cores are few",
-            f"export {busy_wait.VARIABLE}=1 for every vLLM process: NIXL and vLLM each spin in a loop, "
-            "which can stall requests for minutes here",
+            f"export {busy_wait.VARIABLE}=1 for every vLLM process: busy loops of NIXL and vLLM can stall requests for "
+            "minutes here",
         )
     return Finding(name, Verdict.OK, found)
 
 
 def check_port(name: str) -> Finding:
-    """The side channel, where D fetches P's metadata; each engine of a machine needs its own."""
+    """The side channel, from which D fetches P's metadata. Each engine of a machine needs its own port."""
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     another = "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 (or another free one, different for each engine of a machine)"
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        return Finding(name, Verdict.FAIL, f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is no port number", f"set {another}")
+        return Finding(
+            name, Verdict.FAIL, f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is not a port number", f"set {another}"
+        )
     try:
         version = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does
         family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), version, socket.SOCK_STREAM)[0]
@@ -259,7 +263,9 @@ def check_port(name: str) -> Finding:
             "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine",
         )
     except OSError as error:
-        return Finding(name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop what uses it, or set {another}")
+        return Finding(
+            name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop the program that uses it, or set {another}"
+        )
     return Finding(name, Verdict.OK, f"{host}:{port} is free")
 
 

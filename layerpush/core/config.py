@@ -41,42 +41,40 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     layerwise: Annotated[
         bool,
-        Meta(
-            description="Push while prefill computes. `false`: whole requests after it, exactly as `NixlPushConnector`."
-        ),
+        Meta(description="Push during prefill. `false`: push whole requests after it, exactly as `NixlPushConnector`."),
     ] = True
     granularity: Annotated[
         Literal["layer", "chunk"],
         Meta(
-            description='`"layer"`: write each layer once it is computed. `"chunk"`: all layers after each engine step.'
+            description='`"layer"`: write each layer once it is computed. `"chunk"`: write all layers after each step.'
         ),
     ] = "layer"
     min_write_bytes: Annotated[
         int,
         Meta(
             ge=0,
-            description="Merge a request's ready layers into one WRITE up to this size; `0`: never merge on purpose.",
+            description="Merge a request's ready layers into one WRITE up to this size; `0`: do not wait to merge.",
         ),
     ] = 262144
     layerwise_min_tokens: Annotated[
         int,
-        Meta(ge=0, description="Prompts with fewer tokens than this are pushed whole after prefill."),
+        Meta(ge=0, description="Push prompts with fewer tokens than this whole, after prefill."),
     ] = 0
     packing: Annotated[
         Literal["auto", "off", "gather", "packed"],
         Meta(
-            description='Whether scattered blocks are put together before they are written: `"auto"`: where that is '
-            'estimated to be faster. `"gather"`: on P. `"packed"`: on P, and D takes them apart.'
+            description='Copy scattered blocks together before the WRITE. `"auto"`: if the estimate says that it is '
+            'faster. `"off"`: never. `"gather"`: always, on P. `"packed"`: always, on P, and D unpacks them.'
         ),
     ] = "auto"
     staging_bytes: Annotated[
         int,
-        Meta(ge=0, le=MAX_RING_BYTES, description="Memory of each worker for that; `0`: none, so nothing is packed."),
+        Meta(ge=0, le=MAX_RING_BYTES, description="Bytes of staging memory per worker for packing; `0`: no packing."),
     ] = 67108864
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Directory for one JSONL trace per worker, a line for each push on P and each load on D; "
+            description="Directory for one JSONL trace per worker: a line for each push on P and each load on D. "
             "`null`: no trace.",
         ),
     ] = None
@@ -84,18 +82,18 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Seconds of silence after which D gives up the loads that it awaits from a P.",
+            description="Seconds of a P's silence until D gives up the loads that it awaits from that P.",
         ),
     ] = 20
     write_timeout_s: Annotated[
         int,
-        Meta(ge=1, description="Seconds that one WRITE may take before P gives up the push that it belongs to."),
+        Meta(ge=1, description="Seconds that one WRITE may take until P gives up its push."),
     ] = 60
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
         Meta(
-            description="Host names, IP addresses and networks (CIDR) that requests and peers may make this engine "
-            "connect to; `null`: any.",
+            description="Host names, IP addresses and networks (CIDR) to which requests and peers may make this engine "
+            "connect; `null`: any.",
         ),
     ] = None
 

@@ -9,15 +9,17 @@ from bench.markdown import Result, conditions, number_table
 
 Figures = Mapping[str, Any]
 DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("time to first token", lambda mode: _ms(mode["ttft_ms"])),
-    ("prefill", lambda mode: _ms(mode["prefill_ms"])),
-    ("transfer", lambda mode: _ms(mode["transfer_ms"])),
     ("**exposed**", lambda mode: f"**{_ms(mode['exposed_ms'], 1)}**"),
+    ("hand-over", lambda mode: _ms(mode["hand_over_ms"])),
+    ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
     ("layers hooked / swept", lambda mode: f"{_count(mode['hooked_layers'])} / {_count(mode['swept_layers'])}"),
     ("WRITEs", lambda mode: _count(mode["writes"])),
     ("descriptors", lambda mode: _count(mode["descriptors"])),
     ("bytes", lambda mode: _mib(mode["bytes"])),
-    ("tokens equal", lambda mode: "yes" if mode["tokens_equal"] else "**no**"),
+    ("transfer", lambda mode: _ms(mode["transfer_ms"])),
+    ("prefill", lambda mode: _ms(mode["prefill_ms"])),
+    ("time to first token", lambda mode: _ms(mode["ttft_ms"])),
+    ("least to most", lambda mode: "-".join(f"{ms:.0f}" for ms in mode["ttft_range_ms"]) + " ms"),
 )
 
 

@@ -27,11 +27,16 @@ MESSAGES = (
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
     ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
     ("the answer to a probe", side_channel_probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
-    ("how long a probe takes", side_channel_probe.TIMEOUT_S, "seconds", _NO_ANSWER),
+    ("a probe", side_channel_probe.TIMEOUT_S, "seconds", _NO_ANSWER),
     ("`tp_size` of a request or registration", request_params.MAX_TP_SIZE, "", "refused"),
     ("`pp_size` of a request", request_params.MAX_PP_SIZE, "", "refused"),
-    ("lines of one kind of complaint", peer_errors.QUIET_S, "seconds apart", "counted; the next line says how many"),
-    ("kinds of complaint", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
+    (
+        "log lines of one kind of peer error",
+        peer_errors.QUIET_S,
+        "seconds apart",
+        "counted; the next line has the count",
+    ),
+    ("kinds of peer errors", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
 )
 
 # Whose; what is remembered; how many; for how long; what then.
@@ -44,22 +49,34 @@ TABLES = (
         "the oldest is refused",
     ),
     ("P", "registrations that a push belongs to", registrations.REMEMBERED, None, _FORGOTTEN),
-    ("P", "who sent a registration that is over", registrations.REMEMBERED, None, _FORGOTTEN),
+    ("P", "senders of registrations that are over", registrations.REMEMBERED, None, _FORGOTTEN),
     ("P", "last answers to registrations", registrations.REMEMBERED, None, _FORGOTTEN),
-    ("P", "registrations withdrawn early", registrations.REMEMBERED, pending_registrations.KEPT_S, _FORGOTTEN),
+    (
+        "P",
+        "registrations cancelled before their request came",
+        registrations.REMEMBERED,
+        pending_registrations.KEPT_S,
+        _FORGOTTEN,
+    ),
     ("P", "answers to a D whose connection was lost", registrations.REMEMBERED, registrations.ENDED_S, "forgotten"),
-    ("P", "why a request ended without a completion", None, registrations.ENDED_S, "forgotten"),
-    ("P", "registrations of a D that may have been replaced", registrations.REMEMBERED, None, "the newest is dropped"),
+    ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
+    ("P", "registrations of a D that may have restarted", registrations.REMEMBERED, None, "the newest is dropped"),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
     ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),
-    ("both", "chunks, layers and WRITEs in them", trace_file.ROWS_LIMIT, None, "the newest is dropped, counted"),
+    (
+        "both",
+        "chunks, layers and WRITEs in those records",
+        trace_file.ROWS_LIMIT,
+        None,
+        "the newest is dropped, counted",
+    ),
     ("D", "agents that speak layerpush", loads.SPEAKERS_KEPT, None, _FORGOTTEN),
-    ("D", "words about requests not yet registered", loads.HELD, loads.HOLD_S, _DROPPED),
+    ("D", "messages about requests before their registration", loads.HELD, loads.HOLD_S, _DROPPED),
     ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
-    ("both", "geometry of engines that were disconnected", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),
+    ("both", "geometry of disconnected engines", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),
 )
 
 
@@ -71,7 +88,7 @@ def messages() -> str:
 
 def tables() -> str:
     rows = [(side, what, _shown(number), _shown(age, "seconds"), then) for side, what, number, age, then in TABLES]
-    return table(("side", "what is remembered", "entries", "for at most", "then"), rows)
+    return table(("side", "table", "entries", "kept for", "then"), rows)
 
 
 def _shown(number: float | None, unit: str = "") -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from bench.markdown import Row
 from layerpush.apps.proxy.command import proxy as proxy_command
-from scripts.docgen.tables import Row, table
+from scripts.docgen.tables import table
 
 
 def proxy() -> str:

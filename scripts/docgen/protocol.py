@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
+from bench.markdown import Row
 from layerpush.core import load_protocol as decode
 from layerpush.core import push_protocol as prefill
-from scripts.docgen.tables import Row, sentence, table
+from scripts.docgen.tables import sentence, table
 
 Move = Callable[[enum.Enum, type], bool]
 

@@ -7,7 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from scripts.docgen.tables import Row, table
+from bench.markdown import Row
+from scripts.docgen.tables import table
 
 LOCK, SOAK = Path("requirements/cpu.lock"), Path("bench/results/soak.json")
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.contract.link import FakeLink, Link, NixlLink
 
+QUICK_BENCHES = ("test_a_wrong_byte_ends_it_and_nothing_is_written",)
 KINDS: dict[str, Callable[[], Link]] = {
     "fake": FakeLink,
     "nixl": lambda: NixlLink(threads=0),
@@ -15,6 +17,15 @@ KINDS: dict[str, Callable[[], Link]] = {
 
 # Every own link to NIXL is a process to start, so those tests take the one kind that vLLM uses.
 OWN_KINDS = ["fake", "nixl-4-threads"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Benchmarks in processes of their own are for `make test-all`; one quick run of each, and `tests/unit`, remain."""
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        is_bench = item.path.parent == here and item.path.name.startswith("test_bench_")
+        if is_bench and item.name not in QUICK_BENCHES:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session", params=KINDS)

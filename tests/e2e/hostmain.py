@@ -22,6 +22,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from layerpush.apps.demo.forkserver import fork_children
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.notifwatch import NotificationWatch
@@ -43,6 +44,7 @@ def prepare_process(log_path: str, port: int) -> None:
     # A daemon, so that the test process never waits for it; but vLLM's tensor parallelism needs children here.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.environ.update(ENVIRONMENT, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
+    fork_children()
 
 
 class HostedEngine:

@@ -40,11 +40,11 @@ def wait_until_free(host: HostedEngine, timeout: float) -> list[str]:
 def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
     """Whether these arguments of ``make_prepped_xfer`` are of a WRITE that only finds out how long one takes."""
     staging = _worker_staging()
-    return staging is not None and local is staging._pieces and max(local_ids) < SCRATCH_PIECES
+    return staging is not None and local is staging._pieces and bool(max(local_ids) < SCRATCH_PIECES)
 
 
 def timing_writes(host: HostedEngine) -> int:
-    """Handles between post and release of WRITEs that only find out how long one takes. They go on while P is idle."""
+    """Handles between post and release of WRITEs that only find out how long one takes: P posts them when idle."""
     return len(_live(timing=True))
 
 

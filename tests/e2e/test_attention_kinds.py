@@ -7,8 +7,8 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
 
 
-@pytest.mark.parametrize("connector", [LAYERWISE, STOCK])
-@pytest.mark.parametrize("order", ["early", "late", "together"])
+@pytest.mark.parametrize("order", ["early", "late", "together"])  # varies fastest, so that engines are shared
+@pytest.mark.parametrize("connector", [LAYERWISE, pytest.param(STOCK, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("model", ["sliding", "hybrid"])
 def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector: str) -> None:
     """D registers only the blocks inside the window of such layers."""

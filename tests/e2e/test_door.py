@@ -155,8 +155,17 @@ def test_stock_dies_of_a_missing_key(fleet: Fleet) -> None:
     fleet.discard(d)
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("wrong", ["refused port", "no such host", "another engine's id"])
+@pytest.mark.parametrize(
+    ("wrong", "policy"),
+    [
+        ("refused port", "recompute"),
+        ("no such host", "fail"),
+        ("another engine's id", "recompute"),
+        pytest.param("refused port", "fail", marks=pytest.mark.exhaustive),
+        pytest.param("no such host", "recompute", marks=pytest.mark.exhaustive),
+        pytest.param("another engine's id", "fail", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_engine_that_cannot_be_reached_fails_its_request_only(
     fleet: Fleet, reference: Reference, logs: LogReader, policy: str, wrong: str
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e import probes, wirefaults
+from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
@@ -114,6 +114,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     handoff = send(p, d, prompt(LENGTH, seed=374), order)
     p.peek_output(handoff.request_id)
     p.poll_until(wirefaults.held_posts)
+    assert p.call(stagingfaults.block_writes) > 0, "the look at survivors would notice none"
     used = p.idle_blocks - -(-LENGTH // 32)
     all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
     p.call(wirefaults.lift)

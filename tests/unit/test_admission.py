@@ -133,6 +133,7 @@ def test_this_vllm_has_the_place() -> None:
     assert names[:4] == ["self", "request_id", "prompt", "params"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["load, then import", "import, then load"])
 def test_vllms_plugin_loader_has_the_check_put_in_and_imports_nothing_for_it(order: str) -> None:
     load = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"

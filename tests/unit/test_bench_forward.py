@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bench.forward import report
 from bench.forward.__main__ import app
-from bench.forward.cases import Case, growing_cases, known_cases, time_left
+from bench.forward.cases import Case, growing_cases, known_cases
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.growth import COSTS, fit, lines
 from bench.forward.kv import Noise
@@ -22,6 +22,7 @@ from bench.forward.models import MODELS
 from bench.forward.plot import plot
 from bench.forward.queued import queued_s
 from bench.pair.settings import POISON
+from bench.pair.sweep import time_left
 
 CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
 CPU = torch.device("cpu")

@@ -264,9 +264,10 @@ def test_a_timeline_has_a_typical_push_of_each_mode(tmp_path: Path) -> None:
     pushes = [push_line(request_id=name, t_last_landed=at) for name, at in (("a", 11.9), ("b", 11.5), ("c", 11.45))]
     short = push_line(request_id="short", tokens=16, t_last_landed=11.5)
     lost = push_line(request_id="lost", outcome="failed")
-    folder = traces(tmp_path / "trace", layer=[*pushes, short, lost], request=[pushes[0]], decode=[lost])
+    whole = push_line(request_id="w", mode="request")
+    folder = traces(tmp_path / "trace", prefill=[*pushes, whole, short, lost], decode=[lost])
     with mock.patch.object(timeline, "draw_pushes") as drawn:
-        assert timeline.draw(folder, tmp_path / "t.png") == "layer b, request a"
+        assert timeline.draw(folder, tmp_path / "t.png") == "layer b, request w"
     assert list(drawn.call_args.args[0]) == ["layer", "request"]
 
 

@@ -114,6 +114,7 @@ def test_nobody_waits_for_staging_memory(full: dict[str, int]) -> None:
     assert not plans[Plan.PACKED.value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", packing_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_guard_that_is_removed_is_missed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)

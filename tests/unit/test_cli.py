@@ -74,6 +74,7 @@ def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+@pytest.mark.slow
 def test_doctor_of_this_installation() -> None:
     """The real thing: everything that can be checked here works, whatever its warnings."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}

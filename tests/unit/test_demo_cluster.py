@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerpush.apps.demo.cluster import DEMO_SHAPE, MODES, Cluster
+from layerpush.apps.demo.cluster import DEMO_SHAPE, Cluster
 
 
-def test_every_p_and_d_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
-    """Below one directory, which `layerpush trace` reads as a whole."""
+def test_p_and_d_leave_a_trace_each_below_one_directory(tmp_path: Path) -> None:
+    """`layerpush trace` reads it as a whole."""
     cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
-    specs = [cluster.decode(), *(cluster.prefill(mode) for mode in MODES)]
-    folders = [Path(str(spec.extra_config["trace_dir"])) for spec in specs]
-    assert len(set(folders)) == len(specs)
-    assert {folder.parent for folder in folders} == {tmp_path / "trace"}
-    assert [cluster.trace_dir(mode) for mode in MODES] == folders[1:], "where the demo looks for pushes"
+    folders = [Path(str(spec.extra_config["trace_dir"])) for spec in (cluster.prefill(), cluster.decode())]
+    assert folders == [tmp_path / "trace" / name for name in ("prefill", "decode")]
+    assert folders == [cluster.trace_dir(name) for name in ("prefill", "decode")], "where the demo looks for pushes"
+
+
+def test_p_pushes_as_requests_ask_for(tmp_path: Path) -> None:
+    """One P serves all modes, so its configuration names none."""
+    cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
+    assert {*cluster.prefill().extra_config, *cluster.faulty_prefill().extra_config} == {"trace_dir"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def trace(directory: Path, *lines: dict[str, object]) -> None:
 
 
 def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: float = 0.5) -> Answer:
-    return Answer(request_id, tokens, ttft_s, 1.0)
+    return Answer(request_id, tokens, 11.0, 11.0 + ttft_s, 12.0)
 
 
 def test_of_two_pushes_of_a_request_the_later_counts(tmp_path: Path):
@@ -43,6 +44,7 @@ def test_a_traced_and_right_answer_has_no_problem(tmp_path: Path):
     assert sample.problem is None
     assert sample.figures is not None
     assert sample.figures.exposed_ms == pytest.approx(150)
+    assert sample.hand_over_ms == pytest.approx(200), "11.3 s the last layer, 11.5 s the first token"
 
 
 def test_tokens_are_compared_one_by_one(tmp_path: Path):
@@ -69,17 +71,60 @@ def test_what_went_wrong_with_a_push_is_said(tmp_path: Path, change: dict[str, o
     assert result_of([sample]).figures is None
 
 
-def test_another_mode_is_no_problem_where_any_will_do(tmp_path: Path):
-    trace(tmp_path, push_line(mode="request", fallback="short"))
-    [sample] = examine([answer()], [RIGHT], tmp_path, None)
-    assert sample.problem is None
-    assert sample.figures is not None
-
-
 def test_one_missing_trace_leaves_a_mode_without_figures(tmp_path: Path):
     trace(tmp_path, push_line())
     samples = examine([answer(), answer(request_id="lost", ttft_s=1.5)], [RIGHT, RIGHT], tmp_path, "layer")
     result = result_of(samples)
-    assert result.ttft_ms == pytest.approx(1000)
+    assert (result.ttft_ms, result.ttft_range_ms) == (pytest.approx(1000), (pytest.approx(500), pytest.approx(1500)))
     assert result.figures is None
+    assert result.hand_over_ms is None
     assert len(result.problems) == 1
+
+
+class Playing:
+    """Stands for the servers: notes which engine computes what, and how P was asked to push."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alone: list[tuple[object, int]] = []
+        self.pushed: list[tuple[int, str | None]] = []
+        monkeypatch.setattr(measure, "complete", self.complete)
+        monkeypatch.setattr(measure, "complete_disaggregated", self.complete_disaggregated)
+
+    async def complete(self, _: object, engine: object, prompt: list[int], __: int) -> Answer:
+        self.alone.append((engine, prompt[0]))
+        return answer(tokens=(prompt[0],))
+
+    async def complete_disaggregated(
+        self, _: object, p: object, d: object, prompt: list[int], __: int, mode: str | None
+    ) -> Answer:
+        assert (p, d) == ("P", "D")
+        self.pushed.append((prompt[0], mode))
+        return answer(tokens=(prompt[0],))
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"),
+    [
+        (1, {"P": [10], "D": [10]}),
+        (2, {"P": [10], "D": [11]}),
+        (5, {"P": [10, 12, 14], "D": [11, 13]}),
+    ],
+)
+def test_p_and_d_share_the_prompts_that_are_computed_without_a_transfer(
+    count: int, shares: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Each computes one at least: its KV cache has been touched then."""
+    playing, done = Playing(monkeypatch), []
+    prompts = [[10 + index] for index in range(count)]
+    run = measure.expected_tokens(None, ("P", "D"), prompts, 3, lambda: done.append(1))  # type: ignore[arg-type]
+    assert asyncio.run(run) == [(10 + index,) for index in range(count)]
+    assert {name: [prompt for engine, prompt in playing.alone if engine == name] for name in "PD"} == shares
+    assert len(done) == max(2, count)
+
+
+def test_the_modes_take_turns_and_another_one_begins_with_each_prompt(monkeypatch: pytest.MonkeyPatch):
+    playing = Playing(monkeypatch)
+    run = measure.take_turns(None, "P", "D", ["a", "b", "c"], [[1], [2]], 3, lambda: None)  # type: ignore[arg-type]
+    answers = asyncio.run(run)
+    assert playing.pushed == [(1, "a"), (1, "b"), (1, "c"), (2, "b"), (2, "c"), (2, "a")]
+    assert {mode: [one.tokens for one in of] for mode, of in answers.items()} == {mode: [(1,), (2,)] for mode in "abc"}

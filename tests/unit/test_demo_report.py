@@ -18,6 +18,8 @@ from tests.unit.test_demo_figures import parse
 
 KEYS = {
     "ttft_ms",
+    "ttft_range_ms",
+    "hand_over_ms",
     "prefill_ms",
     "exposed_ms",
     "transfer_ms",
@@ -32,7 +34,7 @@ KEYS = {
 
 def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
     push = parse(t_last_landed=11.3 + exposed_s)
-    made = Sample(0, Answer("abc", (5, 6, 7), 0.5, 0.9), True, push, figures_of(push), None)
+    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5, 11.9), True, push, figures_of(push), 200.0, None)
     return dataclasses.replace(made, **changes)
 
 
@@ -55,7 +57,7 @@ def test_a_good_run_has_no_problem_and_all_keys():
 
 def test_one_differing_prompt_fails_its_mode():
     bad = report(chunk=[sample(), sample(tokens_equal=False)])
-    assert bad.problems() == ["chunk: tokens differ from the plain engine's"]
+    assert bad.problems() == ["chunk: tokens differ from those without a transfer"]
     assert bad.as_json()["modes"]["chunk"]["tokens_equal"] is False
 
 
@@ -76,8 +78,10 @@ def test_the_table_fits_80_columns_and_names_every_mode():
     with console.capture() as captured:
         console.print(report(chunk=[sample(tokens_equal=False)]).table())
     text = captured.get()
-    assert all(word in text for word in ("layer", "chunk", "request", "exposed", "10.0 ms", "DIFFER", "equal"))
+    words = ("layer", "chunk", "request", "exposed", "10.0 ms", "hand-over", "200 ms", "DIFFER", "equal", "1.5-1.5 s")
+    assert all(word in text for word in words)
     assert "…" not in text
+    assert text.index("exposed") < text.index("hand-over") < text.index("equal") < text.index("time to first token")
 
 
 def test_the_picture_shows_the_push_with_the_median_exposed_time():

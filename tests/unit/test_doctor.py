@@ -127,12 +127,12 @@ def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    expect(doctor.check_nixl("x"), OK, "an agent with UCX was made")
+    expect(doctor.check_nixl("x"), OK, "created an agent with UCX")
 
 
 def test_real_nixl_with_transports_that_ucx_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeon")
-    expect(doctor.check_nixl("x"), FAIL, "no agent could be made", "UCX_TLS=pigeon")
+    expect(doctor.check_nixl("x"), FAIL, "cannot create an agent", "UCX_TLS=pigeon")
 
 
 def test_transports_name_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["0", "70000", "http", ""])
 def test_port_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", value)
-    expect(doctor.check_port("x"), FAIL, "is no port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+    expect(doctor.check_port("x"), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
 
 
 def test_host_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,7 @@ for reports in (0, 2):
 """
 
 
+@pytest.mark.slow
 def test_with_several_front_ends(tmp_path: Path) -> None:
     """prometheus_client then keeps its values in files, which are read together."""
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}

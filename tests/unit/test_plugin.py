@@ -31,6 +31,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_vllm_finds_the_connector_lazily_and_nothing_is_calmed_unasked() -> None:
     done = python(
         LOAD
@@ -64,6 +65,7 @@ assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwiseP
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_somebody_elses_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
     done = python(
         """
@@ -93,6 +95,7 @@ try_with("collections")
     assert "VLLM_PLUGINS" in last
 
 
+@pytest.mark.slow
 def test_calm_cures_the_loops_when_asked() -> None:
     done = python(
         "import logging; logging.basicConfig(level=logging.INFO)\n"
@@ -130,6 +133,7 @@ assert "class nixl_agent" in inspect.getsource(nixl._api)
     assert (done.stdout + done.stderr).count("LAYERPUSH_CALM is set") == 1
 
 
+@pytest.mark.slow
 def test_a_calm_progress_thread_leaves_the_core_alone() -> None:
     """Real agents; the first one, made before the cure, shows that there is something to cure."""
     done = python(

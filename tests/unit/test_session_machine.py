@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,6 +13,7 @@ from layerpush.core.push_protocol import State
 from tests.unit.builders import blocks_of
 from tests.unit.session_world import PushWorld, Shape
 
+pytestmark = pytest.mark.exhaustive  # `test_session_explored.py` walks every order of events of smaller requests
 CONNECTED = {State.STREAMING, State.REWINDING, State.DRAINING}
 
 

@@ -1,9 +1,9 @@
-"""Which servers a comparison needs: one plain engine, one D, and one P per mode."""
+"""Which servers the demo needs: one P and one D, and a P that damages what it pushes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
@@ -26,7 +26,7 @@ DEMO_SHAPE = ModelShape(hidden=576, heads=12, kv_heads=6, max_positions=32768)
 class Cluster:
     """Specifications of all servers for prompts of up to ``max_prompt_tokens``; nothing runs yet.
 
-    The KV cache holds little more than one such prompt, so that a warm-up request touches nearly all of its pages.
+    A KV cache holds little more than one such prompt, so that the first one touches nearly all of its pages.
     """
 
     model: Path
@@ -35,22 +35,16 @@ class Cluster:
     trace_root: Path
     prefill_place: Place = LOOPBACK
     decode_place: Place = LOOPBACK
-    modes: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: MODES)
-
-    def plain(self) -> EngineSpec:
-        """The engine that says which tokens are right."""
-        return self._spec("plain", "plain")
 
     def decode(self) -> EngineSpec:
-        """The one D that all P's push to."""
+        """The D that is pushed to."""
         config = {"trace_dir": str(self.trace_dir("decode"))}
         return self._spec("decode", "decode", connector=CONNECTOR, extra_config=config, place=self.decode_place)
 
-    def prefill(self, mode: str) -> EngineSpec:
-        """P in one of ``modes``."""
-        config = {**self.modes[mode], "trace_dir": str(self.trace_dir(mode))}
-        name = f"prefill-{mode}"
-        return self._spec(name, "prefill", connector=CONNECTOR, extra_config=config, place=self.prefill_place)
+    def prefill(self) -> EngineSpec:
+        """The P that pushes in each mode, as requests ask for."""
+        config = {"trace_dir": str(self.trace_dir("prefill"))}
+        return self._spec("prefill", "prefill", connector=CONNECTOR, extra_config=config, place=self.prefill_place)
 
     def faulty_prefill(self) -> EngineSpec:
         """A layer-wise P that damages one layer before it is pushed."""
@@ -59,12 +53,11 @@ class Cluster:
             "prefill",
             connector=FAULTY_CONNECTOR,
             connector_module=FAULTY_MODULE,
-            extra_config=dict(MODES["layer"]),
             place=self.prefill_place,
         )
 
     def trace_dir(self, whose: str) -> Path:
-        """Where the P of a mode, or D, "decode", writes its trace."""
+        """Where "prefill" or "decode" writes its trace."""
         return self.trace_root / whose
 
     @property

@@ -18,6 +18,14 @@ class Display:
         self.console = console
 
     @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A spinner while the block runs."""
+        self.console.print(what)
+        with self._progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+            progress.add_task("", total=None)
+            yield
+
+    @contextlib.contextmanager
     def starting(self, engines: Sequence[Engine]) -> Iterator[Callable[[Engine, float], None]]:
         """A spinner per server; gives the function to call when one is ready, with its age in seconds."""
         self.console.print(f"Starting {len(engines)} vLLM servers: {', '.join(engine.name for engine in engines)}")

@@ -241,15 +241,21 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         os._exit(code)
 
 
-def _run(arguments: list[str]) -> None:
+def fork_children() -> None:
+    """vLLM's engine cores and workers are forked from this process from here on, not spawned."""
     from vllm import envs
-    from vllm.entrypoints.launchers.api_server.entry import main
 
-    sys.argv = ["vllm.entrypoints.openai.api_server", *arguments]
     # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
     envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
     # Else a signal to an engine core would be one to the API server's event loop.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+def _run(arguments: list[str]) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    sys.argv = ["vllm.entrypoints.openai.api_server", *arguments]
+    fork_children()
     main()
 
 

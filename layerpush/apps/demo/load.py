@@ -24,12 +24,23 @@ class RequestFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens of one request and when they came. ``ttft_s``: from sending to the first token, in seconds."""
+    """Greedy tokens of one request, and ``time.perf_counter()`` when it was sent and when they began and ended."""
 
     request_id: str
     tokens: tuple[int, ...]
-    ttft_s: float
-    total_s: float
+    sent_at: float
+    first_token_at: float
+    ended_at: float
+
+    @property
+    def ttft_s(self) -> float:
+        """From sending to the first token."""
+        return self.first_token_at - self.sent_at
+
+    @property
+    def total_s(self) -> float:
+        """From sending to the last token."""
+        return self.ended_at - self.sent_at
 
 
 def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
@@ -75,19 +86,26 @@ async def complete(
     if not timed_tokens or len(timed_tokens) != max_tokens:
         raise RequestFailedError(f"{engine.name} sent {len(timed_tokens)} of {max_tokens} tokens for {request_id}")
     tokens = tuple(token for token, _ in timed_tokens)
-    return Answer(request_id, tokens, timed_tokens[0][1] - sent_at, timed_tokens[-1][1] - sent_at)
+    return Answer(request_id, tokens, sent_at, timed_tokens[0][1], timed_tokens[-1][1])
 
 
 async def complete_disaggregated(
-    session: aiohttp.ClientSession, prefill: Engine, decode: Engine, prompt: Sequence[int], max_tokens: int
+    session: aiohttp.ClientSession,
+    prefill: Engine,
+    decode: Engine,
+    prompt: Sequence[int],
+    max_tokens: int,
+    mode: str | None = None,
 ) -> Answer:
     """Send one prompt to P and D at the same time; the answer is D's.
 
     Both get the same X-Request-Id, which is how P finds the registration that D sends. P computes the prompt and one
-    token, which nobody reads.
+    token, which nobody reads, and pushes in ``mode``; None: as it is configured.
     """
     request_id = uuid.uuid4().hex
-    to_p = {"do_remote_decode": True, "do_remote_prefill": False}
+    to_p: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if mode is not None:
+        to_p["layerpush_mode"] = mode
     to_d = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

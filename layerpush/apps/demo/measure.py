@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,21 +22,30 @@ TRACE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in one mode. ``problem`` says what is wrong with its trace, when something is."""
+    """One prompt in one mode. ``problem`` says what is wrong with its trace, when something is.
+
+    ``hand_over_ms``: from the last layer's KV being ready on P to the first token at the client.
+    """
 
     prompt: int
     answer: Answer
     tokens_equal: bool
     push: PushRecord | None
     figures: Figures | None
+    hand_over_ms: float | None
     problem: str | None
 
 
 @dataclass(frozen=True)
 class ModeResult:
-    """Medians over the prompts of a mode; ``figures`` is None when a trace is missing or wrong."""
+    """Medians over the prompts of a mode; ``figures`` and ``hand_over_ms`` are None when a trace is missing or wrong.
+
+    ``ttft_range_ms``: the shortest and the longest.
+    """
 
     ttft_ms: float
+    ttft_range_ms: tuple[float, float]
+    hand_over_ms: float | None
     figures: Figures | None
     tokens_equal: bool
     problems: tuple[str, ...]
@@ -43,10 +53,15 @@ class ModeResult:
 
 def result_of(samples: Sequence[Sample]) -> ModeResult:
     """Sum up one mode."""
+    ttft = [1e3 * sample.answer.ttft_s for sample in samples]
     figures = [sample.figures for sample in samples if sample.figures is not None]
+    hand_overs = [sample.hand_over_ms for sample in samples if sample.hand_over_ms is not None]
+    whole = len(figures) == len(hand_overs) == len(samples)
     return ModeResult(
-        ttft_ms=1e3 * statistics.median(sample.answer.ttft_s for sample in samples),
-        figures=median_figures(figures) if len(figures) == len(samples) else None,
+        ttft_ms=statistics.median(ttft),
+        ttft_range_ms=(min(ttft), max(ttft)),
+        hand_over_ms=statistics.median(hand_overs) if whole else None,
+        figures=median_figures(figures) if whole else None,
         tokens_equal=all(sample.tokens_equal for sample in samples),
         problems=tuple(sample.problem for sample in samples if sample.problem),
     )
@@ -54,23 +69,29 @@ def result_of(samples: Sequence[Sample]) -> ModeResult:
 
 async def expected_tokens(
     session: aiohttp.ClientSession,
-    plain: Engine,
+    engines: Sequence[Engine],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     on_done: Callable[[], None],
 ) -> list[tuple[int, ...]]:
-    """What one engine that does everything itself answers."""
-    answers = []
-    for prompt in prompts:
-        answers.append((await complete(session, plain, prompt, max_tokens)).tokens)
-        on_done()
-    return answers
+    """What an engine answers that does everything itself. The engines share the prompts; each gets one at least."""
+    shares = [list(enumerate(prompts))[first :: len(engines)] for first in range(len(engines))]
+    expected: dict[int, tuple[int, ...]] = {}
+
+    async def answer(engine: Engine, share: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for index, prompt in share or [(0, prompts[0])]:
+            expected[index] = (await complete(session, engine, prompt, max_tokens)).tokens
+            on_done()
+
+    await asyncio.gather(*(answer(engine, share) for engine, share in zip(engines, shares, strict=True)))
+    return [expected[index] for index in range(len(prompts))]
 
 
 async def take_turns(
     session: aiohttp.ClientSession,
-    prefills: Mapping[str, Engine],
+    prefill: Engine,
     decode: Engine,
+    modes: Sequence[str],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     on_done: Callable[[], None],
@@ -79,29 +100,26 @@ async def take_turns(
 
     The modes take turns, and another one begins with each prompt: what disturbs the machine disturbs all of them.
     """
-    modes = list(prefills)
     answers: dict[str, list[Answer]] = {mode: [] for mode in modes}
     for index, prompt in enumerate(prompts):
         first = index % len(modes)
-        for mode in modes[first:] + modes[:first]:
-            answers[mode].append(await complete_disaggregated(session, prefills[mode], decode, prompt, max_tokens))
+        for mode in (*modes[first:], *modes[:first]):
+            answers[mode].append(await complete_disaggregated(session, prefill, decode, prompt, max_tokens, mode))
             on_done()
     return answers
 
 
-def examine(
-    answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], trace_dir: Path, push_mode: str | None
-) -> list[Sample]:
-    """Compare the answers of one mode with the right ones and find their traces, waiting for those that are late.
-
-    A push that did not go as ``push_mode`` is a problem; None takes any, where falling back to another is no failure.
-    """
+def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], trace_dir: Path, mode: str) -> list[Sample]:
+    """Compare the answers of one mode with the right ones and find their traces, waiting for those that are late."""
     pushes = _await_traces(answers, trace_dir)
     samples = []
     for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
         push = pushes.get(vllm_request_id(answer.request_id))
-        figures, problem = _judge(push, push_mode, answer, trace_dir)
-        samples.append(Sample(index, answer, answer.tokens == right, push, figures, problem))
+        figures, problem = _judge(push, mode, answer, trace_dir)
+        hand_over_ms = None
+        if figures is not None and push is not None and push.t_last_ready is not None:
+            hand_over_ms = 1e3 * (answer.first_token_at - push.t_last_ready)
+        samples.append(Sample(index, answer, answer.tokens == right, push, figures, hand_over_ms, problem))
     return samples
 
 
@@ -116,17 +134,13 @@ def _await_traces(answers: Sequence[Answer], trace_dir: Path) -> dict[str, PushR
         time.sleep(0.05)
 
 
-def _judge(
-    push: PushRecord | None, push_mode: str | None, answer: Answer, trace_dir: Path
-) -> tuple[Figures | None, str | None]:
+def _judge(push: PushRecord | None, mode: str, answer: Answer, trace_dir: Path) -> tuple[Figures | None, str | None]:
     """Figures of a push that went as its mode promises, or what is wrong with it."""
     if push is None:
         return None, f"no trace of request {answer.request_id} in {trace_dir}"
-    if push_mode is not None and push.mode != push_mode:
-        return (
-            None,
-            f"request {answer.request_id} was pushed in mode {push.mode} ({push.fallback or 'no reason given'})",
-        )
+    if push.mode != mode:
+        reason = push.fallback or "no reason given"
+        return None, f"request {answer.request_id} was pushed in mode {push.mode} ({reason})"
     try:
         return figures_of(push), None
     except TraceError as error:

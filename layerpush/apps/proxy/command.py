@@ -30,8 +30,8 @@ def proxy(
         typer.Option(
             IDENTITY,
             metavar="URL=JSON",
-            help="Who a prefill engine is, instead of asking it: remote_engine_id, remote_host, remote_port, tp_size, "
-            "pp_size, as in kv_transfer_params.",
+            help="Identity of a prefill engine, so that the proxy need not ask for it: remote_engine_id, remote_host, "
+            "remote_port, tp_size, pp_size, as in kv_transfer_params.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -40,94 +40,100 @@ def proxy(
         typer.Option(
             envvar="VLLM_API_KEY",
             show_envvar=True,
-            help="The engines' key, for the proxy's own questions. Clients send theirs, which is passed on.",
+            help="API key for the proxy's own requests to engines. The proxy passes on clients' own keys.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
-        Choice, typer.Option(help="Which engine gets a request.", rich_help_panel=_DISPATCH)
+        Choice, typer.Option(help="How to choose the engine for a request.", rich_help_panel=_DISPATCH)
     ] = "least_outstanding_tokens",
     prefill_policy: Annotated[
-        Choice | None, typer.Option(help="The same for prefill engines only.", rich_help_panel=_DISPATCH)
+        Choice | None, typer.Option(help="Policy for prefill engines only.", rich_help_panel=_DISPATCH)
     ] = None,
     decode_policy: Annotated[
-        Choice | None, typer.Option(help="The same for decode engines only.", rich_help_panel=_DISPATCH)
+        Choice | None, typer.Option(help="Policy for decode engines only.", rich_help_panel=_DISPATCH)
     ] = None,
     sequential: Annotated[
         bool,
         typer.Option(
             "--sequential",
-            help="Ask D only after P has answered. No layer is pushed before the prompt is computed then.",
+            help="Ask D only after P has answered. Then P pushes whole requests after prefill.",
             rich_help_panel=_DISPATCH,
         ),
     ] = False,
     retry_max_retries: Annotated[
         int,
-        typer.Option(
-            min=0, help="How often a request is sent again before its first token.", rich_help_panel=_DISPATCH
-        ),
+        typer.Option(min=0, help="Retries of a request before its first token.", rich_help_panel=_DISPATCH),
     ] = 2,
     max_concurrent_requests: Annotated[
-        int, typer.Option(min=1, help="Requests under way at a time.", rich_help_panel=_LIMITS)
+        int, typer.Option(min=1, help="Largest number of requests at a time.", rich_help_panel=_LIMITS)
     ] = 1024,
     queue_size: Annotated[
         int,
-        typer.Option(min=0, help="Requests that wait to be let in; more get HTTP status 429.", rich_help_panel=_LIMITS),
+        typer.Option(
+            min=0, help="Largest number of waiting requests; further ones get HTTP status 429.", rich_help_panel=_LIMITS
+        ),
     ] = 100,
     queue_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="How long a request waits.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Longest wait in the queue.", rich_help_panel=_LIMITS)
     ] = 60.0,
     max_payload_size: Annotated[
         int, typer.Option(min=1, help="Largest request body, in bytes.", rich_help_panel=_LIMITS)
     ] = 512 << 20,
     connect_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="Until a connection to an engine is made.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Deadline for a connection to an engine.", rich_help_panel=_LIMITS)
     ] = 5.0,
     first_token_timeout_secs: Annotated[
         float,
-        typer.Option(min=0.001, help="Until P has answered, and D has begun to.", rich_help_panel=_LIMITS),
+        typer.Option(min=0.001, help="Deadline for P's answer, and for the begin of D's.", rich_help_panel=_LIMITS),
     ] = 600.0,
     stream_idle_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="Between two pieces of D's answer.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Longest pause in D's answer.", rich_help_panel=_LIMITS)
     ] = 300.0,
     request_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="For a request in all, its time in the queue too.", rich_help_panel=_LIMITS)
+        float,
+        typer.Option(
+            min=0.001, help="Deadline for a whole request, including its wait in the queue.", rich_help_panel=_LIMITS
+        ),
     ] = 1800.0,
     drain_timeout_secs: Annotated[
         int,
-        typer.Option(min=0, help="After SIGTERM, how long requests under way may take.", rich_help_panel=_LIMITS),
+        typer.Option(min=0, help="After SIGTERM, deadline for the requests that run.", rich_help_panel=_LIMITS),
     ] = 300,
     health_check_interval_secs: Annotated[
-        float, typer.Option(min=0.01, help="Between two checks of an engine.", rich_help_panel=_HEALTH)
+        float, typer.Option(min=0.01, help="Time between two checks of an engine.", rich_help_panel=_HEALTH)
     ] = 5.0,
     health_check_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="For one check.", rich_help_panel=_HEALTH)
+        float, typer.Option(min=0.001, help="Deadline for one check.", rich_help_panel=_HEALTH)
     ] = 5.0,
     health_failure_threshold: Annotated[
-        int, typer.Option(min=1, help="Failed checks after which an engine gets no requests.", rich_help_panel=_HEALTH)
+        int,
+        typer.Option(min=1, help="Failed checks in a row that take an engine out of service.", rich_help_panel=_HEALTH),
     ] = 3,
     health_success_threshold: Annotated[
-        int, typer.Option(min=1, help="Checks to pass before it gets some again.", rich_help_panel=_HEALTH)
+        int, typer.Option(min=1, help="Passed checks in a row that bring it back.", rich_help_panel=_HEALTH)
     ] = 2,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severity that is logged.")
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest severity to log.")
     ] = "info",
 ) -> None:
     """Serve vLLM's OpenAI-compatible API in front of prefill and decode engines.
 
-    Every prompt goes to a prefill engine (P) and a decode engine (D) at the same time, so that P can push each layer's
-    KV while it computes the next one; the client gets D's answer, byte for byte. P's engine id and side channel are
-    asked for at the start, and whenever P comes back. Where they cannot be had, D is asked after P has answered, and
-    the log says so.
+    The proxy sends every prompt to a prefill engine (P) and a decode engine (D) at the same time. So P can push each
+    layer's KV while it computes the next one. The client gets D's answer, byte for byte.
 
     Example:  layerpush proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000 --port 8000
 
-    Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. A request that an engine fails
-    before the first token is sent again to others. SIGTERM: no new connections; those under way are served.
+    The proxy asks each P for its engine id and side channel, at the start and whenever P comes back. If P does not
+    give them, the proxy logs the reason and asks D only after P has answered.
 
-    Exit status: 0 after SIGTERM or SIGINT, 1 if the port could not be had, 2 for bad options.
+    It serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. If an engine fails before the
+    first token, the proxy sends the request to other engines. After SIGTERM it accepts no new connections and
+    finishes the requests that run.
+
+    Exit status: 0 after SIGTERM or SIGINT, 1 if the port is not available, 2 for bad options.
     """
     from layerpush.apps.proxy.policy import Policy
     from layerpush.apps.proxy.server import serve

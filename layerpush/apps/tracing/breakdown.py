@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from layerpush.apps.tracing.requests import RequestTrace
 
 PARTS = {
-    "queue": "D asks for it, until P plans its first chunk",
+    "queue": "D gets the request, until P plans its first chunk",
     "prefill": "P computes, until the last layer's KV is ready",
     "exposed": "the last layer is ready, until the last WRITE has landed",
-    "notification": "everything has landed, until D has heard so from every rank of P",
-    "D wait": "D knows, until its engine has been told",
+    "notification": "all WRITEs have landed, until D has the completion of every rank of P",
+    "D wait": "D has the completions, until its engine gets the report",
 }
 OTHER = "other"
 """A stretch one end of which is not recorded."""

@@ -1,4 +1,4 @@
-"""`layerpush trace`. Heavy modules are imported inside the commands, so that `--help` answers at once."""
+"""`layerpush trace`. Commands import heavy modules themselves, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Folders = Annotated[
         metavar="DIR...",
         exists=True,
         file_okay=False,
-        help="Where P and D wrote: the `trace_dir` of each, or copies of both from two hosts; folders below count.",
+        help="The `trace_dir` of P and of D, or copies of both from two hosts; with their subfolders.",
     ),
 ]
 
@@ -28,13 +28,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     help=(
-        "Where did a request's time go? Reads what P and D wrote into `trace_dir`.\n\n"
+        "Where did a request's time go? These commands read the records of P and D in `trace_dir`.\n\n"
         '[bold]Record:[/bold]  set  "trace_dir": "/var/tmp/layerpush"  in `kv_connector_extra_config` of P and of D, '
-        "and copy both directories to one place if they are on two hosts. The clocks of the hosts are compared by what "
-        "the handshake between D and P measured.\n\n"
+        "and copy both directories to one place if they are on two hosts. The handshake between D and P measures the "
+        "offset of the two clocks.\n\n"
         "[bold]Look:[/bold]  layerpush trace summary DIR\n\n"
-        "[bold]Then:[/bold]  layerpush trace plot DIR --request ID  or  layerpush trace merge DIR  and open what it "
-        "writes in https://ui.perfetto.dev"
+        "[bold]Then:[/bold]  layerpush trace plot DIR --request ID  or  layerpush trace merge DIR  and open its file "
+        "in https://ui.perfetto.dev"
     ),
 )
 
@@ -43,15 +43,18 @@ app = typer.Typer(
 def merge(
     folders: Folders,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="Where the trace goes.")
+        Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="File for the merged trace.")
     ] = Path("layerpush-trace.json"),
 ) -> None:
-    """Put the traces of P and D together into one file for ui.perfetto.dev or chrome://tracing.
+    """Merge the traces of P and D into one file for ui.perfetto.dev or chrome://tracing.
 
-    One process per engine rank; arrows lead from D's registration to P's push and from P's completion to D. All times
-    are on D's clock. What was assumed about clocks, and what is missing, is printed, and kept in the file.
+    The file has one process per engine rank. Arrows lead from D's registration to P's push and from P's completion to
+    D. All times are on D's clock. The command prints the offset of the clocks and gaps in the traces, and writes both
+    into the file.
 
-    Exit status: 0, or 2 if there is nothing to read.
+    Example:  layerpush trace merge /var/tmp/layerpush --out merged.json
+
+    Exit status: 0, or 2 if the folders have no traces.
     """
     from layerpush.apps.tracing.perfetto import chrome_trace
     from layerpush.apps.tracing.progress import bar
@@ -73,17 +76,19 @@ def plot(
             "--request",
             "-r",
             metavar="ID",
-            help="P's or D's request id, the X-Request-Id, or a part of it that only one has; else the slowest one.",
+            help="P's or D's request id, the X-Request-Id, or a unique part of it. Default: the slowest request.",
         ),
     ] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="A .png or .svg file."),
+        typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="File for the picture, .png or .svg."),
     ] = Path("layerpush-request.png"),
 ) -> None:
-    """Draw one request: what D waited for, when P computed each layer, and when each layer was on the wire.
+    """Draw one request: the parts of D's wait, and for each layer the time of its computation and of its WRITEs.
 
-    Exit status: 0, or 2 if there is nothing to read, no such request, or no matplotlib.
+    Example:  layerpush trace plot /var/tmp/layerpush --request ID --out request.svg
+
+    Exit status: 0, or 2 if there are no traces, no such request, or no matplotlib.
     """
     from layerpush.apps.tracing.breakdown import slowest
     from layerpush.apps.tracing.picture import draw_request
@@ -99,16 +104,20 @@ def plot(
 @app.command()
 def summary(
     folders: Folders,
-    top: Annotated[int, typer.Option("--top", "-n", min=1, help="How many of the slowest requests are listed.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, in seconds, instead.")] = False,
+    top: Annotated[int, typer.Option("--top", "-n", min=1, help="Number of slowest requests to list.")] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object instead, with times in seconds.")
+    ] = False,
 ) -> None:
-    """Say where the time of the slowest requests went: in the queue, in prefill, in transfer, or in waiting.
+    """Show the parts of the slowest requests' time: queue, prefill, transfer, waits.
 
-    The parts follow each other and add up: [bold]queue[/bold], until P plans the first chunk; [bold]prefill[/bold],
-    until the last layer is ready; [bold]exposed[/bold], until the last WRITE has landed; [bold]notification[/bold],
-    until D has heard; [bold]D wait[/bold], until D's engine has been told.
+    The parts follow each other and add up to the total: [bold]queue[/bold], until P plans the first chunk;
+    [bold]prefill[/bold], until the last layer is ready; [bold]exposed[/bold], until the last WRITE has landed;
+    [bold]notification[/bold], until D has all completions; [bold]D wait[/bold], until D's engine gets the report.
 
-    Exit status: 0, or 2 if there is nothing to read.
+    Example:  layerpush trace summary /var/tmp/layerpush --top 20
+
+    Exit status: 0, or 2 if the folders have no traces.
     """
     from layerpush.apps.tracing.report import summary_data, summary_text
 
@@ -135,7 +144,7 @@ def _say_notes(traces: TraceSet) -> None:
 
 @contextmanager
 def _failing_well() -> Iterator[None]:
-    """What a person can put right is said in one line."""
+    """Prints an error that the user can correct as one line."""
     from layerpush.apps.tracing.folder import FolderError
     from layerpush.apps.tracing.picture import PictureError
     from layerpush.apps.tracing.requests import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from layerpush.apps.tracing.breakdown import PARTS, break_down
 from layerpush.apps.tracing.figures import completed_times
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_RANKS = 8
+LATE_LAYERS = 3
+"""So many layers are seen where the end of a push is enlarged."""
 DPI = 110
 COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
 WRITE_COLOUR = "#d9541e"
@@ -63,31 +65,43 @@ def draw_request(request: RequestTrace, path: Path) -> None:
 
 
 def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
-    """One row of panels per name: the whole push, and its end enlarged. The panels of a column share their time scale.
+    """One column of panels per name: above, the end of prefill, enlarged; below, the whole push.
+
+    The panels of a row share their time scale. Its zero is when the last layer was ready.
 
     Raises ``TraceError`` when a push was not completed, ``PictureError`` as ``draw_request`` does.
     """
     times = {name: completed_times(push) for name, push in pushes.items()}
-    longest = 1e3 * max(landed - planned for planned, _, landed in times.values())
+    longest = 1e3 * max(ready - planned for planned, ready, _ in times.values())
     exposed = 1e3 * max(landed - ready for _, ready, landed in times.values())
-    with _panels(path, [4.0] * len(pushes), 2, LEGEND) as grid:
-        for (whole, end), (name, push) in zip(grid, pushes.items(), strict=True):
-            planned, ready, landed = times[name]
-            _draw_push(whole, push, zero=planned)
-            _draw_push(end, push, zero=ready)
+    with _panels(path, [4.4, 2.6], len(pushes), LEGEND, share="row") as (ends, wholes):
+        for end, whole, (name, push) in zip(ends, wholes, pushes.items(), strict=True):
+            _, ready, landed = times[name]
+            for axes in (end, whole):
+                _draw_push(axes, push, zero=ready)
+                axes.set_xlabel("milliseconds since the last layer was ready")
+            end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
             counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
             what = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
-            whole.set_title(f"{name}: {push.tokens} tokens, {what}", loc="left")
-            end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
-        grid[0][0].set_xlim(0, longest * 1.01)
-        grid[0][1].set_xlim(-exposed, exposed * 1.05)
-        grid[-1][0].set_xlabel("milliseconds since the first chunk was planned")
-        grid[-1][1].set_xlabel("milliseconds since the last layer was ready")
+            whole.set_title(f"the whole push: {push.tokens} tokens, {what}", loc="left", fontsize="medium")
+        before = max(1e3 * (times[name][1] - _late(push)) for name, push in pushes.items())
+        ends[0].set_xlim(-max(before, exposed), exposed * 1.05)
+        wholes[0].set_xlim(-longest * 1.01, exposed * 1.05)
+
+
+def _late(push: PushRecord) -> float:
+    """When the layer was ready that ``LATE_LAYERS`` followed, in seconds."""
+    return min(sorted(at for _, _, at, _ in push.ready)[-LATE_LAYERS - 1 :])
 
 
 @contextmanager
-def _panels(path: Path, heights: Sequence[float], columns: int, legend: Mapping[str, str]) -> Iterator[Any]:
-    """A grid of panels, ``grid[row][column]``, with rows of these heights in inches; the file is written at the end."""
+def _panels(
+    path: Path, heights: Sequence[float], columns: int, legend: Mapping[str, str], share: Literal["col", "row"] = "col"
+) -> Iterator[Any]:
+    """A grid of panels, ``grid[row][column]``, with rows of these heights in inches; the file is written at the end.
+
+    The panels of a column, or of a row, ``share`` their time scale.
+    """
     try:
         import matplotlib as mpl
 
@@ -100,7 +114,7 @@ def _panels(path: Path, heights: Sequence[float], columns: int, legend: Mapping[
         len(heights),
         columns,
         figsize=(15, sum(heights) + 1.6),
-        sharex="col",
+        sharex=share,
         squeeze=False,
         layout="constrained",
         gridspec_kw={"height_ratios": heights},

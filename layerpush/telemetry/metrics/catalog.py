@@ -71,27 +71,27 @@ PUSHES = Metric(
     "pushes",
     Kind.COUNTER,
     Side.PREFILL,
-    "Pushes that are over, by how they ended.",
+    "Ended pushes, by outcome.",
     "outcome",
     {
-        "layerwise": "completed; pushed while prefill ran",
-        "whole": "completed; pushed whole as the configuration (`layerwise: false`) or the request asks",
-        "fallback": "completed; pushed whole because it could not be pushed by layer, or the prompt was short",
+        "layerwise": "completed; pushed during prefill",
+        "whole": "completed; pushed whole because the configuration (`layerwise: false`) or the request says so",
+        "fallback": "completed; pushed whole because push by layer was impossible, or the prompt was short",
         "late_registration": "completed; pushed whole because D registered only after prefill had finished",
-        "failed": "D was not told that it is complete; the log says why",
-        "unclaimed": "no D had registered when P gave the blocks up: its request may have left while D's still waited",
-        "cancelled": "P's request was aborted, or D wanted its blocks back",
+        "failed": "P sent no completion; the log has the reason",
+        "unclaimed": "no D registered before P freed the blocks",
+        "cancelled": "P's request was aborted, or D cancelled it",
     },
 )
 FALLBACKS = Metric(
     "fallbacks",
     Kind.COUNTER,
     Side.PREFILL,
-    "Pushes of whole requests by an engine that is to push by layer, by reason; however they ended.",
+    "Whole-request pushes while `layerwise` is on, by reason; with any outcome.",
     "reason",
     {
-        "engine": "P cannot tell its KV cache apart by layer; said in its log at start",
-        "decode_engine": "D's blocks or ranks do not fit P's; said in P's log at the first push to that D",
+        "engine": "P cannot separate its KV cache by layer; P logs the reason at start",
+        "decode_engine": "D's blocks or ranks do not fit P's; P logs the reason at the first push to that D",
         "short_prompt": "fewer tokens than `layerwise_min_tokens`",
         "late_registration": "no D had registered when prefill finished",
     },
@@ -100,177 +100,177 @@ EXPOSED = Metric(
     "exposed_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "What a completed push adds after prefill: from when the last layer was ready and D had registered until the "
-    "completion was sent.",
+    "Time that a completed push adds after prefill: from the last layer being ready and D being registered, to the "
+    "completion.",
     buckets=SECONDS,
 )
 TRANSFER = Metric(
     "transfer_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long at least one WRITE of a completed push was on its way.",
+    "Time with at least one WRITE of a completed push on the wire.",
     buckets=SECONDS,
 )
 WRITE_BYTES = Metric(
     "write_bytes",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Bytes of a WRITE that has landed. The sum is what was pushed, the count how many WRITEs it took.",
+    "Bytes per landed WRITE. The sum is all pushed bytes, the count the number of WRITEs.",
     buckets=BYTES,
 )
 WRITE_DESCRIPTORS = Metric(
-    "write_descriptors", Kind.HISTOGRAM, Side.PREFILL, "Descriptors of a WRITE that has landed.", buckets=COUNTS
+    "write_descriptors", Kind.HISTOGRAM, Side.PREFILL, "Descriptors per landed WRITE.", buckets=COUNTS
 )
 WRITE_LAYERS = Metric(
     "write_layers",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Layers of a layer-wise WRITE that has landed: how many it took together.",
+    "Layers per landed layer-wise WRITE.",
     buckets=LAYERS,
 )
 WRITES = Metric(
     "writes",
     Kind.COUNTER,
     Side.PREFILL,
-    "WRITEs that have landed, by plan.",
+    "Landed WRITEs, by plan.",
     "plan",
     {
         "direct": "from P's KV cache into D's",
-        "gathered": "put together in P's staging ring, into D's KV cache",
-        "packed": "put together in P's staging ring, into D's staging ring",
+        "gathered": "collected in P's staging ring, into D's KV cache",
+        "packed": "collected in P's staging ring, into D's staging ring",
     },
 )
 WRITE_ESTIMATE = Metric(
     "write_estimate_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long a WRITE was estimated to take by the plan that it went by; of WRITEs that have an estimate and landed.",
+    "Estimated time of a landed WRITE by its plan; only of WRITEs with an estimate.",
     buckets=SECONDS,
 )
 WRITE_SECONDS = Metric(
     "write_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long those WRITEs took, from the choice of the plan until it was seen that they had landed.",
+    "Measured time of those WRITEs, from the choice of the plan until P saw that they had landed.",
     buckets=SECONDS,
 )
 FAILED_WRITES = Metric(
-    "failed_writes", Kind.COUNTER, Side.PREFILL, "WRITEs that ended in an error, or could not be posted."
+    "failed_writes", Kind.COUNTER, Side.PREFILL, "WRITEs that ended in an error, or that NIXL could not post."
 )
 LAYERS_READY = Metric(
     "layers",
     Kind.COUNTER,
     Side.PREFILL,
-    "(chunk, layer) pairs of pushes that are over, by how P found out that they were computed.",
+    "(chunk, layer) pairs of ended pushes, by how P found them ready.",
     "found",
     {
-        "hooked": "as soon as it was computed, by the layer's hook",
-        "swept": "at the end of the step: no overlap with this step",
+        "hooked": "by the layer's hook, as soon as it was computed",
+        "swept": "by the sweep at the end of the step: no overlap with this step",
     },
 )
-ACTIVE_PUSHES = Metric("active_pushes", Kind.GAUGE, Side.PREFILL, "Pushes that are not over.")
+ACTIVE_PUSHES = Metric("active_pushes", Kind.GAUGE, Side.PREFILL, "Pushes that have not ended.")
 UNCLAIMED_PUSHES = Metric(
-    "unclaimed_pushes", Kind.GAUGE, Side.PREFILL, "Pushes for which no D has registered yet: P waits for D."
+    "unclaimed_pushes", Kind.GAUGE, Side.PREFILL, "Pushes without a registration yet: P waits for D."
 )
 PENDING_REGISTRATIONS = Metric(
     "pending_registrations",
     Kind.GAUGE,
     Side.PREFILL,
-    "Registrations whose request has not come to P yet: D waits for P.",
+    "Registrations without a request on P yet: D waits for P.",
 )
 LOADS = Metric(
     "loads",
     Kind.COUNTER,
     Side.DECODE,
-    "Awaited pushes that are over for their request, by how they ended.",
+    "Ended loads, by outcome.",
     "outcome",
     {
         "loaded": "every byte is there",
-        "failed": "nothing came, or not everything; nobody writes any more",
-        "parked": "failed while P may still write: the blocks are set aside",
-        "aborted": "D's request was aborted meanwhile",
-        "refused": "it could not even be registered",
+        "failed": "bytes are missing; no P rank can write any more",
+        "parked": "failed while P may still write: the blocks stay out of use",
+        "aborted": "D's request was aborted",
+        "refused": "D could not register it",
     },
 )
 LOAD = Metric(
     "load_seconds",
     Kind.HISTOGRAM,
     Side.DECODE,
-    "From D's registration until every byte is there; P's prefill is part of it.",
+    "Time from D's registration until every byte is there, including P's prefill.",
     buckets=LONG_SECONDS,
 )
-AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Pushes that D waits for, parked ones included.")
+AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Loads that have not ended, parked ones included.")
 PARKED_REQUESTS = Metric(
     "parked_requests",
     Kind.GAUGE,
     Side.DECODE,
-    "Requests that are over and whose blocks stay out of use, because a P may still write them.",
+    "Ended requests whose blocks stay out of use because a P may still write them.",
 )
-PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "KV cache blocks that are out of use for that reason.")
+PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "KV cache blocks out of use for that reason.")
 LOST_PEERS = Metric(
     "lost_peers",
     Kind.COUNTER,
     Side.DECODE,
-    "Times that D gave up waiting for a rank of a P.",
+    "P ranks that D gave up waiting for.",
     "how",
     {
-        "silent": "it said nothing for `peer_timeout_s`",
-        "gone": "its process is known to have ended",
+        "silent": "no message for `peer_timeout_s`",
+        "gone": "D knows that its process has ended",
     },
 )
 DROPPED_MESSAGES = Metric(
     "dropped_messages",
     Kind.COUNTER,
     Side.BOTH,
-    "What others sent and was not acted on, by kind; the log has the texts.",
+    "Dropped messages of peers and clients, by kind; the log has the texts.",
     "kind",
     {
-        "bad_notification": "bytes that are no message",
-        "bad_kv_transfer_params": "a request whose `kv_transfer_params` are bad or name a host that is not allowed",
-        "foreign_word": "to D: about a push that this agent was not asked for",
-        "late_completion": "to D: about a push that nobody waits for",
-        "foreign_cancel": "to P: for a registration of another engine",
-        "id_in_use": "to P: a second registration under the id of one that is being served",
+        "bad_notification": "bytes that are not a message",
+        "bad_kv_transfer_params": "a request with bad `kv_transfer_params` or a host outside `allowed_hosts`",
+        "foreign_word": "to D: a status from an agent without this registration",
+        "late_completion": "to D: a status for an unknown load",
+        "foreign_cancel": "to P: a `Cancel` for another engine's registration",
+        "id_in_use": "to P: a second registration under the id of a current one",
         "engine_id_in_use": "to P: a registration under the name of another, living engine",
-        "notifications": "NIXL could not hand out what had come",
-        "other": "kinds beyond the 64 that are told apart",
+        "notifications": "NIXL could not hand over the received notifications",
+        "other": "all kinds beyond the first 64",
     },
 )
 DROPPED_RECORDS = Metric(
     "dropped_records",
     Kind.COUNTER,
     Side.PREFILL,
-    "What found its queue full.",
+    "Records dropped at a full queue.",
     "queue",
     {
-        "trace": "pushes and loads that are missing in the trace file",
-        "hooks": "layers that were found by the sweep instead",
+        "trace": "pushes and loads that the trace file lacks",
+        "hooks": "hook events; the sweep found their layers instead",
     },
 )
 RING_BYTES = Metric(
     "staging_ring_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory of the rank that has the most; 0: it packs nothing. The log says why if nobody asked for that.",
+    "Staging memory of the rank with the most; 0: no packing. The log has the reason if packing is on.",
 )
 RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Of that what is taken, on the rank that uses the most: on P by WRITEs under way, on D by requests' windows.",
+    "Used staging memory of the rank with the most: by WRITEs on P, by requests' windows on D.",
 )
 WRITER_LAG = Metric(
     "writer_lag_seconds",
     Kind.HISTOGRAM,
     Side.BOTH,
-    "The longest that the writer thread left its queues alone since the last report; one value per report and rank.",
+    "Longest time that the writer thread ignored its queues since the last report; one value per report and rank.",
     buckets=SECONDS,
 )
 RANKS = Metric(
     "ranks",
     Kind.GAUGE,
     Side.BOTH,
-    "Worker processes of the engine. What is counted per rank, divided by it, is per request.",
+    "Worker processes of the engine. Divide counts per rank by it to get counts per request.",
 )
 
 CATALOG: tuple[Metric, ...] = (

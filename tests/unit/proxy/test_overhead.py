@@ -30,7 +30,7 @@ def test_added_time_and_ratio() -> None:
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    out = tmp_path / "proxy.json"
+    out = tmp_path / "new" / "proxy.json"
     arguments = ["--lengths", "16", "--streams", "2", "--requests", "4", "--out", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
