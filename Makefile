@@ -1,10 +1,10 @@
 # Every target is a script of the same name in scripts/, for people and CI alike. ARGS goes to it: make test ARGS="tests/unit -k config"
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak docs clean
+.PHONY: help setup demo test test-fast test-all check bench soak docs clean
 
 help: ## this list
 	@echo 'layerpush: make TARGET [ARGS="..."]'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: ## make the pinned CPU environment in .venv (the other targets do it themselves; PYTHON=... chooses the interpreter)
 	@scripts/setup $(ARGS)
@@ -12,8 +12,14 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then all tests
+test: ## run check, then every test but the exhaustive ones: 20 minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
+
+test-fast: ## only tests without engines and other processes, for while you work: 3 minutes
+	@scripts/test --fast $(ARGS)
+
+test-all: ## run check, then all tests
+	@scripts/test --all $(ARGS)
 
 check: ## ruff, mypy --strict, import contracts
 	@scripts/check $(ARGS)

@@ -18,7 +18,7 @@ from rich.console import Console
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Rival
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 

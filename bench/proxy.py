@@ -21,8 +21,8 @@ from rich.console import Console
 from bench import write
 from bench.bootstrap import Difference, Ratio, difference_of_medians, ratio_of_medians
 from bench.markdown import Result, conditions, number_table, with_interval
-from layerpush.demo.ports import PortAllocator
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.apps.demo.provenance import provenance
 
 STUB = "bench.stubengine"
 ANSWER_TOKENS = 32

@@ -1,6 +1,6 @@
 """`python -m layerpush`: the `layerpush` command."""
 
-from layerpush.cli import app
+from layerpush.apps.cli import app
 
 if __name__ == "__main__":
     app(prog_name="layerpush")

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from layerpush import compat
-from layerpush.config import LayerPushConfig
-from layerpush.prefill.scheduler import LayerwisePushScheduler
-from layerpush.worker import LayerwisePushWorker
+from layerpush.compat.metadata import LayerwiseMetadata
+from layerpush.compat.nixl_connector import NixlBaseConnector, NixlPushConnector
+from layerpush.compat.prometheus import LayerPushPromMetrics
+from layerpush.compat.stats import HeardStats, LayerPushStats
+from layerpush.core.config import LayerPushConfig
+from layerpush.worker.scheduler import LayerwisePushScheduler
+from layerpush.worker.worker import LayerwisePushWorker
 
 if TYPE_CHECKING:
     import torch
@@ -23,16 +26,16 @@ if TYPE_CHECKING:
     from layerpush.decode.report import DecodeReport
 
 
-class LayerwisePushConnector(compat.NixlPushConnector):
+class LayerwisePushConnector(NixlPushConnector):
     """Pushes each layer's KV blocks to the decode engine while prefill runs; see docs/design.
 
-    Raises ``layerpush.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
+    Raises ``layerpush.core.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
     for decode context parallelism, as upstream does.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # Not NixlPushConnector's initialiser: it would build a second worker with a second NIXL agent.
-        compat.NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise ValueError("LayerwisePushConnector does not support decode_context_parallel_size > 1.")
         config = LayerPushConfig.from_extra_config(self.kv_transfer_config.kv_connector_extra_config)
@@ -50,18 +53,18 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind(gpu_block_pool)
 
-    def get_kv_connector_stats(self) -> compat.LayerPushStats | None:
+    def get_kv_connector_stats(self) -> LayerPushStats | None:
         """What has happened since the last call. The scheduler's thread, or the engine's main thread after a step."""
         now = time.perf_counter()
         if self.connector_worker is not None:
-            return compat.LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
+            return LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
         assert self.connector_scheduler is not None
-        return compat.LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
+        return LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> compat.HeardStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeardStats:
         """Of what ``to_dict`` gave in another process. Front end's process."""
-        return compat.HeardStats(data)
+        return HeardStats(data)
 
     @classmethod
     def build_prom_metrics(
@@ -70,9 +73,9 @@ class LayerwisePushConnector(compat.NixlPushConnector):
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> compat.LayerPushPromMetrics:
+    ) -> LayerPushPromMetrics:
         """Registers every metric. Front end's process."""
-        return compat.LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> DecodeReport | None:
         """What the scheduler must know beside the loads that have ended. Main thread, after these were taken."""
@@ -81,14 +84,14 @@ class LayerwisePushConnector(compat.NixlPushConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks are about to change hands. Engine's main thread, where the runner calls it at all."""
-        assert isinstance(kv_connector_metadata, compat.LayerwiseMetadata)
+        assert isinstance(kv_connector_metadata, LayerwiseMetadata)
         if self.connector_worker is not None:
             self.connector_worker.revoke(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. Engine's main thread, before the first layer."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, compat.LayerwiseMetadata)
+        assert isinstance(connector_metadata, LayerwiseMetadata)
         assert self.connector_worker is not None
         self.connector_worker.arm(connector_metadata)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush import calm
-from layerpush.admission import AdmissionHook
+from layerpush.compat import busy_wait
+from layerpush.compat.admission import AdmissionHook
 
 CONNECTOR_NAME = "LayerwisePushConnector"
 CONNECTOR_MODULE = "layerpush.connector"
@@ -27,11 +27,11 @@ def register() -> None:
 
     Raises:
         ConnectorNameError: the name belongs to a class that is not layerpush's.
-        layerpush.config.ConfigError: LAYERPUSH_CALM is neither a yes nor a no.
+        layerpush.core.config.ConfigError: LAYERPUSH_CALM is neither a yes nor a no.
     """
     global _registered
-    if calm.wanted():
-        calm.apply()
+    if busy_wait.wanted():
+        busy_wait.apply()
     if _registered:
         return
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import typer
 
-from layerpush.cli import app as layerpush_app
-from layerpush.config import ConfigError, LayerPushConfig
-from layerpush.door import ParamsError, check_params
+from layerpush.apps.cli import app as layerpush_app
+from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_params
 from layerpush.plugin import CONNECTOR_NAME
 from tests.docblocks import ROOT, Command
 

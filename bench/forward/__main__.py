@@ -34,8 +34,8 @@ from bench.pair.sweep import (
     sweep,
 )
 from bench.pair.tables import PATTERNS
-from layerpush.demo.link import LinkError
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.provenance import provenance
 
 MODES = ("layer", "chunk", "request")
 ROUNDS, QUICK_ROUNDS = 6, 3

@@ -17,7 +17,7 @@ from bench.forward.settings import ForwardSettings
 from bench.pair.end import digest_of
 from bench.pair.meeting import NOTIFICATION_POLL_S, DecodeSide, run_decode
 from bench.pair.settings import POISON
-from layerpush.wire import Completion, Registration, encode_registration
+from layerpush.core.wire import Completion, Registration, encode_registration
 
 PREFILL = "P"
 COMPLETION_TIMEOUT_S = 5.0

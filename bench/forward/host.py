@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 from bench.pair.reach import DECODE, Reach
-from layerpush.prefill.outbox import Outbox, RankWrite
-from layerpush.prefill.packer import PushWindow
-from layerpush.prefill.protocol import Retract, Segment, Write
+from layerpush.core.push_protocol import Retract, Segment, Write
+from layerpush.core.wire import Registration, encode_completion
 from layerpush.prefill.push import BlockIds
-from layerpush.prefill.staging import Link
 from layerpush.prefill.writer import PushWriter
 from layerpush.transport.base import Transport
-from layerpush.wire import Registration, encode_completion
+from layerpush.transport.link import Link
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.writes import Outbox, RankWrite
 
 
 class PairHost:

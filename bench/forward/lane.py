@@ -10,20 +10,20 @@ from collections import Counter
 from bench.forward.host import PairHost
 from bench.forward.settings import ForwardSettings
 from bench.pair.reach import DECODE, Reach
-from layerpush.bell import Bell
-from layerpush.metrics.lag import Lag
-from layerpush.metrics.pushes import PushMeter
-from layerpush.metrics.recorder import Recorder
-from layerpush.prefill.capture import Capture
+from layerpush.core.push_policy import Policy
+from layerpush.core.wire import Registration, Unpacked, read
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.stager import Stager
+from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.trace import PushRecord, WriteRecord
-from layerpush.tracefile import TraceFile
+from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.nixl import NixlTransport
-from layerpush.wire import Registration, Unpacked, read
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.worker.wake import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ STREAMS = {"layer": True, "chunk": True, "request": False}
 class Kept(PushMeter):
     """Counts as a worker's, and keeps what it counts. Writer thread; others read while nothing is pushed."""
 
-    def __init__(self, recorder: Recorder, *, by_layer: bool) -> None:
-        super().__init__(recorder, by_layer=by_layer, engine_fallback=None)
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder, engine_fallback=None)
         self.records: list[WriteRecord] = []
         self.pushes: list[PushRecord] = []
 
@@ -68,15 +68,15 @@ class Lane:
         transport: NixlTransport,
         settings: ForwardSettings,
         pusher: Pusher,
-        stager: Stager | None,
+        strategy: PackingStrategy | None,
     ) -> None:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
-        self.kept = Kept(Recorder(), by_layer=streams)
+        self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
-        self.capture = Capture(layout.index_of, pusher.wake, fences, nudge=pusher.nudge)
+        self.capture = StepEvents(layout.index_of, pusher.wake, fences, nudge=pusher.nudge)
         self.host = PairHost(reach, transport)
-        self.stager = stager if streams else None
+        self.strategy = strategy if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
         self.writer = self.host.writer = PushWriter(
             Identity("P", 0, mode),
@@ -87,7 +87,7 @@ class Lane:
             self.host,
             TraceFile(None, "P", 0),
             counters=self.kept,
-            stager=self.stager,
+            strategy=self.strategy,
         )
 
 
@@ -101,7 +101,7 @@ class Pusher:
         self.failure: BaseException | None = None
         self._transport = transport
         self._lag = Lag()
-        self._wake = Bell()
+        self._wake = Waker()
         self._turning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
         self._thread.start()
@@ -152,8 +152,8 @@ class Pusher:
             match read(payload):
                 case Registration() as registration:
                     lane.host.registered(registration)
-                case Unpacked(number, done) if lane.stager is not None:
-                    lane.stager.unpacked(sender, number, done)
+                case Unpacked(number, done) if lane.strategy is not None:
+                    lane.strategy.unpacked(sender, number, done)
                 case other:
                     raise ValueError(f"{DECODE} said {other}")
         lane.writer.turn()

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Seat, Wire
-from layerpush.demo.engines import Place
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.link import check_emulation
-from layerpush.demo.workspace import places_of
+from layerpush.apps.demo.engines import Place
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.link import check_emulation
+from layerpush.apps.demo.workspace import places_of
 
 LOOPBACK = Wire("loopback", TCP.seats)
 REAL = {wire.name: wire for wire in (SHM, LOOPBACK, CUDA_IPC)}

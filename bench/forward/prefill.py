@@ -26,9 +26,9 @@ from bench.pair.end import End, digest_of, settle
 from bench.pair.meeting import PrefillSide, raise_if_wrong, run_prefill
 from bench.pair.reach import DECODE, OWN, Reach
 from bench.pair.tables import Draw
-from layerpush.prefill.plan import PromptProgress, StepPlan
+from layerpush.apps.tracing.intervals import union_length
+from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.tracing.intervals import union_length
 from layerpush.transport.base import Route, WriteState
 
 CEILING_BYTES = 64 << 20
@@ -49,10 +49,10 @@ class Bench:
     def __init__(self, end: End, reach: Reach, pusher: Pusher, settings: ForwardSettings) -> None:
         self.reach = reach
         packing = settings.packing
-        stager = None if packing == "off" else reach.stager(packing)
-        if stager is not None:
-            reach.calibrate(stager, WRITE_POLL_S)
-        self.lanes = {mode: Lane(mode, reach, end.transport, settings, pusher, stager) for mode in STREAMS}
+        strategy = None if packing == "off" else reach.strategy(packing)
+        if strategy is not None:
+            reach.calibrate(strategy, WRITE_POLL_S)
+        self.lanes = {mode: Lane(mode, reach, end.transport, settings, pusher, strategy) for mode in STREAMS}
 
 
 class PrefillEnd(PrefillSide):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import layerpush
 from bench.gpu.parts import NEEDED_MODULES
-from layerpush.demo.machine import machine
+from layerpush.apps.demo.machine import machine
 
 ROOT = Path(__file__).parents[2]
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.demo.model import ModelShape
+from layerpush.apps.demo.model import ModelShape
 
 LLAMA_8B = ModelShape(
     layers=32,

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from bench.pair.settings import POISON, Settings
-from layerpush.calm import delay_progress_thread
-from layerpush.layout import CacheLayout, LayerSlots, Region
-from layerpush.prefill.calibration import SCRATCH_PIECES
-from layerpush.staging import PIECE_BYTES
-from layerpush.tensorstaging import TensorStaging, staging_memory
+from layerpush.compat.busy_wait import delay_progress_thread
+from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
 
 MEMORY_TYPES = {"cpu": "DRAM", "cuda": "VRAM"}
 LOOK_BYTES = 32 << 20

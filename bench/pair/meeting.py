@@ -13,8 +13,8 @@ from bench.pair.end import Cache, End, settle, strays
 from bench.pair.orders import CheckRest, Introduction, UseCache, WrongBytesError
 from bench.pair.settings import POISON, Settings
 from bench.pair.unpacking import Unpacking
-from layerpush.demo.ucx import of_this_process
-from layerpush.wire import Unpack, read
+from layerpush.apps.demo.ucx import of_this_process
+from layerpush.core.wire import Unpack, read
 
 NOTIFICATION_POLL_S = 1e-3
 """How often D looks for messages: as the writer thread of a worker that awaits something."""

@@ -7,13 +7,13 @@ from typing import Any
 
 from bench.pair.end import Cache, End
 from bench.pair.orders import Introduction
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.packer import Packer, PushWindow
-from layerpush.prefill.stager import Packing, Stager
-from layerpush.prefill.staging import Link
-from layerpush.staging import PIECE_BYTES
+from layerpush.core.wire import Registration
 from layerpush.transport.base import Route
-from layerpush.wire import Registration
+from layerpush.transport.link import Link
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import Packer, PushWindow
+from layerpush.transport.packing.strategy import Packing, PackingStrategy
 
 DECODE = "D"
 """D's name, as an agent and as an engine."""
@@ -42,14 +42,14 @@ class Reach:
         copy_s, byte_s = self.cache.staging.copy_costs()
         self._prior = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
 
-    def stager(self, packing: Packing) -> Stager:
-        return Stager(self.packer, self.cache.layout, packing, self._prior)
+    def strategy(self, packing: Packing) -> PackingStrategy:
+        return PackingStrategy(self.packer, self.cache.layout, packing, self._prior)
 
-    def calibrate(self, stager: Stager, pause: float) -> None:
+    def calibrate(self, strategy: PackingStrategy, pause: float) -> None:
         """As a worker does when a decode engine first offers its ring."""
-        stager.calibrate(DECODE, self._end.transport, self.ring)
-        while stager.is_busy:
-            stager.turn()
+        strategy.calibrate(DECODE, self._end.transport, self.ring)
+        while strategy.is_busy:
+            strategy.turn()
             time.sleep(pause)
 
     def window(self, registration: Registration) -> PushWindow | None:

@@ -18,8 +18,8 @@ from bench.pair.orders import WrongBytesError
 from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
 from bench.pair.wires import Wire
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.link import LinkError
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.link import LinkError
 
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
 """Whose versions are in the results."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from bench.pair.end import SCRATCH_BYTES, Cache, End
-from layerpush.decode.unpacker import Unpacker
-from layerpush.decode.windows import Windows
-from layerpush.staging import PIECE_BYTES
-from layerpush.wire import Registration, Unpack, encode
+from layerpush.core.wire import Registration, Unpack, encode
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.unpacker import Unpacker
+from layerpush.transport.packing.windows import Windows
 
 WINDOWS = 8
 """Requests that share the ring, as on a worker."""

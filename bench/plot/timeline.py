@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.plot.series import ResultError
-from layerpush.trace import PushRecord
-from layerpush.tracing.figures import TraceError, figures_of, read_pushes
-from layerpush.tracing.folder import FolderError
-from layerpush.tracing.picture import PictureError, draw_pushes, draw_request
-from layerpush.tracing.requests import RequestError, read_traces
+from layerpush.apps.tracing.figures import TraceError, figures_of, read_pushes
+from layerpush.apps.tracing.folder import FolderError
+from layerpush.apps.tracing.picture import PictureError, draw_pushes, draw_request
+from layerpush.apps.tracing.requests import RequestError, read_traces
+from layerpush.telemetry.trace_records import PushRecord
 
 
 def draw(folder: Path, path: Path, request: str | None = None) -> str:

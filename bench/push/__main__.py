@@ -35,8 +35,8 @@ from bench.push.page import tables
 from bench.push.plot import plot
 from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
 from bench.push.report import line, misses, model
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.provenance import provenance
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.provenance import provenance
 
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
 """What there is between two processes, by the device that has their memory."""

@@ -16,7 +16,7 @@ from bench.pair.orders import Expect, Forget, Poison
 from bench.pair.settings import POISON, Settings
 from bench.pair.tables import Draw
 from bench.push.orders import Check
-from layerpush.wire import Registration
+from layerpush.core.wire import Registration
 
 
 class DecodeEnd(DecodeSide):

@@ -21,14 +21,14 @@ from bench.pair.tables import Draw
 from bench.push.cells import AUTO, FIXED, WAYS, Cell, Series
 from bench.push.orders import Check, Measure
 from bench.push.points import Point, draw
-from layerpush.prefill.costs import Plan
-from layerpush.prefill.outbox import Outbox, PostedWrite
-from layerpush.prefill.packer import PushWindow
-from layerpush.prefill.protocol import Segment, Write
-from layerpush.prefill.runs import shape_of
-from layerpush.prefill.staging import DirectPlanner
+from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.wire import Unpacked, read
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.wire import Unpacked, read
+from layerpush.transport.link import DirectPlanner
+from layerpush.transport.packing.cost_model import Plan
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.packing.runs import shape_of
+from layerpush.transport.writes import Outbox, PostedWrite
 
 DRAWS = 2
 """Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
@@ -42,14 +42,14 @@ class Desk:
         self.reach = Reach(end, decode, block_bytes, layers)
         self.cache, self.link = self.reach.cache, self.reach.link
         layout = self.cache.layout
-        self.stager = self.reach.stager("auto")
+        self.strategy = self.reach.strategy("auto")
         self.outboxes = {
             "direct": Outbox(end.transport, layout),
-            "gathered": Outbox(end.transport, layout, self.reach.stager("gather")),
-            "packed": Outbox(end.transport, layout, self.reach.stager("packed")),
-            AUTO: Outbox(end.transport, layout, self.stager),
+            "gathered": Outbox(end.transport, layout, self.reach.strategy("gather")),
+            "packed": Outbox(end.transport, layout, self.reach.strategy("packed")),
+            AUTO: Outbox(end.transport, layout, self.strategy),
         }
-        self.reach.calibrate(self.stager, pause)
+        self.reach.calibrate(self.strategy, pause)
 
 
 class PrefillEnd(PrefillSide):
@@ -85,7 +85,7 @@ class PrefillEnd(PrefillSide):
         self._check_rest(desk.cache, f"after {point}")
         pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
         shape = shape_of(*pairs, point.block_bytes)
-        costs = desk.stager.costs_to(DECODE)
+        costs = desk.strategy.costs_to(DECODE)
         return Cell(
             self._link,
             point,
@@ -138,7 +138,7 @@ class PrefillEnd(PrefillSide):
             for agent, payload in self._end.transport.notifications():
                 message = read(payload)
                 if isinstance(message, Unpacked):
-                    desk.stager.unpacked(agent, message.number, message.done)
+                    desk.strategy.unpacked(agent, message.number, message.done)
             if outbox.poll(posted):
                 return
             if time.perf_counter() - start > LAND_TIMEOUT_S:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.push.cells import FIXED, Cell
-from layerpush.prefill.costs import Costs
+from layerpush.transport.packing.cost_model import Costs
 
 CONSTANTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "us for each of 1000 descriptors": lambda costs: 1e3 * Costs(scattered=costs["scattered"]).scattered_s(1000),

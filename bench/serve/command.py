@@ -21,15 +21,15 @@ from bench.serve.results import CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.demo.cluster import DEMO_SHAPE
-from layerpush.demo.cluster import MODES as LAYERPUSH
-from layerpush.demo.display import Display
-from layerpush.demo.engines import EngineFailedError, Place
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.link import LinkError
-from layerpush.demo.model import write_model
-from layerpush.demo.provenance import provenance, unplaced
-from layerpush.demo.workspace import model_cache, work_directory
+from layerpush.apps.demo.cluster import DEMO_SHAPE
+from layerpush.apps.demo.cluster import MODES as LAYERPUSH
+from layerpush.apps.demo.display import Display
+from layerpush.apps.demo.engines import EngineFailedError, Place
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.model import write_model
+from layerpush.apps.demo.provenance import provenance, unplaced
+from layerpush.apps.demo.workspace import model_cache, work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serve.plan import AGGREGATED
-from layerpush.demo.cluster import BLOCK_SIZE, CONNECTOR, DEMO_SHAPE, FAULTY_CONNECTOR, FAULTY_MODULE, TOKENS_PER_STEP
-from layerpush.demo.cluster import MODES as LAYERPUSH
-from layerpush.demo.engines import LOOPBACK, EngineSpec, Place, Role
+from layerpush.apps.demo.cluster import (
+    BLOCK_SIZE,
+    CONNECTOR,
+    DEMO_SHAPE,
+    FAULTY_CONNECTOR,
+    FAULTY_MODULE,
+    TOKENS_PER_STEP,
+)
+from layerpush.apps.demo.cluster import MODES as LAYERPUSH
+from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 DISPATCH = {"pull": "sequential"}

@@ -9,7 +9,7 @@ import msgspec
 
 from bench.serve.plan import Call
 from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
-from layerpush.tracing.figures import Figures
+from layerpush.apps.tracing.figures import Figures
 
 
 class RequestsFailedError(RuntimeError):

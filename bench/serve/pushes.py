@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerpush.trace import PushRecord
-from layerpush.tracing.figures import Figures, TraceError, figures_of, read_pushes
-from layerpush.tracing.requests import without_suffix
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, read_pushes
+from layerpush.apps.tracing.requests import without_suffix
+from layerpush.telemetry.trace_records import PushRecord
 
 PATIENCE_S = 10.0
 LOOK_S = 0.05

@@ -16,9 +16,9 @@ from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
-from layerpush.demo.provenance import unplaced
-from layerpush.threadname import WRITER
-from layerpush.tracing.figures import TraceError
+from layerpush.apps.demo.provenance import unplaced
+from layerpush.apps.tracing.figures import TraceError
+from layerpush.worker.thread_name import WRITER
 
 
 class WrongAnswersError(Exception):

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from bench.serve.lineup import Lineup, dispatch_of
 from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
 from bench.serve.turns import Turns
-from layerpush.demo.display import Display
-from layerpush.demo.engines import Engine, EngineGroup, Place
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.workspace import places_of
+from layerpush.apps.demo.display import Display
+from layerpush.apps.demo.engines import Engine, EngineGroup, Place
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.workspace import places_of
 
 PARTS = ("prefill", "decode", "trace")
 DISPATCH_PATIENCE_S = 60.0

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMet
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
-from layerpush.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.core.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
 from layerpush.transport.nixl import SPLIT_AT
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from layerpush.prefill.plan import StepPlan
+from layerpush.core.step_plan import StepPlan
 
 
 class LayerwiseMetadata(NixlConnectorMetadata):

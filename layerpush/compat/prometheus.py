@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
 
 from layerpush.compat.stats import KEY
-from layerpush.metrics.bulk import observe_buckets
-from layerpush.metrics.catalog import CATALOG, Kind, Metric
-from layerpush.metrics.tally import Tally
+from layerpush.telemetry.metrics.bulk import observe_buckets
+from layerpush.telemetry.metrics.catalog import CATALOG, Kind, Metric
+from layerpush.telemetry.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

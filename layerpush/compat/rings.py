@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from layerpush.staging import PIECE_BYTES
-from layerpush.wire import Window
+from layerpush.core.wire import Window
+from layerpush.transport.packing.memory import PIECE_BYTES
 
 
 class Worker(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from layerpush.metrics.summary import is_eventful, summary
-from layerpush.metrics.tally import Tally
+from layerpush.telemetry.metrics.summary import is_eventful, summary
+from layerpush.telemetry.metrics.tally import Tally
 
 KEY = "layerpush"
 

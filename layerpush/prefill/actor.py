@@ -11,18 +11,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
-from layerpush.layout import CacheLayout
-from layerpush.prefill.capture import Capture
-from layerpush.prefill.coverage import MismatchError
-from layerpush.prefill.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.prefill.flight import Flight
-from layerpush.prefill.host import Host, Identity
-from layerpush.prefill.outbox import Outbox
-from layerpush.prefill.pace import Pace
-from layerpush.prefill.plan import ChunkPlan
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import (
+from layerpush.core.config import PushMode
+from layerpush.core.coverage import MismatchError
+from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.core.layout import CacheLayout
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import (
     Aborted,
     Action,
     Connect,
@@ -42,15 +38,21 @@ from layerpush.prefill.protocol import (
     Told,
     Withdrawn,
 )
+from layerpush.core.push_session import Session
+from layerpush.core.step_plan import ChunkPlan
+from layerpush.core.wire import Registration
+from layerpush.prefill.flight import Flight
+from layerpush.prefill.host import Host, Identity
+from layerpush.prefill.layer_interval import LayerInterval
 from layerpush.prefill.push import Push
-from layerpush.prefill.session import Session
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.table import PushTable
-from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord
-from layerpush.tracefile import TraceFile
+from layerpush.prefill.pushes import PushTable
+from layerpush.prefill.step_events import StepEvents
+from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.base import PeerLostError, Transport, TransportError
-from layerpush.wire import Registration
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.writes import Outbox
 
 logger = logging.getLogger("vllm.layerpush.writer")
 
@@ -64,12 +66,12 @@ class PushActor(PushTable):
         layout: CacheLayout,
         policy: Policy,
         transport: Transport,
-        capture: Capture,
+        capture: StepEvents,
         host: Host,
         trace: TraceFile,
         write_timeout_s: float = math.inf,
         counters: PushCounters | None = None,
-        stager: Stager | None = None,
+        strategy: PackingStrategy | None = None,
     ) -> None:
         super().__init__()
         self.counters = counters or PushCounters()
@@ -77,9 +79,9 @@ class PushActor(PushTable):
         self._layout = layout
         self._policy = policy
         self._transport = transport
-        self._stager = stager
-        self._outbox = Outbox(transport, layout, stager)
-        self._capture = capture
+        self._strategy = strategy
+        self._outbox = Outbox(transport, layout, strategy)
+        self._step_events = capture
         self._host = host
         self._trace = trace
         self._flight = Flight(self._outbox, host, self.counters, write_timeout_s)
@@ -87,20 +89,24 @@ class PushActor(PushTable):
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._current = self._swept = 0
-        self._pace = Pace()
+        self._pace = LayerInterval()
         self._later: deque[tuple[Push, Registration | None]] = deque()
 
-    def _open(self, request_id: str, streams: bool) -> Push:
-        fallback = self._identity.fallback
-        if not streams and self._policy.streams:
-            fallback = SHORT_PROMPT
-        policy = self._policy if streams else Policy(streams=False)
+    def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
+        """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
+        mode, policy = chosen or self._identity.mode, self._policy
+        fallback = self._identity.fallback if mode != "request" else None
+        if chosen is not None:
+            by_key = chosen != "request" and fallback is None
+            policy = replace(policy, by_layer=chosen == "layer", streams=by_key)
+        if not streams and policy.streams:
+            policy, fallback = Policy(streams=False), SHORT_PROMPT
         session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
         record = PushRecord(
             request_id=request_id,
             engine_id=self._identity.engine_id,
             rank=self._identity.rank,
-            mode=self._identity.mode,
+            mode=mode,
             fallback=fallback,
         )
         push = self._pushes[request_id] = Push(session, record)
@@ -112,7 +118,7 @@ class PushActor(PushTable):
         self._dispatch(push, Registered(registration))
 
     def _dispatch(self, push: Push, event: Event) -> None:
-        push.stirred |= not isinstance(event, Pump)
+        push.dirty |= not isinstance(event, Pump)
         if isinstance(event, Registered):
             push.registered_at = time.perf_counter()
         try:
@@ -200,7 +206,7 @@ class PushActor(PushTable):
             push.record.writes.extend(part.record for part in posted.parts)
 
     def _do_tell(self, push: Push, action: Tell) -> None:
-        if self._capture.is_void(push.request_id, push.step):
+        if self._step_events.is_void(push.request_id, push.step):
             self._absorb_revoked()
             return
         assert push.link is not None
@@ -254,7 +260,7 @@ class PushActor(PushTable):
         self._host.release(push.request_id)
 
     def _absorb_revoked(self) -> None:
-        for revoked in self._capture.revoked():
+        for revoked in self._step_events.revoked():
             request_id, event = revoked.request_id, revoked.event
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | Evicted):

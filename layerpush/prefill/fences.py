@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from layerpush.prefill.capture import FenceSource, NoFences
+from layerpush.prefill.step_events import FenceSource, NoFences
 
 
 class StreamFence:

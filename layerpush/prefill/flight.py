@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from layerpush.core.push_protocol import Delivered, Event, Landed, Lost
 from layerpush.prefill.host import Host
-from layerpush.prefill.outbox import Outbox, PostedWrite, RankWrite
-from layerpush.prefill.protocol import Delivered, Event, Landed, Lost
 from layerpush.prefill.push import Push
-from layerpush.stats import PushCounters
+from layerpush.telemetry.counters import PushCounters
+from layerpush.transport.writes import Outbox, PostedWrite, RankWrite
 
 logger = logging.getLogger("vllm.layerpush.writer")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.packer import PushWindow
-from layerpush.prefill.protocol import Retract
+from layerpush.core.push_protocol import Retract
+from layerpush.core.wire import Registration
 from layerpush.prefill.push import BlockIds
-from layerpush.prefill.staging import Link
-from layerpush.wire import Registration
+from layerpush.transport.link import Link
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.writes import RankWrite
 
 
 class HandshakeError(RuntimeError):
@@ -59,7 +59,8 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes: for records and log lines. ``mode`` is what the configuration asks for."""
+    """Who writes: for records and log lines. ``mode`` is what the configuration asks for where a request does not
+    choose, ``fallback`` why this engine cannot push by layer or chunk."""
 
     engine_id: str
     rank: int

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from layerpush.prefill.outbox import PostedWrite, RankWrite
-from layerpush.prefill.packer import PushWindow
-from layerpush.prefill.plan import ChunkPlan
-from layerpush.prefill.protocol import Retract, State
-from layerpush.prefill.session import Session
-from layerpush.prefill.staging import Link
-from layerpush.trace import ChunkRecord, PushRecord
+from layerpush.core.push_protocol import Retract, State
+from layerpush.core.push_session import Session
+from layerpush.core.step_plan import ChunkPlan
+from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
+from layerpush.transport.link import Link
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.writes import PostedWrite, RankWrite
 
 BlockIds = tuple[list[int], ...]
 
@@ -25,7 +25,7 @@ class Push:
     delegated: PostedWrite | None = None
     blocks: BlockIds | None = None
     step: int = 0
-    stirred: bool = True
+    dirty: bool = True
     withdrawn: bool = False
     overdue: bool = False
     retraction: Retract | None = None

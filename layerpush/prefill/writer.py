@@ -10,11 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from layerpush.prefill.actor import PushActor
-from layerpush.prefill.capture import Armed, LayerSaved
-from layerpush.prefill.outbox import PostedWrite, RankWrite
-from layerpush.prefill.pace import LONGEST_S
-from layerpush.prefill.protocol import (
+from layerpush.core.push_protocol import (
     Evicted,
     Finished,
     Planned,
@@ -24,8 +20,12 @@ from layerpush.prefill.protocol import (
     State,
     Withdrawn,
 )
+from layerpush.core.wire import Registration
+from layerpush.prefill.actor import PushActor
+from layerpush.prefill.layer_interval import LONGEST_S
 from layerpush.prefill.push import BlockIds, Push
-from layerpush.wire import Registration
+from layerpush.prefill.step_events import Armed, LayerSaved
+from layerpush.transport.writes import PostedWrite, RankWrite
 
 logger = logging.getLogger("vllm.layerpush.writer")
 
@@ -42,24 +42,24 @@ class PushWriter(PushActor):
         """Take in what the forward pass reported, see what landed, post what is ready."""
         self._absorb()
         self._poll()
-        if self._stager is not None:
-            self._stager.turn(quiet=not self._pushes)
+        if self._strategy is not None:
+            self._strategy.turn(quiet=not self._pushes)
         while self._later:
             self._claim(*self._later.popleft())
         for push in list(self._pushes.values()):
-            if push.stirred and push.session.state is State.STREAMING:
-                push.stirred = False
+            if push.dirty and push.session.state is State.STREAMING:
+                push.dirty = False
                 self._dispatch(push, Pump())
 
     @property
     def patience(self) -> float | None:
         """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
-        if self._capture.pending:
+        if self._step_events.pending:
             return FENCE_POLL_S
         pace = self.pace
         if any(push.in_flight for push in self._pushes.values()):
             return pace if pace is not None and not self._has_urgent_writes else WRITE_POLL_S
-        if self._stager is not None and (self._stager.in_flight if self._pushes else self._stager.is_busy):
+        if self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
             return PEER_POLL_S if pace is None else min(PEER_POLL_S, pace)
@@ -74,7 +74,8 @@ class PushWriter(PushActor):
         """
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
-        return self._pace.seconds if self._policy.by_layer else LONGEST_S
+        by_layer = any(push.session.policy.by_layer for push, _ in self._step)
+        return self._pace.seconds if by_layer else LONGEST_S
 
     def keeps_pace(self, patience: float) -> bool:
         """Whether who sleeps for so many seconds need not be woken for each layer."""
@@ -92,7 +93,7 @@ class PushWriter(PushActor):
 
     @property
     def engines_in_flight(self) -> set[str]:
-        timed = set() if self._stager is None else self._stager.engines_in_flight
+        timed = set() if self._strategy is None else self._strategy.engines_in_flight
         return super().engines_in_flight | timed
 
     def register(self, request_id: str, registration: Registration) -> None:
@@ -182,7 +183,7 @@ class PushWriter(PushActor):
 
     def _absorb(self) -> None:
         self._absorb_revoked()
-        for event, at in self._capture.take():
+        for event, at in self._step_events.take():
             if isinstance(event, Armed):
                 self._begin_step(event, at)
             elif isinstance(event, LayerSaved):
@@ -194,10 +195,10 @@ class PushWriter(PushActor):
                     if layer not in self._step_layers:
                         self._layer_ready(layer, at, hooked=False)
                 self._step, self._swept = [], self._current
-        for done in self._capture.done(self._swept):
-            if not self._capture.is_void(done.request_id, done.step):
+        for done in self._step_events.done(self._swept):
+            if not self._step_events.is_void(done.request_id, done.step):
                 self.finished(done.request_id, done.blocks)
-        self._capture.forget_void()
+        self._step_events.forget_void()
 
     def _begin_step(self, event: Armed, at: float) -> None:
         self._absorb_revoked()
@@ -205,13 +206,13 @@ class PushWriter(PushActor):
         self._step, self._step_layers = [], set()
         self._pace.step_begins()
         for chunk in event.chunks:
-            if self._capture.is_void(chunk.request_id, event.step):
+            if self._step_events.is_void(chunk.request_id, event.step):
                 continue
             push = self._pushes.get(chunk.request_id)
             if push is None:
                 if chunk.index > 0:
                     continue
-                push = self._open(chunk.request_id, chunk.streams)
+                push = self._open(chunk.request_id, chunk.streams, chunk.mode)
             self._dispatch(push, Planned(chunk))
             push.planned(chunk, event.step, at)
             self._step.append((push, chunk))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerpush.metrics import catalog
-from layerpush.metrics.catalog import Kind, Metric
+from layerpush.telemetry.metrics import catalog
+from layerpush.telemetry.metrics.catalog import Kind, Metric
 
 FILE = Path(__file__).parents[2] / "docs/metrics/grafana.json"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from layerpush import complaints, door, listener, probe, spans, tracefile, wire, worker
-from layerpush.compat import worker as compat_worker
-from layerpush.decode import desk as decode_desk
-from layerpush.decode import unpacker as decode_unpacker
-from layerpush.metrics import tally as metrics_tally
-from layerpush.prefill import desk as prefill_desk
-from layerpush.prefill import ledger as prefill_ledger
+from layerpush.compat import push_worker
+from layerpush.core import pending_registrations, request_params, wire
+from layerpush.decode import loads
+from layerpush.prefill import registrations
+from layerpush.telemetry import peer_errors, spans, trace_file
+from layerpush.telemetry.metrics import tally
+from layerpush.transport.packing import unpacker
+from layerpush.worker import side_channel, side_channel_probe, worker
 from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
@@ -24,35 +25,41 @@ MESSAGES = (
     ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
     ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
-    ("a handshake query", listener.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
-    ("the answer to a probe", probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
-    ("how long a probe takes", probe.TIMEOUT_S, "seconds", _NO_ANSWER),
-    ("`tp_size` of a request or registration", door.MAX_TP_SIZE, "", "refused"),
-    ("`pp_size` of a request", door.MAX_PP_SIZE, "", "refused"),
-    ("lines of one kind of complaint", complaints.QUIET_S, "seconds apart", "counted; the next line says how many"),
-    ("kinds of complaint", complaints.MAX_KINDS, "", "counted as one kind, `other`"),
+    ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
+    ("the answer to a probe", side_channel_probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
+    ("how long a probe takes", side_channel_probe.TIMEOUT_S, "seconds", _NO_ANSWER),
+    ("`tp_size` of a request or registration", request_params.MAX_TP_SIZE, "", "refused"),
+    ("`pp_size` of a request", request_params.MAX_PP_SIZE, "", "refused"),
+    ("lines of one kind of complaint", peer_errors.QUIET_S, "seconds apart", "counted; the next line says how many"),
+    ("kinds of complaint", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
 )
 
 # Whose; what is remembered; how many; for how long; what then.
 TABLES = (
-    ("P", "registrations without a request", prefill_ledger.KEPT, prefill_ledger.KEPT_S, "the oldest is refused"),
-    ("P", "registrations that a push belongs to", prefill_desk.REMEMBERED, None, _FORGOTTEN),
-    ("P", "who sent a registration that is over", prefill_desk.REMEMBERED, None, _FORGOTTEN),
-    ("P", "last answers to registrations", prefill_desk.REMEMBERED, None, _FORGOTTEN),
-    ("P", "registrations withdrawn early", prefill_desk.REMEMBERED, prefill_ledger.KEPT_S, _FORGOTTEN),
-    ("P", "answers to a D whose connection was lost", prefill_desk.REMEMBERED, prefill_desk.ENDED_S, "forgotten"),
-    ("P", "why a request ended without a completion", None, prefill_desk.ENDED_S, "forgotten"),
-    ("P", "registrations of a D that may have been replaced", prefill_desk.REMEMBERED, None, "the newest is dropped"),
+    (
+        "P",
+        "registrations without a request",
+        pending_registrations.KEPT,
+        pending_registrations.KEPT_S,
+        "the oldest is refused",
+    ),
+    ("P", "registrations that a push belongs to", registrations.REMEMBERED, None, _FORGOTTEN),
+    ("P", "who sent a registration that is over", registrations.REMEMBERED, None, _FORGOTTEN),
+    ("P", "last answers to registrations", registrations.REMEMBERED, None, _FORGOTTEN),
+    ("P", "registrations withdrawn early", registrations.REMEMBERED, pending_registrations.KEPT_S, _FORGOTTEN),
+    ("P", "answers to a D whose connection was lost", registrations.REMEMBERED, registrations.ENDED_S, "forgotten"),
+    ("P", "why a request ended without a completion", None, registrations.ENDED_S, "forgotten"),
+    ("P", "registrations of a D that may have been replaced", registrations.REMEMBERED, None, "the newest is dropped"),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
-    ("both", "records that wait for the trace file", tracefile.QUEUE_LIMIT, None, "the newest is dropped, counted"),
-    ("both", "chunks, layers and WRITEs in them", tracefile.ROWS_LIMIT, None, "the newest is dropped, counted"),
-    ("D", "agents that speak layerpush", decode_desk.SPEAKERS_KEPT, None, _FORGOTTEN),
-    ("D", "words about requests not yet registered", decode_desk.HELD, decode_desk.HOLD_S, _DROPPED),
-    ("D", "answers to `Unpack`", decode_unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
-    ("both", "probes that wait", probe.MAX_PENDING, None, _NO_ANSWER),
-    ("both", "label values of a counter", metrics_tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
-    ("both", "geometry of engines that were disconnected", compat_worker.DEPARTED_KEPT, None, _FORGOTTEN),
+    ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),
+    ("both", "chunks, layers and WRITEs in them", trace_file.ROWS_LIMIT, None, "the newest is dropped, counted"),
+    ("D", "agents that speak layerpush", loads.SPEAKERS_KEPT, None, _FORGOTTEN),
+    ("D", "words about requests not yet registered", loads.HELD, loads.HOLD_S, _DROPPED),
+    ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
+    ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
+    ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
+    ("both", "geometry of engines that were disconnected", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),
 )
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import msgspec
 
-from layerpush import wire
+from layerpush.core import wire
 from scripts.docgen.tables import sentence, table
 
 FROM_D, FROM_P = "D → P", "P → D"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.metrics.catalog import CATALOG, Kind, Metric, Side
+from layerpush.telemetry.metrics.catalog import CATALOG, Kind, Metric, Side
 from scripts.docgen.tables import table
 
 

@@ -6,7 +6,7 @@ import inspect
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bench.markdown import Row
-from layerpush.proxy.command import proxy as proxy_command
+from layerpush.apps.proxy.command import proxy as proxy_command
 from scripts.docgen.tables import table
 
 

@@ -13,8 +13,8 @@ from bench.markdown import Result
 from bench.proxy import page_table as proxy_table
 from bench.push import page as push
 from bench.serve import page as serve
-from layerpush.config import documentation_table
-from layerpush.metrics.catalog import Side
+from layerpush.core.config import documentation_table
+from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions
 from scripts.docgen.markers import fill
 

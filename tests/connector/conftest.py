@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.ports import PortAllocator
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -26,7 +26,7 @@ PORTS = PortAllocator(range(26700, 26800))
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from layerpush.demo.model import build_model
+    from layerpush.apps.demo.model import build_model
     from tests.connector.engine import HEAD_SIZE, HEADS, LAYERS
 
     return build_model(

@@ -31,7 +31,7 @@ def step_until(*engines: Engine, done: Callable[[], object]) -> None:
 
 def registered(p: Engine) -> None:
     """Wait until a decode engine's registration has reached P's worker, which looks for it at every step."""
-    step_until(p, done=lambda: len(p.worker.connector_worker.prefill_desk._ledger))
+    step_until(p, done=lambda: len(p.worker.connector_worker.registrations._pending))
 
 
 def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:
@@ -247,7 +247,7 @@ def test_an_abort_of_the_decode_before_the_prefill_leaves_nothing_behind(engine:
     registered(p)
     d.abort("r-1")
     step_until(p, d, done=lambda: gives_everything_back(d))
-    assert len(p.worker.connector_worker.prefill_desk._ledger) == 0
+    assert len(p.worker.connector_worker.registrations._pending) == 0
 
 
 def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engine: Build) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from layerpush.config import LayerPushConfig
-from layerpush.prefill.calibration import SCRATCH_PIECES
+from layerpush.core.config import LayerPushConfig
 from layerpush.prefill.writer import PushWriter
-from layerpush.staging import PIECE_BYTES
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, ends_well, registered, run
 from tests.contract.waiting import until

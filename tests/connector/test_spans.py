@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.spans import Spans
+from layerpush.telemetry.spans import Spans
 from tests.connector.conftest import PORTS
 from tests.connector.engine import cache_config, config_of
 from tests.connector.test_decode_scheduler import Decode
@@ -85,7 +85,7 @@ def exported() -> Iterator[Any]:
 
 
 def test_vllms_hook_puts_it_below_the_clients_span(exported: Any) -> None:
-    from layerpush.compat import REQUEST_ID, emit_span
+    from layerpush.compat.spans import REQUEST_ID, emit_span
 
     spans = Spans(emit_span, REQUEST_ID)
     spans.expect({push().request_id: HEADERS})
@@ -102,7 +102,7 @@ def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: p
     """As where its packages are missing: vLLM starts all the same, and so do we."""
     from vllm.tracing import otel
 
-    from layerpush.compat import REQUEST_ID, emit_span
+    from layerpush.compat.spans import REQUEST_ID, emit_span
 
     monkeypatch.setattr(otel, "_IS_OTEL_AVAILABLE", False)
     spans = Spans(emit_span, REQUEST_ID)
@@ -112,6 +112,6 @@ def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: p
 
 
 def test_vllms_hook_without_a_collector_does_nothing() -> None:
-    from layerpush.compat import emit_span
+    from layerpush.compat.spans import emit_span
 
     emit_span("layerpush.push", 1, 2, {}, HEADERS)

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from layerpush import compat
-from layerpush.config import LayerPushConfig
-from layerpush.prefill.staging import Link
-from layerpush.staging import PIECE_BYTES
-from layerpush.tensorstaging import TensorStaging
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.wire import Window
 from layerpush.transport.base import Route, WriteState
-from layerpush.wire import Window
-from layerpush.workerstaging import WorkerStaging
+from layerpush.transport.link import Link
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.tensor_memory import TensorStaging
+from layerpush.worker import packing
+from layerpush.worker.packing import WorkerPacking
 from tests.unit.builders import layout_of
 
 BLOCKS, BLOCK_BYTES = 64, 256
@@ -93,16 +93,16 @@ class Place:
             transport=Wire(self.nixl),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
-        monkeypatch.setattr(compat, "slot_views", lambda _, caches: list(caches.values()))
-        self.staging = WorkerStaging(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
+        monkeypatch.setattr(packing, "slot_views", lambda _, caches: list(caches.values()))
+        self.staging = WorkerPacking(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
 
-    def start(self) -> WorkerStaging:
+    def start(self) -> WorkerPacking:
         self.staging.allocate(torch.device("cpu"))
         self.staging.build(LAYOUT, self.caches)
         return self.staging
 
     def packs(self) -> bool:
-        return self.staging.stager is not None
+        return self.staging.strategy is not None
 
 
 def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +222,8 @@ def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.Mo
     staging = place.start()
     ring = staging.ring_of("D", "d-0", OFFER)
     assert ring is not None
-    assert staging.stager is not None
-    staging.stager.turn()
+    assert staging.strategy is not None
+    staging.strategy.turn()
     assert staging.engines_in_flight == {"D"}
     place.nixl.broken.add("release_dlist_handle")
     staging.disconnected("D")
@@ -237,7 +237,7 @@ def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.Mo
 def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's ``device_id`` is 0 until vLLM has registered the KV cache."""
     place = Place(monkeypatch)
-    monkeypatch.setattr("layerpush.workerstaging.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr("layerpush.worker.packing.staging_memory", lambda size, _: torch.zeros(size, dtype=torch.uint8))
     place.staging.allocate(torch.device("cuda", 3))
     assert place.nixl.devices == {3}
 
@@ -257,7 +257,7 @@ def test_memory_that_there_is_none_of_is_done_without(monkeypatch: pytest.Monkey
     def none_left(*_: Any) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
-    monkeypatch.setattr("layerpush.workerstaging.staging_memory", none_left)
+    monkeypatch.setattr("layerpush.worker.packing.staging_memory", none_left)
     place = Place(monkeypatch)
     place.start()
     assert not place.packs()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.config import ConfigError
 from layerpush.connector import LayerwisePushConnector
-from layerpush.threadname import WRITER
+from layerpush.core.config import ConfigError
+from layerpush.worker.thread_name import WRITER
 from tests.connector.engine import Engine, cache_config, config_of
 
 Build = Callable[..., Engine]

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerpush.transport.base import Route, Transport
-from layerpush.transport.fake import FakeFabric
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
+from tests.support.fake_transport import FakeFabric
 
 COUNT, SIZE = 4096, 1024
 POISON = 0xEE

@@ -39,7 +39,7 @@ def handshake(agent_metadata: bytes) -> bytes:
 
 def listener(whose: str) -> Callable[..., None]:
     if whose == "layerpush":
-        from layerpush.listener import listen
+        from layerpush.worker.side_channel import listen
 
         return listen
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.demo.cluster import DEMO_SHAPE
-from layerpush.demo.ports import PortAllocator
-from layerpush.demo.provenance import unplaced
+from layerpush.apps.demo.cluster import DEMO_SHAPE
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.apps.demo.provenance import unplaced
 from tests.contract.waiting import until
 
 ROOT = Path(__file__).parents[2]

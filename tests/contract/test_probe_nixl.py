@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.decode.watch import Verdict
-from layerpush.demo.ports import PortAllocator
-from layerpush.probe import probe
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.core.liveness import Verdict
+from layerpush.worker.side_channel_probe import probe
 from tests.contract.sidechannel import agent, handshake, listener
 from tests.contract.waiting import until
 

@@ -39,8 +39,8 @@ def _nothing_left_behind(fleet: Fleet, logs: LogReader) -> Iterator[None]:
         except AssertionError:
             fleet.discard(host)
             raise
-        complaints = logs.complaints(host)
-        assert complaints == [], f"{host.engine_id} complained:\n{host.log_tail()}"
+        peer_errors = logs.peer_errors(host)
+        assert peer_errors == [], f"{host.engine_id} complained:\n{host.log_tail()}"
 
 
 def check_nothing_left(host: EngineHost) -> None:

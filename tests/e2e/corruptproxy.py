@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.cli import app
-from layerpush.proxy.client import Client
+from layerpush.apps.cli import app
+from layerpush.apps.proxy.client import Client
 
 send = Client.send
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerpush.demo.engines import Engine
+from layerpush.apps.demo.engines import Engine
 
 PAGE = Path(__file__).parents[2] / "docs/kv-transfer-params.md"
 

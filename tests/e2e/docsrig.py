@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,24 +14,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.ports import PortAllocator
 from tests.docblocks import Block, command_blocks
+from tests.e2e.forkedservers import server_command
 from tests.e2e.proxyrig import get, until
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
 # What a page does not say, since it speaks of machines with a GPU each: how to run on a small part of this one.
 ON_A_CPU = (
-    "--dtype float32 --max-model-len 2048 --block-size 32 --max-num-seqs 8 "
+    "--dtype float32 --max-model-len 512 --block-size 32 --max-num-seqs 8 "
     "--kv-cache-memory-bytes 268435456 --enforce-eager"
 )
 STAND_INS: Mapping[str, str] = {
     "vllm": (
-        'shift; model=$1; shift; exec "{python}" -m vllm.entrypoints.openai.api_server --model "$model" '
+        'shift; model=$1; shift; exec {server} --model "$model" '
         f'--host "${{{{VLLM_NIXL_SIDE_CHANNEL_HOST-127.0.0.1}}}}" {ON_A_CPU} "$@"'
     ),
     "layerpush": 'exec "{python}" -m layerpush "$@"',
-    "python": 'exec "{python}" "$@"',
+    "python": (
+        'if [ "${{1-}} ${{2-}}" = "-m vllm.entrypoints.openai.api_server" ]; then shift 2; exec {server} "$@"; '
+        'fi; exec "{python}" "$@"'
+    ),
     "python3": 'exec "{python}" "$@"',
 }
 
@@ -49,8 +54,10 @@ class Machine:
     def __post_init__(self) -> None:
         programs = self.scratch / "bin"
         programs.mkdir()
+        server = shlex.join(server_command())
         for name, body in STAND_INS.items():
-            (programs / name).write_text(f"#!/usr/bin/env bash\n{body.format(python=sys.executable)}\n")
+            text = body.format(python=sys.executable, server=server)
+            (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (programs / name).chmod(0o755)
         self.new_ports()
 

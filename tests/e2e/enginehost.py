@@ -22,6 +22,7 @@ from typing import Any
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.hostentry import run_host
 from tests.e2e.results import Finished, KvDigest
+from tests.support import starts
 
 START_DEADLINE = 180.0
 DEADLINE = 60.0
@@ -69,6 +70,7 @@ class EngineHost:
         self._outputs: dict[str, list[Finished]] = {}
         self._ready = False
         self._paused = False
+        starts.count_start()
         context = fork_server()
         self._pipe, theirs = context.Pipe()
         arguments = (spec, self.engine_id, port, str(model), str(self.log_path), str(self.trace_dir), theirs)

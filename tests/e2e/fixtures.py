@@ -48,7 +48,7 @@ class LogReader:
         self._read[host] = len(log)
         return log[start:]
 
-    def complaints(self, host: EngineHost) -> list[str]:
+    def peer_errors(self, host: EngineHost) -> list[str]:
         """The lines of the new text that an operator would have to look into."""
         return [line for line in self.new_text(host).splitlines() if any(words in line for words in COMPLAINTS)]
 

@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from layerpush.demo.model import build_model
+from layerpush.apps.demo.model import build_model
 from tests.e2e.enginespec import ModelName
 
 LAYERS = 8

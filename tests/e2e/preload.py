@@ -3,13 +3,13 @@
 Only modules that start no thread and open no device may be imported here: hosts are forked from this process.
 """
 
-import importlib
 import os
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LAYERPUSH_CALM": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # some samplers compile a kernel each at their first use
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "tcp,self",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -19,22 +19,11 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-MODULES = (
-    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
-    "vllm.engine.arg_utils",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.engine.core",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
-)
-
 os.environ.update(ENVIRONMENT)
 
 import torch  # noqa: E402  # reads the environment
 
+from layerpush.apps.demo.forkserver import import_vllm  # noqa: E402
+
 torch.set_num_threads(1)
-for module in MODULES:
-    importlib.import_module(module)
-assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads would deadlock"
+import_vllm()

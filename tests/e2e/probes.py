@@ -28,12 +28,6 @@ def owned_blocks(host: HostedEngine, block_ids: list[int]) -> int:
     return sum(blocks[number].ref_cnt > 0 for number in block_ids)
 
 
-def live_writes(host: HostedEngine) -> int:
-    """NIXL handles between post and release on the worker in this process."""
-    worker = connector_worker()
-    return 0 if worker is None else len(worker.transport._live)
-
-
 def metrics(host: HostedEngine) -> str:
     """What the engine would answer to a GET of ``/metrics``."""
     from prometheus_client import generate_latest

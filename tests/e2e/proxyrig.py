@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,16 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import openai
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.demo.engines import Engine, EngineGroup, EngineSpec, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.model import ModelShape, write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.ports import PortAllocator
+from tests.e2e.forkedservers import ForkedSpec
 
 SHAPE = ModelShape(layers=6)
 MODEL = "demo"
@@ -32,8 +31,6 @@ PROXY = "layerpush"
 CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
-COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}
-"""Some samplers compile a kernel each at their first use, which takes longer than a test."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 """None of them is part of a word: a tokenizer looks for these first."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -149,7 +146,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
     ports = PortAllocator(range(19100, 19200))
     at_p = (ports.take(), ports.take())
     tracing = {"trace_dir": str(scratch / "trace")}
-    with Interrupts() as interrupts, contextlib.ExitStack() as groups, mock.patch.dict(os.environ, COMPILE_NOTHING):
+    with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(engine_id: str) -> Engine:
             group = groups.enter_context(EngineGroup(scratch, interrupts, PortAllocator(at_p)))
@@ -197,7 +194,7 @@ def proxy(
 
 
 def _spec(name: str, role: Role, model: Path, extra: dict[str, object] | None = None) -> EngineSpec:
-    return EngineSpec(
+    return ForkedSpec(
         name=name,
         role=role,
         model=model,

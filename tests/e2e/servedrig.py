@@ -12,11 +12,12 @@ from pathlib import Path
 
 import aiohttp
 
-from layerpush.demo.engines import Engine, EngineGroup, EngineSpec, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
-from layerpush.demo.model import ModelShape, write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
+from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.ports import PortAllocator
+from tests.e2e.forkedservers import ColdSpec, ForkedSpec
 from tests.metrics_scrape import Scrape
 
 SHAPE = ModelShape(layers=6)
@@ -24,7 +25,7 @@ DEADLINE_S = 60.0
 PORTS = range(19300, 19400)
 
 
-class ServeSpec(EngineSpec):
+class ServeSpec(ColdSpec):
     """Started as `vllm serve` does: only that knows ``--api-server-count``."""
 
     def command(self, port: int) -> list[str]:
@@ -66,8 +67,8 @@ def served(scratch: Path) -> Iterator[Served]:
     """Both ready, P with two API servers; leaving takes them down."""
     model = write_model(scratch / "model", SHAPE)
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
-        prefill = group.start(_spec("prefill", "prefill", model, "--api-server-count", "2"))
-        decode = group.start(_spec("decode", "decode", model))
+        prefill = group.start(_spec(ServeSpec, "prefill", model, "--api-server-count", "2"))
+        decode = group.start(_spec(ForkedSpec, "decode", model))
         group.wait_ready([prefill, decode])
         yield Served(prefill, decode)
 
@@ -88,9 +89,9 @@ def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
     until(f"{name} {labels} is {wanted} on {engine.name}", lambda: scrape(engine).value(name, **labels) == wanted)
 
 
-def _spec(name: str, role: Role, model: Path, *options: str) -> ServeSpec:
-    return ServeSpec(
-        name=name,
+def _spec(kind: type[EngineSpec], role: Role, model: Path, *options: str) -> EngineSpec:
+    return kind(
+        name=role,
         role=role,
         model=model,
         connector="LayerwisePushConnector",

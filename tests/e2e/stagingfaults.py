@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerpush.prefill.calibration import SCRATCH_PIECES
-from layerpush.staging import PIECE_BYTES
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.e2e import probes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def in_use(host: HostedEngine) -> list[str]:
         return []
     used = staging._staging.ring.used_bytes - SCRATCH_PIECES * PIECE_BYTES
     windows = len(staging.unpacker._windows)
-    unpacking = len(staging.stager.packer._unpacking)
+    unpacking = len(staging.strategy.packer._unpacking)
     counts = {"bytes": used, "windows": windows, "scatters": len(staging.unpacker._running), "unpackings": unpacking}
     return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -41,6 +41,22 @@ def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
     """Whether these arguments of ``make_prepped_xfer`` are of a WRITE that only finds out how long one takes."""
     staging = _worker_staging()
     return staging is not None and local is staging._pieces and max(local_ids) < SCRATCH_PIECES
+
+
+def timing_writes(host: HostedEngine) -> int:
+    """Handles between post and release of WRITEs that only find out how long one takes. They go on while P is idle."""
+    return len(_live(timing=True))
+
+
+def block_writes(host: HostedEngine) -> int:
+    """Handles between post and release of all others, on the worker in this process."""
+    return len(_live(timing=False))
+
+
+def _live(*, timing: bool) -> list[Any]:
+    worker = probes.connector_worker()
+    live = [] if worker is None else list(worker.transport._live.values())
+    return [one for one in live if is_timing("WRITE", one.route.local_descriptors, one.local) is timing]
 
 
 def plans_under_way(host: HostedEngine) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.ports import PortAllocator
 from tests.docblocks import ROOT, Block
 from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.proxyrig import _model_with_tokenizer, get

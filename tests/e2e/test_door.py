@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e import doorprobes, engines
 from tests.e2e.enginehost import EngineHost, HostDied, Request
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
@@ -63,6 +63,8 @@ BAD_AT_P: list[tuple[str, Any]] = [
     ("do_remote_prefill", True),
     ("do_remote_prefill", {}),
     ("_p_side_truncated", True),
+    ("layerpush_mode", "Layer"),
+    ("layerpush_mode", 1),
 ]
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import yaml
 
-from layerpush.metrics.catalog import CATALOG, PUSHES
+from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from layerpush.demo.engines import Engine
-from layerpush.metrics.catalog import CATALOG, PUSHES, Kind
+from layerpush.apps.demo.engines import Engine
+from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, Kind
 from tests.e2e.servedrig import SHAPE, Served, scrape, served, until, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
-from layerpush.demo.interrupts import Interrupts
-from layerpush.demo.load import make_prompt
-from layerpush.demo.model import write_model
-from layerpush.demo.ports import PortAllocator
+from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.load import make_prompt
+from layerpush.apps.demo.model import write_model
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
+from tests.e2e.forkedservers import ColdSpec, ForkedSpec
 from tests.e2e.proxyrig import CONNECTOR, DEADLINE_S, MODEL, SHAPE, proxy, until
 from tests.trace_command import arrows, end, lines, merged, parts_add_up, slices, summary, trace
 from tests.unit.test_trace_perfetto import check
@@ -76,7 +77,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def spec(name: str, role: Role, place: Place, model: Path, scratch: Path, endpoint: str) -> EngineSpec:
-    return EngineSpec(
+    kind = ForkedSpec if place is LOOPBACK else ColdSpec  # who is forked stays in the fork server's namespace
+    return kind(
         name=name,
         role=role,
         model=model,

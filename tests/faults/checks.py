@@ -144,7 +144,8 @@ def check_clean(host: EngineHost, log: LogView) -> None:
     left = host.call(probes.wait_until_forgotten, host.request_ids(), BOUNDED_MEMORIES, 3.0)
     assert left == [], f"{host.engine_id} still mentions finished requests at {left}"
     eventually(lambda: host.call(wirefaults.open_handles) == 0, 3.0, f"{host.engine_id} gives its handles back")
-    assert host.call(probes.live_writes) == 0
+    assert host.call(stagingfaults.block_writes) == 0
+    eventually(lambda: host.call(stagingfaults.timing_writes) == 0, 3.0, f"{host.engine_id} has timed its link")
     held = host.call(stagingfaults.wait_until_free, 3.0)
     assert held == [], f"{host.engine_id} has not given back of its staging memory: {held}"
     threads = host.call(probes.threads)

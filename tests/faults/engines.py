@@ -4,6 +4,8 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+import pytest
+
 from tests.e2e import engines
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
 
@@ -44,8 +46,15 @@ D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION
 DECODERS = (D, D_FAIL)
 FAVOURITES = (engines.R, P, D)
 
-PACKINGS: tuple[Packing, ...] = ("auto", "packed", "gather")
 PLANS = {"packed": "packed", "gather": "gathered"}
+
+
+def for_test_all(packing: Packing) -> Any:
+    """A parameter for `make test-all`: every fault meets packed and gathered WRITEs there, in `make test` a few do."""
+    return pytest.param(packing, marks=pytest.mark.exhaustive)
+
+
+PACKINGS = ("auto", for_test_all("packed"), for_test_all("gather"))
 
 
 def with_packing(spec: EngineSpec, packing: Packing) -> EngineSpec:

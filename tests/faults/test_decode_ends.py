@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e import probes, wirefaults
+from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
@@ -92,7 +92,12 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
 
 @pytest.mark.parametrize(
     ("held", "packing"),
-    [(0, "auto"), (20, "auto"), (20, "packed"), (20, "gather")],
+    [
+        (0, "auto"),
+        (20, "auto"),
+        pytest.param(20, "packed", marks=pytest.mark.exhaustive),
+        pytest.param(20, "gather", marks=pytest.mark.exhaustive),
+    ],
     ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, packed", "later WRITEs held, gather"],
 )
 def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, packing: engines.Packing) -> None:
@@ -121,7 +126,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     handoff = early(p, d, LENGTH, seed=330)
     p.add(handoff.to_p())
     p.step(2)
-    eventually(lambda: p.call(probes.live_writes) == 0, 5, "the WRITEs have landed")
+    eventually(lambda: p.call(stagingfaults.block_writes) == 0, 5, "the WRITEs have landed")
     d.kill()
     p.run()
     p.wait_output(handoff.request_id)
@@ -143,7 +148,7 @@ def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
 
 @pytest.mark.parametrize(
     ("same_id", "packing"),
-    [(True, "auto"), (False, "auto"), (True, "packed")],
+    [(True, "auto"), (False, "auto"), pytest.param(True, "packed", marks=pytest.mark.exhaustive)],
     ids=["same id", "new id", "same id, packed"],
 )
 def test_d_restarted_mid_transfer(

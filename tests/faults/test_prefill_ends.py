@@ -103,8 +103,13 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
 @pytest.mark.parametrize(
     ("d_spec", "moment", "packing"),
     [
-        *itertools.product(engines.DECODERS, list(MOMENTS)[:3], ["auto"]),
-        (engines.D, "between layers", "gather"),
+        *itertools.product([engines.D], list(MOMENTS)[:3], ["auto"]),
+        (engines.D_FAIL, "between layers", "auto"),
+        *(
+            pytest.param(engines.D_FAIL, moment, "auto", marks=pytest.mark.exhaustive)
+            for moment in ("before the first WRITE", "after the last WRITE")
+        ),
+        pytest.param(engines.D, "between layers", "gather", marks=pytest.mark.exhaustive),
         (engines.D, "before D unpacks", "packed"),
     ],
     ids=described,
@@ -135,7 +140,7 @@ def test_p_killed(
 
 @pytest.mark.parametrize(
     ("same_id", "packing"),
-    [(True, "auto"), (False, "auto"), (True, "packed")],
+    [(True, "auto"), (False, "auto"), pytest.param(True, "packed", marks=pytest.mark.exhaustive)],
     ids=["same id", "new id", "same id, packed"],
 )
 def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
@@ -159,7 +164,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
     check_serves(successor, d, reference, seed=311)
 
 
-@pytest.mark.parametrize("packing", ["auto", "packed"])
+@pytest.mark.parametrize("packing", ["auto", engines.for_test_all("packed")])
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))

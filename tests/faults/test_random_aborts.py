@@ -34,7 +34,9 @@ P_BUSY = EngineSpec(
 )
 
 
-@pytest.mark.parametrize(("seed", "count", "packing"), [(1, 200, "auto"), (2, 60, "packed")])
+@pytest.mark.parametrize(
+    ("seed", "count", "packing"), [pytest.param(1, 200, "auto", marks=pytest.mark.exhaustive), (2, 60, "packed")]
+)
 def test_random_aborts(
     fleet: Fleet, reference: Reference, log: LogView, seed: int, count: int, packing: engines.Packing
 ) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerpush.layout import CacheLayout, LayerSlots, Region
-from layerpush.prefill.plan import ChunkPlan, PromptProgress
-from layerpush.wire import Registration
+from layerpush.core.layout import CacheLayout, LayerSlots, Region
+from layerpush.core.step_plan import ChunkPlan, PromptProgress
+from layerpush.core.wire import Registration
 
 
 def registration(*groups: Sequence[int], request_id: str = "d-1", engine: str = "D") -> Registration:

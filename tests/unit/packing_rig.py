@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from layerpush.decode.unpacker import Unpacker, UnpackError
-from layerpush.decode.windows import Windows
-from layerpush.layout import BlockIds
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.packer import Packer, PushWindow, Stage, StagedWrite
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import Link
-from layerpush.staging import PIECE_BYTES, Copy
+from layerpush.core.layout import BlockIds
+from layerpush.core.wire import Registration, Unpack, Unpacked, encode, read
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import Faults
-from layerpush.wire import Registration, Unpack, Unpacked, encode, read
+from layerpush.transport.link import Link
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.memory import PIECE_BYTES, Copy
+from layerpush.transport.packing.packer import Packer, PushWindow, Stage, StagedWrite
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.packing.unpacker import Unpacker, UnpackError
+from layerpush.transport.packing.windows import Windows
+from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, D_BLOCKS, Decoder, Prompt, Rig
@@ -122,17 +122,17 @@ class PackingRig(Rig):
     ) -> None:
         self.now = 100.0
         self._packing, self._pieces = packing, pieces
-        super().__init__(faults, stager=PackingRig._stager, **details)
+        super().__init__(faults, strategy=PackingRig._strategy, **details)
 
-    def _stager(self: Rig) -> Stager:
+    def _strategy(self: Rig) -> PackingStrategy:
         assert isinstance(self, PackingRig)
         size = self._pieces * PIECE_BYTES
         self.staging = FallibleStaging(self.layout, self.p_memory, size)
         self.p.describe("pieces", self.staging.memory, range(0, size, PIECE_BYTES), PIECE_BYTES)
         self.p.describe("blocks", self.staging.memory, range(0, size, BLOCK_BYTES), BLOCK_BYTES)
         self.packer = Packer(self.p, self.layout, self.staging, BLOCK_BYTES, lambda: self.now)
-        self.stager = Stager(self.packer, self.layout, self._packing, Costs())
-        return self.stager
+        self.strategy = PackingStrategy(self.packer, self.layout, self._packing, Costs())
+        return self.strategy
 
     def unpacking(self, name: str = "D", windows: int = 1) -> UnpackingDecoder:
         decoder = self.decoders[name] = UnpackingDecoder(self, name, windows)

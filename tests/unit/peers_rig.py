@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
-from layerpush.decode.watch import Verdict
-from layerpush.peers import Address, Peers, Rank
+from layerpush.core.liveness import Verdict
+from layerpush.core.wire import Message, read
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
-from layerpush.wire import Message, read
+from layerpush.transport.connections import Address, Connections, Rank
 
 
 class FakeNetwork:
@@ -23,7 +23,7 @@ class FakeNetwork:
         self.handshakes: list[Address] = []
         self.broken: Exception | None = None
         self.forgotten: list[str] = []
-        self.errands: deque[Callable[[], None]] = deque()
+        self.tasks: deque[Callable[[], None]] = deque()
         self._pending: dict[str, Future[None]] = {}
 
     def handshake(self, address: Address) -> Future[None] | None:
@@ -59,12 +59,12 @@ class FakeNetwork:
         self.forgotten.append(engine_id)
         self.connected.pop(engine_id, None)
 
-    def errand(self, errand: Callable[[], None]) -> None:
-        self.errands.append(errand)
+    def task(self, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
 
     def run(self) -> None:
-        while self.errands:
-            self.errands.popleft()()
+        while self.tasks:
+            self.tasks.popleft()()
 
 
 class FakeMail:
@@ -135,7 +135,7 @@ class Town:
         self.now = 100.0
         self.network, self.probe = FakeNetwork(), FakeProbe()
         self.mail = FakeMail(lambda: chain.from_iterable(self.network.connected.values()))
-        self.peers = Peers(self.network, self.mail, allowed_hosts, clock=lambda: self.now)
+        self.peers = Connections(self.network, self.mail, allowed_hosts, clock=lambda: self.now)
 
     def settle(self) -> None:
         """Everything that is waiting for nothing but the writer thread."""

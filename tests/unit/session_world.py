@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from layerpush.prefill import protocol
-from layerpush.prefill.plan import ChunkPlan, PromptProgress
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import Event, State, Write
-from layerpush.prefill.session import Session
-from layerpush.wire import Registration
+from layerpush.core import push_protocol
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import Event, State, Write
+from layerpush.core.push_session import Session
+from layerpush.core.step_plan import ChunkPlan, PromptProgress
+from layerpush.core.wire import Registration
 from tests.unit.builders import blocks_of, registration, upstream_pairs
 
 Cell = tuple[int, int]
@@ -68,7 +68,7 @@ class PushWorld:
     upstream_posts: int = 0
     delivered: bool = False
     withdrawn: bool = False
-    retracts: list[protocol.Retract] = field(default_factory=list)
+    retracts: list[push_protocol.Retract] = field(default_factory=list)
     releases: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class PushWorld:
     @property
     def running(self) -> bool:
         """The request is in the scheduler's hands and the writer is not inside a notification."""
-        return self.revocable and self.state is not State.TELLING
+        return self.revocable and self.state is not State.NOTIFYING
 
     @property
     def revocable(self) -> bool:
@@ -99,7 +99,7 @@ class PushWorld:
     @property
     def withdrawable(self) -> bool:
         """Registered, or registered and withdrawn before the request was there, which is heard of when it is over."""
-        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(protocol.Withdrawn)
+        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.Withdrawn)
 
     @property
     def pushed_by_upstream(self) -> bool:
@@ -148,20 +148,20 @@ class PushWorld:
             return
         before = self.state
         for action in self.session.handle(event):
-            if isinstance(action, protocol.Post):
+            if isinstance(action, push_protocol.Post):
                 assert before is State.STREAMING
                 assert self.state is State.STREAMING
                 self._check_post(action.write)
-            elif isinstance(action, protocol.Tell):
+            elif isinstance(action, push_protocol.Tell):
                 self._check_tell(action)
-            elif isinstance(action, protocol.Delegate):
+            elif isinstance(action, push_protocol.Delegate):
                 assert self.finished
                 assert not self.ever_posted, "a request that streams never switches"
                 assert action.registration == (self.registration if self.registered else None)
                 self.delegates.append(action.registration)
-            elif isinstance(action, protocol.Retract):
+            elif isinstance(action, push_protocol.Retract):
                 self._check_retract(action)
-            elif isinstance(action, protocol.Release):
+            elif isinstance(action, push_protocol.Release):
                 assert self.finished
                 assert not self.gone
                 assert not self.in_flight
@@ -172,7 +172,7 @@ class PushWorld:
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
         assert set(self.session.in_flight) == set(self.in_flight)
-        if self.state in (State.CLOSED, State.ABANDONED, State.TELLING, State.TOLD):
+        if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
             completed = self.told or self.delivered
@@ -187,7 +187,7 @@ class PushWorld:
         self.computed = chunk.end
         self.chunks.append(chunk)
         self.unready = set(range(len(self.shape.layer_groups)))
-        self.send(protocol.Planned(chunk))
+        self.send(push_protocol.Planned(chunk))
 
     def hook(self, layer: int) -> None:
         """A layer of the newest chunk is ready; again and again if the model calls its hook more than once."""
@@ -202,13 +202,13 @@ class PushWorld:
         self.unready.discard(layer)
         part = chunk.groups[self.shape.layer_groups[layer]]
         self.ready |= {(layer, block) for block in range(part.end)}
-        if self.session.accepts(protocol.Ready):
-            self.send(protocol.Ready(self.epoch, chunk.index, layer))
+        if self.session.accepts(push_protocol.Ready):
+            self.send(push_protocol.Ready(self.epoch, chunk.index, layer))
 
     def stale_hook(self, layer: int) -> None:
         """A layer of an epoch that is over reports late."""
-        if self.session.accepts(protocol.Ready):
-            self.send(protocol.Ready(self.epoch - 1, 0, layer))
+        if self.session.accepts(push_protocol.Ready):
+            self.send(push_protocol.Ready(self.epoch - 1, 0, layer))
 
     def preempt(self, *, announced: bool) -> None:
         """The blocks are gone. Without the scheduler's word for it, the next plan must follow at once."""
@@ -216,43 +216,43 @@ class PushWorld:
         self._progress.restart()
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
-        if self.state is State.TELLING:
+        if self.state is State.NOTIFYING:
             self.tells -= 1  # withdrawn before it was sent
         if announced:
-            self.send(protocol.Preempted())
+            self.send(push_protocol.Preempted())
 
     def finish(self) -> None:
         self.finished = True
-        self.send(protocol.Finished())
+        self.send(push_protocol.Finished())
 
     def drop(self) -> None:
         self.gone = self.disturbed = True
-        self.send(protocol.Evicted() if self.finished else protocol.Aborted())
+        self.send(push_protocol.Evicted() if self.finished else push_protocol.Aborted())
 
     # The peer and the network.
 
     def register(self) -> None:
         self.registered = True
-        self.send(protocol.Registered(self.registration))
+        self.send(push_protocol.Registered(self.registration))
 
     def land(self, write: int) -> None:
         landed = self.in_flight.pop(write)
         if landed.epoch == self.epoch:
             self.landed |= cells_of(landed)
-        self.send(protocol.Landed(write))
+        self.send(push_protocol.Landed(write))
 
     def lose(self, write: int) -> None:
         self.disturbed = True
         self.in_flight.pop(write)
-        self.send(protocol.Lost(write, "cut off"))
+        self.send(push_protocol.Lost(write, "cut off"))
 
     def fail(self) -> None:
         self.disturbed = True
-        self.send(protocol.Failed("broken"))
+        self.send(push_protocol.Failed("broken"))
 
     def confirm_tell(self) -> None:
         self.told = True
-        self.send(protocol.Told())
+        self.send(push_protocol.Told())
 
     def post_whole(self) -> None:
         assert self.delegates[-1] == self.registration
@@ -263,11 +263,11 @@ class PushWorld:
         self.upstream_busy = False
         self.disturbed |= lost is not None
         self.delivered = lost is None and not self.withdrawn
-        self.send(protocol.Delivered(lost))
+        self.send(push_protocol.Delivered(lost))
 
     def withdraw(self) -> None:
         self.disturbed = self.withdrawn = True
-        self.send(protocol.Withdrawn(busy=self.upstream_busy))
+        self.send(push_protocol.Withdrawn(busy=self.upstream_busy))
         assert not self.session.told
         assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED) or self.upstream_busy
 
@@ -291,7 +291,7 @@ class PushWorld:
         self.in_flight[write.id] = write
         assert len(self.in_flight) <= self.shape.policy.max_in_flight
 
-    def _check_mapping(self, part: protocol.Segment) -> None:
+    def _check_mapping(self, part: push_protocol.Segment) -> None:
         groups = set(self.shape.layer_groups[part.layers])
         assert groups == {part.group}
         table, targets = self.shape.table(part.group, self.epoch), self.shape.targets(part.group)
@@ -300,8 +300,8 @@ class PushWorld:
         assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
         assert 0 not in part.source + part.target
 
-    def _check_tell(self, action: protocol.Tell) -> None:
-        assert self.state is State.TELLING
+    def _check_tell(self, action: push_protocol.Tell) -> None:
+        assert self.state is State.NOTIFYING
         assert action.registration == self.registration
         assert self.prompt_ready
         assert self.landed == self.wanted, "told although something is missing"
@@ -310,7 +310,7 @@ class PushWorld:
         assert not self.withdrawn
         self.tells += 1
 
-    def _check_retract(self, action: protocol.Retract) -> None:
+    def _check_retract(self, action: push_protocol.Retract) -> None:
         assert self.registered
         assert action.registration == self.registration
         assert not self.told, "retracted after it was told"
@@ -331,13 +331,13 @@ class PushWorld:
         """Let everything end as well as it may from here. No push needs the end of its lease for that."""
         for _ in range(100):
             if self.state is State.STREAMING:
-                self.send(protocol.Pump())
+                self.send(push_protocol.Pump())
             if self.state is State.CLOSED:
                 break
-            if self.state is State.TELLING:
+            if self.state is State.NOTIFYING:
                 self.confirm_tell()
             elif self.state is State.CONNECTING:
-                self.send(protocol.Connected())
+                self.send(push_protocol.Connected())
             elif self.in_flight:
                 self.land(next(iter(self.in_flight)))
             elif self.running and not self.prompt_ready:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from layerpush.layout import BlockIds, CacheLayout
-from layerpush.prefill.runs import slots_of
-from layerpush.ring import Ring
-from layerpush.transport.fake import Bytes
+from layerpush.core.layout import BlockIds, CacheLayout
+from layerpush.transport.packing.ring import Ring
+from layerpush.transport.packing.runs import slots_of
+from tests.support.fake_transport import Bytes
 
 
 class HeldCopy:

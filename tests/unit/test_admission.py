@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from layerpush.admission import FRONT_END, AdmissionHook, Door, doors
-from layerpush.config import LayerPushConfig
-from layerpush.doorkeeper import Doorkeeper
+from layerpush.compat.admission import FRONT_END, AdmissionHook, Door, doors
+from layerpush.core.config import LayerPushConfig
+from layerpush.worker.drop_invalid import RequestFilter
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
 GOOD = {
@@ -150,7 +150,7 @@ def request(params: object) -> Any:
 
 
 def test_the_doorkeeper_takes_bad_params_away_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    keeper = Doorkeeper("kv_consumer", LayerPushConfig())
+    keeper = RequestFilter("kv_consumer", LayerPushConfig())
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
         for number in range(100):
             bad = request(BAD)
@@ -163,7 +163,7 @@ def test_the_doorkeeper_takes_bad_params_away_and_says_so(caplog: pytest.LogCapt
 @pytest.mark.parametrize("params", [None, {}, GOOD])
 def test_the_doorkeeper_leaves_good_params_alone(params: object, caplog: pytest.LogCaptureFixture) -> None:
     good = request(params)
-    Doorkeeper("kv_consumer", LayerPushConfig()).admit(good, now=0.0)
+    RequestFilter("kv_consumer", LayerPushConfig()).admit(good, now=0.0)
     assert good.kv_transfer_params is params
     assert not caplog.records
 
@@ -171,5 +171,5 @@ def test_the_doorkeeper_leaves_good_params_alone(params: object, caplog: pytest.
 @pytest.mark.parametrize("params", [[], "text", 7, {"do_remote_prefill": []}, {"do_remote_decode": True}])
 def test_the_doorkeeper_never_raises(params: object) -> None:
     bad = request(params)
-    Doorkeeper("kv_consumer", LayerPushConfig()).admit(bad, now=0.0)
+    RequestFilter("kv_consumer", LayerPushConfig()).admit(bad, now=0.0)
     assert bad.kv_transfer_params is None

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from layerpush.bell import NAP_S, Bell
+from layerpush.prefill.layer_interval import NAP_S
+from layerpush.worker.wake import Waker
 
 LONG_S = 20.0
 
 
 def test_it_rings_before_or_while_somebody_waits() -> None:
-    bell = Bell()
+    bell = Waker()
     assert not bell.wait(0.0)
     bell.set()
     assert bell.is_set()
@@ -28,7 +29,7 @@ def test_it_rings_before_or_while_somebody_waits() -> None:
 
 
 def test_rings_do_not_add_up() -> None:
-    bell = Bell()
+    bell = Waker()
     for _ in range(3):
         bell.set()
     bell.clear()
@@ -55,7 +56,7 @@ class InterruptedDoor:
 @pytest.mark.parametrize("rung", [False, True])
 def test_a_ring_while_it_is_cleared_is_not_lost(rung: bool) -> None:
     door = InterruptedDoor()
-    bell = Bell(door)
+    bell = Waker(door)
     if rung:
         bell.set()
     door.then = bell.set
@@ -65,14 +66,14 @@ def test_a_ring_while_it_is_cleared_is_not_lost(rung: bool) -> None:
 
 def test_a_ring_just_before_it_sleeps_is_not_lost() -> None:
     door = InterruptedDoor()
-    bell = Bell(door)
+    bell = Waker(door)
     door.then = bell.set
     assert bell.wait(0.0)
 
 
 def test_whatever_is_queued_before_a_ring_is_seen() -> None:
     """As the writer's loop does it: clear, take everything, wait. Two threads ring."""
-    bell, queues, seen = Bell(), ([0], [0]), 0
+    bell, queues, seen = Waker(), ([0], [0]), 0
     number = 3000
 
     def produce(queue: list[int]) -> None:
@@ -97,7 +98,7 @@ def test_whatever_is_queued_before_a_ring_is_seen() -> None:
 def test_a_short_sleep_is_a_nap_for_as_long_as_it_lasts() -> None:
     """Whoever finds it napping was before its end: what they left is there when the sleeper looks."""
     door = InterruptedDoor()
-    bell = Bell(door)
+    bell = Waker(door)
     seen = []
     for timeout in (NAP_S, 2 * NAP_S, None):
         door.then = lambda: (seen.append(bell.naps), bell.set())  # type: ignore[func-returns-value]

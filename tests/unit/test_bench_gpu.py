@@ -35,7 +35,7 @@ from bench.gpu.parts import (
     steps_of,
 )
 from bench.gpu.running import Ending, Ran, Runner
-from layerpush.demo.model import ModelShape
+from layerpush.apps.demo.model import ModelShape
 from tests.docblocks import Command
 from tests.docprograms import check
 

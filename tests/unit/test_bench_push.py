@@ -25,8 +25,8 @@ from bench.push.__main__ import LINKS, app
 from bench.push.cells import WAYS, Cell, Series, summary
 from bench.push.plot import plot
 from bench.push.points import COUNTS, SIZES, Point, draw, points
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.runs import runs
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.runs import runs
 
 POOL = 256
 

@@ -13,7 +13,7 @@ from bench.serve import report
 from bench.serve.measured import RequestsFailedError, measured
 from bench.serve.plan import AGGREGATED, Call
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
-from layerpush.tracing.figures import Figures
+from layerpush.apps.tracing.figures import Figures
 from tests.unit.serve_rig import CELL, MODES, call, result
 
 

@@ -19,9 +19,9 @@ from bench.serve.plan import AGGREGATED, MODES
 from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, parsed, thread_cpu_s
 from bench.serve.site import SiteError, available_bytes, check_dispatch, given
-from layerpush.demo.engines import Place
-from layerpush.threadname import name_this_thread
-from layerpush.trace import PushRecord, WriteRecord
+from layerpush.apps.demo.engines import Place
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
+from layerpush.worker.thread_name import name_this_thread
 from tests.unit.serve_rig import call
 
 MODEL = Model(Path("/models/demo"), Path("/models/words"), 32768, 1000)

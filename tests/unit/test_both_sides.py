@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layerpush.prefill.costs import Plan
+from layerpush.transport.packing.cost_model import Plan
 from tests.unit.both_sides import packing_mutants
 from tests.unit.both_sides.moves import MOVES, Move
 from tests.unit.both_sides.mutants import Mutant

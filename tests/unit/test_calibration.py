@@ -7,16 +7,16 @@ import time
 import numpy as np
 import pytest
 
-from layerpush.prefill.calibration import BUDGET_S, QUIET_S, SCRATCH_PIECES, Calibration
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.packer import Packer
-from layerpush.prefill.protocol import Write
-from layerpush.prefill.stager import RETRY_S, Stager
-from layerpush.prefill.staging import Link
-from layerpush.staging import PIECE_BYTES
-from layerpush.trace import WriteRecord
+from layerpush.core.push_protocol import Write
+from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import FakeFabric, Faults
+from layerpush.transport.link import Link
+from layerpush.transport.packing.calibration import BUDGET_S, QUIET_S, SCRATCH_PIECES, Calibration
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import Packer
+from layerpush.transport.packing.strategy import RETRY_S, PackingStrategy
+from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 
@@ -44,13 +44,13 @@ class Pair:
         staging = NumpyStaging(layout, np.zeros(64 * 32, np.uint8), SIZE)
         self.p.describe("pieces", staging.memory, starts, PIECE_BYTES)
         self.d.describe("ring", np.zeros(SIZE, np.uint8), starts, PIECE_BYTES)
-        self.stager = Stager(Packer(self.p, layout, staging, 32), layout, "auto", Costs())
+        self.strategy = PackingStrategy(Packer(self.p, layout, staging, 32), layout, "auto", Costs())
 
     def calibration(self, now: float | None = None) -> Calibration:
         return Calibration(self.p, RING, Costs(), time.perf_counter() if now is None else now)
 
     def calibrates(self) -> None:
-        self.stager.calibrate("D", self.p, RING)
+        self.strategy.calibrate("D", self.p, RING)
 
 
 def until_over(calibration: Calibration) -> None:
@@ -111,61 +111,61 @@ def test_an_error_that_no_transport_should_raise_ends_it_too(monkeypatch: pytest
         raise RuntimeError("no such list of descriptors")
 
     monkeypatch.setattr(pair.p, "post_write", broken)
-    pair.stager.turn()
-    assert not pair.stager.is_busy
+    pair.strategy.turn()
+    assert not pair.strategy.is_busy
 
 
 def test_an_engine_that_goes_meanwhile_leaves_nothing() -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     pair.calibrates()
-    pair.stager.turn()
-    assert pair.stager.engines_in_flight == {"D"}
-    pair.stager.forget("D")
-    assert not pair.stager.is_busy
-    assert pair.stager.engines_in_flight == set()
+    pair.strategy.turn()
+    assert pair.strategy.engines_in_flight == {"D"}
+    pair.strategy.forget("D")
+    assert not pair.strategy.is_busy
+    assert pair.strategy.engines_in_flight == set()
     assert not pair.p._live
 
 
 def test_until_it_is_over_writes_go_directly() -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     pair.calibrates()
-    pair.stager.turn()
+    pair.strategy.turn()
     ids, link = np.arange(0, 8000, 8, dtype=np.int32), Link("D", (RING,), (), gathered=RING)
     record = WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
-    assert pair.stager.begin(Write(0, 0, 0, 1 << 20, ()), link, None, (ids, ids), record) is None
+    assert pair.strategy.begin(Write(0, 0, 0, 1 << 20, ()), link, None, (ids, ids), record) is None
     assert (record.plan, record.estimate_s) == ("direct", None)
 
 
 def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A WRITE that ends in an error ends the first try."""
     pair, clock = Pair(), Clock()
-    for module in ("calibration", "stager"):
-        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
+    for module in ("calibration", "strategy"):
+        monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
     monkeypatch.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
     pair.calibrates()
-    pair.stager.turn()
-    while pair.stager.is_busy:
-        pair.stager.turn()
+    pair.strategy.turn()
+    while pair.strategy.is_busy:
+        pair.strategy.turn()
     monkeypatch.undo()
-    for module in ("calibration", "stager"):
-        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
-    pair.stager.turn()
-    assert not pair.stager.is_busy
+    for module in ("calibration", "strategy"):
+        monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
+    pair.strategy.turn()
+    assert not pair.strategy.is_busy
     clock.now += RETRY_S
-    pair.stager.turn()
-    while pair.stager.is_busy:
-        pair.stager.turn()
-    assert pair.stager.costs_to("D").scattered != Costs().scattered
+    pair.strategy.turn()
+    while pair.strategy.is_busy:
+        pair.strategy.turn()
+    assert pair.strategy.costs_to("D").scattered != Costs().scattered
     clock.now += 10 * RETRY_S
-    pair.stager.turn()
-    assert not pair.stager.is_busy, "what is known is not timed again"
+    pair.strategy.turn()
+    assert not pair.strategy.is_busy, "what is known is not timed again"
     assert not pair.p._live
 
 
 def test_where_there_is_always_a_push_it_goes_on_all_the_same() -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerpush.prefill.calibration.time", clock)
+        patch.setattr("layerpush.transport.packing.calibration.time", clock)
         pair = Pair()
         calibration = pair.calibration(clock.now)
         calibration.turn(quiet=False)
@@ -180,7 +180,7 @@ def test_where_there_is_always_a_push_it_goes_on_all_the_same() -> None:
 def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time() -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerpush.prefill.calibration.time", clock)
+        patch.setattr("layerpush.transport.packing.calibration.time", clock)
         calibration = Pair().calibration(clock.now)
         clock.now += 3 * BUDGET_S
         while not calibration.is_over:

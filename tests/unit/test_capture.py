@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.prefill import capture
-from layerpush.prefill.capture import Armed, Capture, LayerSaved, NoFences, Revoked, StepEvent, Swept
-from layerpush.prefill.plan import StepPlan
-from layerpush.prefill.protocol import Aborted, Evicted, Preempted
+from layerpush.core.push_protocol import Aborted, Evicted, Preempted
+from layerpush.core.step_plan import StepPlan
+from layerpush.prefill import step_events
+from layerpush.prefill.step_events import Armed, LayerSaved, NoFences, Revoked, StepEvent, StepEvents, Swept
 from tests.unit.builders import chunks_of
 
 NAMES = {f"layers.{index}": index for index in range(4)}
@@ -48,7 +48,7 @@ class SlowDevice:
         return self.fences[-1]
 
 
-def taken(source: Capture) -> list[StepEvent]:
+def taken(source: StepEvents) -> list[StepEvent]:
     return [event for event, _ in source.take()]
 
 
@@ -57,7 +57,7 @@ def kinds(events: list[StepEvent]) -> list[object]:
 
 
 def test_events_come_in_order() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     for name in ("layers.2", "layers.0"):
         source.layer_saved(name)
@@ -70,7 +70,7 @@ def test_events_come_in_order() -> None:
 def test_an_idle_step_costs_nothing() -> None:
     """No chunk, no event, no wake, no fence: decoding requests share the engine."""
     wakes, device = Wakes(), SlowDevice()
-    source = Capture(NAMES, wakes, device)
+    source = StepEvents(NAMES, wakes, device)
     source.arm(StepPlan())
     source.layer_saved("layers.0")
     source.sweep()
@@ -78,7 +78,7 @@ def test_an_idle_step_costs_nothing() -> None:
 
 
 def test_before_the_first_step_hooks_cost_nothing() -> None:
-    source = Capture(NAMES, Wakes(), SlowDevice())
+    source = StepEvents(NAMES, Wakes(), SlowDevice())
     source.layer_saved("layers.0")
     source.sweep()
     assert not source.pending
@@ -86,7 +86,7 @@ def test_before_the_first_step_hooks_cost_nothing() -> None:
 
 def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
     wakes = Wakes()
-    source = Capture(NAMES, wakes, NoFences())
+    source = StepEvents(NAMES, wakes, NoFences())
     source.arm(StepPlan(preempted=("p-1",)), ["p-2"])
     source.layer_saved("layers.0")
     source.sweep()
@@ -97,7 +97,7 @@ def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
 
 
 def test_what_takes_blocks_away_outruns_fences() -> None:
-    source = Capture(NAMES, Wakes(), SlowDevice())
+    source = StepEvents(NAMES, Wakes(), SlowDevice())
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.arm(StepPlan(), ["p-1"])
@@ -106,7 +106,7 @@ def test_what_takes_blocks_away_outruns_fences() -> None:
 
 
 def test_a_step_is_void_only_for_what_was_armed_before() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.arm(PLAN, ["p-1"])
     (first, second) = [event.step for event in taken(source) if isinstance(event, Armed)]
@@ -121,7 +121,7 @@ def test_a_step_is_void_only_for_what_was_armed_before() -> None:
 
 
 def test_a_revocation_names_the_first_step_since_the_last() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     for _ in range(2):
         source.arm(PLAN)
     source.arm(PLAN, ["p-1"])
@@ -131,7 +131,7 @@ def test_a_revocation_names_the_first_step_since_the_last() -> None:
 
 
 def test_the_end_of_a_lease_voids_everything_so_far() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.finish("p-1", ([1, 2],))
     source.expire("p-1")
@@ -145,7 +145,7 @@ def test_the_end_of_a_lease_voids_everything_so_far() -> None:
 
 def test_finished_comes_after_the_steps_of_its_request() -> None:
     device = SlowDevice()
-    source = Capture(NAMES, Wakes(), device)
+    source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
     source.sweep()
     source.finish("p-1", ([1, 2],))
@@ -161,7 +161,7 @@ def test_finished_comes_after_the_steps_of_its_request() -> None:
 
 
 def test_one_sweep_ends_a_step() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.sweep()
     source.layer_saved("layers.0")
@@ -170,7 +170,7 @@ def test_one_sweep_ends_a_step() -> None:
 
 
 def test_a_layer_without_a_cache_of_its_own_is_no_event() -> None:
-    source = Capture(NAMES, Wakes(), NoFences())
+    source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.layer_saved("layers.9")
     assert kinds(taken(source)) == [Armed]
@@ -178,7 +178,7 @@ def test_a_layer_without_a_cache_of_its_own_is_no_event() -> None:
 
 def test_every_event_wakes_the_writer() -> None:
     wakes = Wakes()
-    source = Capture(NAMES, wakes, NoFences())
+    source = StepEvents(NAMES, wakes, NoFences())
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.sweep()
@@ -187,7 +187,7 @@ def test_every_event_wakes_the_writer() -> None:
 
 def test_every_layer_but_the_last_of_a_step_only_nudges() -> None:
     wakes, nudges = Wakes(), Wakes()
-    source = Capture(NAMES, wakes, NoFences(), nudge=nudges)
+    source = StepEvents(NAMES, wakes, NoFences(), nudge=nudges)
     for _ in range(2):
         source.arm(PLAN)
         before = wakes.count, nudges.count
@@ -201,7 +201,7 @@ def test_every_layer_but_the_last_of_a_step_only_nudges() -> None:
 
 def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
     device = SlowDevice()
-    source = Capture(NAMES, Wakes(), device)
+    source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.layer_saved("layers.1")
@@ -218,7 +218,7 @@ def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
 
 def test_an_event_behind_a_fence_is_as_old_as_its_passing() -> None:
     device = SlowDevice()
-    source = Capture(NAMES, Wakes(), device)
+    source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
     source.layer_saved("layers.0")
     list(source.take())
@@ -229,9 +229,9 @@ def test_an_event_behind_a_fence_is_as_old_as_its_passing() -> None:
 
 
 def test_a_full_queue_drops_layers_and_keeps_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "QUEUE_LIMIT", 3)
+    monkeypatch.setattr(step_events, "QUEUE_LIMIT", 3)
     device = SlowDevice()
-    source = Capture(NAMES, Wakes(), device)
+    source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
     for name in NAMES:
         source.layer_saved(name)
@@ -247,7 +247,7 @@ def test_a_full_queue_drops_layers_and_keeps_steps(monkeypatch: pytest.MonkeyPat
 
 def test_one_thread_appends_while_another_takes() -> None:
     woken = threading.Event()
-    source = Capture(NAMES, woken.set, NoFences())
+    source = StepEvents(NAMES, woken.set, NoFences())
     steps, got = 400, list[object]()
 
     def writer() -> None:
@@ -272,7 +272,7 @@ def test_one_thread_appends_while_another_takes() -> None:
 def test_only_the_first_fence_wakes_the_writer() -> None:
     """It polls that one, and finds the others behind it."""
     wakes = Wakes()
-    source = Capture(NAMES, wakes, SlowDevice())
+    source = StepEvents(NAMES, wakes, SlowDevice())
     source.arm(PLAN)
     assert kinds(taken(source)) == [Armed]
     before = wakes.count

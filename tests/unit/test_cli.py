@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import layerpush
-from layerpush import doctor
-from layerpush.cli import app
-from layerpush.doctor import Finding, Verdict
+from layerpush.apps import doctor
+from layerpush.apps.cli import app
+from layerpush.apps.doctor import Finding, Verdict
 
 OK = Finding("one", Verdict.OK, "fine")
 WARN = Finding("two", Verdict.WARN, "so so", "consider this")
@@ -40,7 +40,7 @@ def test_help_teaches(arguments: list[str]) -> None:
 
 
 def test_help_answers_without_loading_vllm_torch_or_nixl() -> None:
-    code = "import sys, layerpush.cli; print(*sys.modules)"
+    code = "import sys, layerpush.apps.cli; print(*sys.modules)"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert not loaded & {"torch", "vllm", "nixl", "aiohttp", "matplotlib", "msgspec"}
 
@@ -99,7 +99,7 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         received.update(arguments)
         return 3
 
-    monkeypatch.setitem(sys.modules, "layerpush.demo.command", types.SimpleNamespace(run_demo=run_demo))
+    monkeypatch.setitem(sys.modules, "layerpush.apps.demo.command", types.SimpleNamespace(run_demo=run_demo))
     line = f"demo --json {tmp_path}/a.json --prompts 2 --prompt-tokens 512 --link 1gbit --keep-logs {tmp_path}/logs"
     assert runner.invoke(app, line.split()).exit_code == 3
     assert received == {
@@ -114,7 +114,7 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_demo_takes_exactly_what_the_command_passes() -> None:
-    from layerpush.demo.command import run_demo
+    from layerpush.apps.demo.command import run_demo
 
     assert list(inspect.signature(run_demo).parameters) == [
         "json_file",

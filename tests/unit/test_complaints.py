@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from layerpush.complaints import MAX_TEXT_CHARS, Complaints
+from layerpush.telemetry.peer_errors import MAX_TEXT_CHARS, PeerErrors
 
 LOGGER = logging.getLogger("vllm.layerpush.test_complaints")
 
@@ -19,29 +19,29 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_first_of_a_kind_is_logged_at_once(lines: list[str]) -> None:
-    complaints = Complaints(LOGGER)
-    complaints.add("garbage", "agent x sends garbage", 5.0)
+    peer_errors = PeerErrors(LOGGER)
+    peer_errors.add("garbage", "agent x sends garbage", 5.0)
     assert lines == ["layerpush: agent x sends garbage"]
-    assert complaints.counts == {"garbage": 1}
+    assert peer_errors.counts == {"garbage": 1}
 
 
 def test_a_flood_is_one_line_per_second_that_counts_the_rest(lines: list[str]) -> None:
-    complaints = Complaints(LOGGER)
+    peer_errors = PeerErrors(LOGGER)
     for moment in range(2500):
-        complaints.add("garbage", f"number {moment}", moment / 1000)
+        peer_errors.add("garbage", f"number {moment}", moment / 1000)
 
     assert lines == [
         "layerpush: number 0",
         "layerpush: number 1000 (999 more like it since the last line)",
         "layerpush: number 2000 (999 more like it since the last line)",
     ]
-    assert complaints.counts == {"garbage": 2500}
+    assert peer_errors.counts == {"garbage": 2500}
 
 
 def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> None:
-    complaints = Complaints(LOGGER)
+    peer_errors = PeerErrors(LOGGER)
     for now in (0.0, 0.5, 1.5, 2.5):
-        complaints.add("garbage", "again", now)
+        peer_errors.add("garbage", "again", now)
     assert lines == [
         "layerpush: again",
         "layerpush: again (1 more like it since the last line)",
@@ -50,27 +50,27 @@ def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> Non
 
 
 def test_one_kind_does_not_silence_another(lines: list[str]) -> None:
-    complaints = Complaints(LOGGER)
-    complaints.add("garbage", "a", 0.0)
-    complaints.add("replay", "b", 0.0)
+    peer_errors = PeerErrors(LOGGER)
+    peer_errors.add("garbage", "a", 0.0)
+    peer_errors.add("replay", "b", 0.0)
     assert lines == ["layerpush: a", "layerpush: b"]
 
 
 def test_kinds_without_end_become_one(lines: list[str]) -> None:
-    complaints = Complaints(LOGGER, max_kinds=3)
+    peer_errors = PeerErrors(LOGGER, max_kinds=3)
     for number in range(100):
-        complaints.add(f"kind {number}", "text", 0.0)
-    complaints.add("kind 1", "text", 0.0)
+        peer_errors.add(f"kind {number}", "text", 0.0)
+    peer_errors.add("kind 1", "text", 0.0)
 
-    assert complaints.counts == {"kind 0": 1, "kind 1": 2, "kind 2": 1, "other": 97}
+    assert peer_errors.counts == {"kind 0": 1, "kind 1": 2, "kind 2": 1, "other": 97}
     assert len(lines) == 4
 
 
 def test_a_text_forges_no_line(lines: list[str]) -> None:
-    Complaints(LOGGER).add("garbage", "one\ntwo\x1b[2J\u2028three", 0.0)
+    PeerErrors(LOGGER).add("garbage", "one\ntwo\x1b[2J\u2028three", 0.0)
     assert lines == ["layerpush: one?two?[2J?three"]
 
 
 def test_a_long_text_is_cut(lines: list[str]) -> None:
-    Complaints(LOGGER).add("garbage", "x" * 10_000, 0.0)
+    PeerErrors(LOGGER).add("garbage", "x" * 10_000, 0.0)
     assert lines == ["layerpush: " + "x" * MAX_TEXT_CHARS]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
+from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
 
 OWN_KEYS = {
     "layerwise",

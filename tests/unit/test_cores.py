@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerpush.cores import Cores
+from layerpush.compat.affinity import Affinity
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def cores() -> Iterator[list[int]]:
 
 
 def test_a_binding_inside_has_no_effect_outside(cores: list[int]) -> None:
-    with Cores():
+    with Affinity():
         os.sched_setaffinity(0, {cores[-1]})
     assert os.sched_getaffinity(0) == set(cores)
 
@@ -33,7 +33,7 @@ def test_nor_if_what_is_inside_fails(cores: list[int]) -> None:
 
 
 def _bind_and_fail(core: int) -> None:
-    with Cores():
+    with Affinity():
         os.sched_setaffinity(0, {core})
         raise RuntimeError("no device")
 
@@ -41,7 +41,7 @@ def _bind_and_fail(core: int) -> None:
 def test_the_writer_of_a_bound_engine_may_run_on_the_core_for_transfers(cores: list[int]) -> None:
     first, last = cores[0], cores[-1]
     os.sched_setaffinity(0, {first})
-    with Cores() as bound:
+    with Affinity() as bound:
         os.sched_setaffinity(0, {last})
     assert os.sched_getaffinity(0) == {first}
     bound.bind_writer()
@@ -49,14 +49,14 @@ def test_the_writer_of_a_bound_engine_may_run_on_the_core_for_transfers(cores: l
 
 
 def test_the_writer_of_an_unbound_engine_stays_unbound(cores: list[int]) -> None:
-    with Cores() as bound:
+    with Affinity() as bound:
         os.sched_setaffinity(0, {cores[-1]})
     bound.bind_writer()
     assert os.sched_getaffinity(0) == set(cores)
 
 
 def test_the_writer_stays_where_it_is_if_nothing_was_bound(cores: list[int]) -> None:
-    with Cores() as bound:
+    with Affinity() as bound:
         pass
     os.sched_setaffinity(0, {cores[0]})  # by whoever made it
     bound.bind_writer()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.prefill.costs import Costs, Plan, Shape
+from layerpush.transport.packing.cost_model import Costs, Plan, Shape
 
 seconds = st.floats(1e-9, 1e-3)
 shapes = st.builds(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.prefill.coverage import Coverage, CoverageError
+from layerpush.core.coverage import Coverage, CoverageError
 
 Cell = tuple[int, int]
 Box = tuple[int, int, int, int]

@@ -9,17 +9,10 @@ from functools import partial
 
 import pytest
 
-from layerpush.complaints import Complaints
-from layerpush.decode import desk as desk_module
-from layerpush.decode import watch
-from layerpush.decode.desk import HOLD_S, DecodeDesk
-from layerpush.decode.session import RETRY_S
-from layerpush.decode.watch import Order, Verdict
-from layerpush.metrics.catalog import LOAD, LOADS, LOST_PEERS
-from layerpush.metrics.loads import LoadMeter
-from layerpush.metrics.recorder import Recorder
-from layerpush.peers import TRIES, Address
-from layerpush.wire import (
+from layerpush.core import liveness
+from layerpush.core.liveness import Order, Verdict
+from layerpush.core.load_session import RETRY_S
+from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
@@ -35,6 +28,13 @@ from layerpush.wire import (
     encode_registration,
     read,
 )
+from layerpush.decode import loads as desk_module
+from layerpush.decode.loads import HOLD_S, Loads
+from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
+from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.transport.connections import TRIES, Address
 from tests.unit.peers_rig import Town
 
 PATIENCE_S = 20.0
@@ -148,15 +148,15 @@ class World(Town):
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
         self.watch, self.engine = ScriptedWatch(), Engine()
-        self.complaints = Complaints(logging.getLogger("test"))
+        self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
-        self.desk = DecodeDesk(
+        self.desk = Loads(
             "D",
             self.peers,
-            self.watch if scripted else watch.PeerWatch(PATIENCE_S),  # type: ignore[arg-type]
+            self.watch if scripted else liveness.PeerWatch(PATIENCE_S),  # type: ignore[arg-type]
             self.probe,
             self.engine,
-            self.complaints,
+            self.peer_errors,
             world_size,
             PATIENCE_S,
             forget or self.forget,
@@ -351,7 +351,7 @@ def test_who_was_not_asked_has_no_say() -> None:
     for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
         world.hears(word, "x-0")
     assert world.told == []
-    assert world.complaints.counts == {"foreign word": 4}
+    assert world.peer_errors.counts == {"foreign word": 4}
     world.hears(Completion("r", 1))
     assert world.told == ["loaded"]
 
@@ -444,7 +444,7 @@ def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
     world.awaits()
     world.tick()
     assert world.told == []
-    assert world.complaints.counts == {"foreign word": 1}
+    assert world.peer_errors.counts == {"foreign word": 1}
 
 
 def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
@@ -453,7 +453,7 @@ def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
     world.hears(Fail("s", 0, "no", True))
     assert world.desk.is_waiting
     world.tick(HOLD_S)
-    assert world.complaints.counts == {"late completion": 1}
+    assert world.peer_errors.counts == {"late completion": 1}
     assert world.is_over()
     world.awaits()
     world.tick()
@@ -601,8 +601,8 @@ def test_a_failure_is_said_once_and_an_abort_quietly(wish: str, level: int, capl
 def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat() -> None:
     world = World(ranks=2)
     world.awaiting("p-0")
-    world.orders(watch.SendPing("P", "p-0", True), watch.SendPing("P", "p-1", False))
-    world.orders(watch.SendPing("P", "p-0", True))
+    world.orders(liveness.SendPing("P", "p-0", True), liveness.SendPing("P", "p-1", False))
+    world.orders(liveness.SendPing("P", "p-0", True))
     (_, first), silent, (_, second) = world.sent()
     assert isinstance(first, Ping)
     assert isinstance(second, Ping)
@@ -611,7 +611,7 @@ def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat()
     assert silent == ("p-1", Heartbeat(()))
     assert world.watch.lost_agents == []
     world.mail.lost = {"p-0"}
-    world.orders(watch.SendPing("P", "p-0", True))
+    world.orders(liveness.SendPing("P", "p-0", True))
     assert world.watch.lost_agents == ["p-0"]
 
 
@@ -627,7 +627,7 @@ def test_whatever_an_agent_sends_it_is_heard_of() -> None:
 def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None:
     world = World()
     world.awaiting()
-    world.orders(watch.StartProbe("P", "p-0"))
+    world.orders(liveness.StartProbe("P", "p-0"))
     asked = world.probe.answer(Verdict.ENDED, 7.0)
     assert (asked.agent, asked.address) == ("p-0", P)
     assert world.watch.verdicts == [("P", "p-0", Verdict.ENDED, 7.0)]
@@ -636,7 +636,7 @@ def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None
 def test_silence_gives_every_load_of_the_agent_up() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.orders(watch.ReportSilent("p-0", "nothing came"))
+    world.orders(liveness.ReportSilent("p-0", "nothing came"))
     assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
     world.hears(Cancelled("r"), "p-1")
     world.tick(PATIENCE_S)
@@ -648,7 +648,7 @@ def test_a_dead_agent_writes_nowhere_any_more() -> None:
     world.awaiting("p-0")
     world.awaiting("p-0", request_id="s")
     world.engine.known = {"r", "s"}
-    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("p-0", "it has ended"))
     world.tick()
     assert sorted(world.engine.told) == [("failed", "r"), ("failed", "s")]
     assert world.network.forgotten == ["P"]
@@ -660,7 +660,7 @@ def test_a_dead_agent_frees_what_was_set_aside() -> None:
     world.awaiting()
     world.desk.overdue("r", "no push", world.now)
     world.tick(PATIENCE_S)
-    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("p-0", "it has ended"))
     assert world.told == ["parked", "failed", "cleared"]
 
 
@@ -671,11 +671,11 @@ def test_an_order_about_what_has_just_ended_is_harmless() -> None:
     world.hears(Fail("r", 0, "no", True), "p-1")
     world.sent()
     world.orders(
-        watch.ReportGone("p-0", "it has ended"),
-        watch.SendPing("P", "p-1", True),
-        watch.StartProbe("P", "p-1"),
-        watch.ReportSilent("p-1", "nothing came"),
-        watch.Reconnect("P"),
+        liveness.ReportGone("p-0", "it has ended"),
+        liveness.SendPing("P", "p-1", True),
+        liveness.StartProbe("P", "p-1"),
+        liveness.ReportSilent("p-1", "nothing came"),
+        liveness.Reconnect("P"),
     )
     assert world.told == ["failed"]
     assert world.probe.asked == []
@@ -684,7 +684,7 @@ def test_an_order_about_what_has_just_ended_is_harmless() -> None:
 def test_an_engine_that_lives_behind_a_dead_connection_is_connected_anew() -> None:
     world = World()
     world.awaiting("p-0")
-    world.orders(watch.Reconnect("P"))
+    world.orders(liveness.Reconnect("P"))
     assert world.network.forgotten == ["P"]
     assert world.network.connected == {"P": ("p-0",)}
     world.hears(Completion("r", 1))
@@ -696,7 +696,7 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
     world.awaiting("p-0")
     world.network.listening = {}
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        world.orders(watch.Reconnect("P"))
+        world.orders(liveness.Reconnect("P"))
         world.network.reject("P", OSError("no route"))
         world.settle()
     assert "no route" in caplog.text
@@ -709,14 +709,14 @@ def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.mail.lost = {"p-0"}
-    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("p-0", "it has ended"))
     assert world.sent() == [("p-1", cancel_of())]
     assert world.network.forgotten == []
-    world.orders(watch.SendPing("P", "p-1", True))
+    world.orders(liveness.SendPing("P", "p-1", True))
     world.tick(RETRY_S)
     assert [agent for agent, _ in world.sent()] == ["p-1", "p-1"]
     assert (world.watch.lost_agents, world.watch.cut_agents, world.told) == ([], [], [])
-    world.orders(watch.ReportGone("p-1", "it has ended"))
+    world.orders(liveness.ReportGone("p-1", "it has ended"))
     assert world.network.forgotten == ["P"]
     assert world.told == ["failed"]
 
@@ -726,7 +726,7 @@ def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
     world.awaiting("p-0", "p-1", request_id="s")
     world.awaiting("p-0", "p-1")
     world.hears(Fail("r", 0, "no", True), "p-1")
-    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("p-0", "it has ended"))
     assert world.engine.told == [("failed", "r")]
     assert world.network.forgotten == []
 
@@ -751,8 +751,8 @@ def test_what_cannot_be_sent_for_want_of_a_connection_speaks_against_nobody() ->
     world = World()
     world.awaiting("p-0")
     world.network.listening = {}
-    world.orders(watch.Reconnect("P"))
-    world.orders(watch.SendPing("P", "p-0", True))
+    world.orders(liveness.Reconnect("P"))
+    world.orders(liveness.SendPing("P", "p-0", True))
     world.desk.dropped("r", "aborted", world.now)
     assert world.watch.lost_agents == []
     assert set(world.watch.cut_agents) == {"p-0"}
@@ -761,7 +761,7 @@ def test_what_cannot_be_sent_for_want_of_a_connection_speaks_against_nobody() ->
     world.tick()
     assert world.watch.reconnections == [("p-0",)]
     world.mail.lost = {"p-0"}
-    world.orders(watch.SendPing("P", "p-0", True))
+    world.orders(liveness.SendPing("P", "p-0", True))
     assert world.watch.lost_agents == ["p-0"]
 
 
@@ -808,9 +808,9 @@ def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_co
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.network.listening = {}
-    world.orders(watch.Reconnect("P"))
+    world.orders(liveness.Reconnect("P"))
     assert world.network.connected == {}
-    world.orders(watch.StartProbe("P", "p-1"))
+    world.orders(liveness.StartProbe("P", "p-1"))
     [asked] = world.probe.asked
     assert (asked.agent, asked.rank, asked.address) == ("p-1", (0, 1), P)
 
@@ -825,7 +825,7 @@ def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it
     world.settle()
     assert world.watch.sessions["P", "p-0"] == 2
     world.hears(Completion("honest", 1))
-    world.orders(watch.StartProbe("P", "p-0"), watch.Reconnect("P"))
+    world.orders(liveness.StartProbe("P", "p-0"), liveness.Reconnect("P"))
     assert [asked.address for asked in world.probe.asked] == [P]
     assert world.network.handshakes == [P, P]
 
@@ -856,11 +856,11 @@ def test_only_its_host_drops_a_connection() -> None:
     asked, forget = asks_its_host(True)
     world = World(forget=forget)
     world.awaiting("p-0")
-    world.orders(watch.Reconnect("P"))
+    world.orders(liveness.Reconnect("P"))
     assert world.watch.reconnections == [("p-0",)]
     world.mail.lost = {"p-0"}
     world.awaits("s")
-    world.orders(watch.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("p-0", "it has ended"))
     assert asked == ["P", "P", "P"]
     assert world.network.forgotten == []
 
@@ -870,7 +870,7 @@ def test_a_connection_that_pushes_are_on_their_way_over_is_kept_for_now() -> Non
     asked, forget = asks_its_host(False)
     world = World(forget=forget)
     world.awaiting("p-0")
-    world.orders(watch.Reconnect("P"))
+    world.orders(liveness.Reconnect("P"))
     assert asked == ["P"]
     world.mail.lost = {"p-0"}
     world.awaits("s")
@@ -905,7 +905,7 @@ def test_an_engine_is_connected_anew_where_it_was_found() -> None:
     world.awaiting("p-0")
     assert world.network.handshakes == [nowhere, P]
     world.network.listening = {}
-    world.orders(watch.Reconnect("P"))
+    world.orders(liveness.Reconnect("P"))
     assert world.network.handshakes == [nowhere, P, P]
 
 
@@ -1004,7 +1004,7 @@ def test_loads_that_come_to_nothing_are_told_apart() -> None:
 def test_peers_that_are_given_up_are_counted() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.orders(watch.ReportSilent("p-0", "nothing came"), watch.ReportGone("p-1", "it ended"))
+    world.orders(liveness.ReportSilent("p-0", "nothing came"), liveness.ReportGone("p-1", "it ended"))
     assert counted(world)[1] == {"silent": 1, "gone": 1}
 
 
@@ -1065,11 +1065,11 @@ def test_the_engine_is_told_once_and_only_of_blocks_that_nobody_writes_to(seed: 
         elif dice < 0.6:
             world.desk.overdue(request_id, "too late", world.now)
         elif dice < 0.65:
-            world.orders(watch.ReportSilent(rank.name, "nothing came"))
+            world.orders(liveness.ReportSilent(rank.name, "nothing came"))
         elif dice < 0.68:
             for name in registered:
                 next(one for one in prefill[name] if one.name == rank.name).dead = True
-            world.orders(watch.ReportGone(rank.name, "it has ended"))
+            world.orders(liveness.ReportGone(rank.name, "it has ended"))
         elif dice < 0.7:
             world.hears(Completion(request_id, ranks), "stranger")
         else:

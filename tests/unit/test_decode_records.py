@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerpush.decode.session import RETRY_S
-from layerpush.trace import LoadRecord
-from layerpush.wire import Accepted, Cancelled, Completion, Fail
+from layerpush.core.load_session import RETRY_S
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail
+from layerpush.telemetry.trace_records import LoadRecord
 from tests.unit.test_decode_desk import PATIENCE_S, World, registration
 
 

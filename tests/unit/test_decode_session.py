@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from layerpush.decode.protocol import (
+from layerpush.core.load_protocol import (
     TRANSITIONS,
     Action,
     Cancel,
@@ -31,8 +31,8 @@ from layerpush.decode.protocol import (
     Withdrawn,
     Word,
 )
-from layerpush.decode.session import DecodeSession
-from layerpush.prefill.protocol import IllegalTransitionError
+from layerpush.core.load_session import DecodeSession
+from layerpush.core.push_protocol import IllegalTransitionError
 
 PATIENCE_S, RETRY_S = 5.0, 1.0
 CAUSES: dict[str, Event] = {

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from layerpush.decode.protocol import (
+from layerpush.core.load_protocol import (
     Action,
     Cancel,
     Completed,
@@ -32,7 +32,7 @@ from layerpush.decode.protocol import (
     Unpark,
     Withdrawn,
 )
-from layerpush.decode.session import DecodeSession
+from layerpush.core.load_session import DecodeSession
 
 PATIENCE_S, RETRY_S = 5.0, 1.0
 AGENTS = ("A", "B", "C")

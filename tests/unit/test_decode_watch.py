@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from layerpush.decode.watch import (
+from layerpush.core.liveness import (
     PROBE_LOST_S,
     SETTLE_S,
     Order,

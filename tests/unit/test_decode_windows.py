@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from layerpush.decode.unpacker import Unpacker
-from layerpush.decode.watch import ReportGone
-from layerpush.decode.windows import Windows
-from layerpush.peers import Address
-from layerpush.staging import PIECE_BYTES
-from layerpush.wire import Accepted, Cancelled, Completion, Fail, Part, Registration, Unpack, Unpacked, WireError
+from layerpush.core.liveness import ReportGone
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Part, Registration, Unpack, Unpacked, WireError
+from layerpush.transport.connections import Address
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.unpacker import Unpacker
+from layerpush.transport.packing.windows import Windows
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
 from tests.unit.test_decode_desk import EXTRA, P, World, registration

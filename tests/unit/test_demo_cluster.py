@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerpush.demo.cluster import DEMO_SHAPE, MODES, Cluster
+from layerpush.apps.demo.cluster import DEMO_SHAPE, MODES, Cluster
 
 
 def test_every_p_and_d_leaves_a_trace_of_its_own(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo.engines import EngineFailedError, EngineGroup, EngineSpec
-from layerpush.demo.interrupts import Interrupted, Interrupts
-from layerpush.demo.ports import DEMO_PORTS, PortAllocator, is_free
+from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSpec, Place
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.ports import DEMO_PORTS, PortAllocator, is_free
 
 # A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
 SERVER = """
@@ -127,8 +127,8 @@ def test_an_exception_takes_the_servers_down(tmp_path: Path):
 RUN = """
 import signal, sys
 from pathlib import Path
-from layerpush.demo.engines import EngineGroup
-from layerpush.demo.interrupts import Interrupted, Interrupts
+from layerpush.apps.demo.engines import EngineGroup
+from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from tests.unit.test_demo_engines import script
 try:
     with Interrupts() as interrupts, EngineGroup(Path(sys.argv[1]), interrupts, stop_timeout_s=1) as group:
@@ -212,3 +212,11 @@ def test_the_command_names_the_connector_and_its_module():
         "kv_connector_extra_config": {"layerwise": False},
     }
     assert EngineSpec("r", "plain", Path("m")).transfer_config() is None
+
+
+def test_a_fork_server_that_cannot_be_had_is_reported_with_its_log(tmp_path: Path):
+    place = Place(command_prefix=("sh", "-c", "echo no vLLM here; exit 3"))
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts, forks=True) as group:
+        group.preload(place)
+        with pytest.raises(EngineFailedError, match=r"fork server ended with status 3.\nno vLLM here"):
+            group.start(EngineSpec("p", "prefill", Path("m"), place=place))

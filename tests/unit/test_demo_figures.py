@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.trace import PushRecord
-from layerpush.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
-from layerpush.tracing.intervals import compute_intervals, union_length
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
+from layerpush.apps.tracing.intervals import compute_intervals, union_length
+from layerpush.telemetry.trace_records import PushRecord
 
 LAYERS = 3
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.forward.__main__ import app
-from layerpush.demo import link as linking
-from layerpush.demo.link import Link, LinkError
+from layerpush.apps.demo import link as linking
+from layerpush.apps.demo.link import Link, LinkError
 
 
 class Commands:

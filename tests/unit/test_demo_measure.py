@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo import measure
-from layerpush.demo.load import Answer
-from layerpush.demo.measure import examine, result_of
+from layerpush.apps.demo import measure
+from layerpush.apps.demo.load import Answer
+from layerpush.apps.demo.measure import examine, result_of
 from tests.unit.test_demo_figures import push_line
 
 RIGHT = (4, 5, 6)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.demo import machine, ucx
-from layerpush.demo.provenance import provenance, unplaced
+from layerpush.apps.demo import machine, ucx
+from layerpush.apps.demo.provenance import provenance, unplaced
 
 ROOT = Path(__file__).parents[2]
 Driver = Callable[[str], None]
@@ -81,7 +81,7 @@ def test_the_processor_has_a_name_or_a_kind(tmp_path: Path) -> None:
 
 def test_ucx_is_asked_in_a_process_of_its_own() -> None:
     """Loading UCX would change the process that measures."""
-    source = "from layerpush.demo import ucx; print(ucx.version()); print(ucx._loaded())"
+    source = "from layerpush.apps.demo import ucx; print(ucx.version()); print(ucx._loaded())"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     said = subprocess.run(
         [sys.executable, "-c", source],

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from layerpush.demo.load import Answer
-from layerpush.demo.measure import Sample
-from layerpush.demo.report import DemoReport
-from layerpush.tracing.figures import figures_of
-from layerpush.tracing.picture import draw_pushes
+from layerpush.apps.demo.load import Answer
+from layerpush.apps.demo.measure import Sample
+from layerpush.apps.demo.report import DemoReport
+from layerpush.apps.tracing.figures import figures_of
+from layerpush.apps.tracing.picture import draw_pushes
 from tests.unit.test_demo_figures import parse
 
 KEYS = {

@@ -15,13 +15,20 @@ from typing import Any
 import pytest
 
 from bench.proxy import page_table
-from layerpush import wire
-from layerpush.calm import VARIABLE, wanted
-from layerpush.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig
-from layerpush.door import ParamsError, check_params
+from layerpush.apps.tracing.breakdown import PARTS
+from layerpush.compat.busy_wait import VARIABLE, wanted
+from layerpush.core import wire
+from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_params
 from layerpush.plugin import CONNECTOR_NAME
-from layerpush.trace import ChunkRecord, DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
-from layerpush.tracing.breakdown import PARTS
+from layerpush.telemetry.trace_records import (
+    ChunkRecord,
+    DropRecord,
+    LoadRecord,
+    ProcessRecord,
+    PushRecord,
+    WriteRecord,
+)
 from scripts.docgen import figures, limits, messages, protocol, soakrun
 from scripts.docgen.markers import MarkerError, between, fill
 from scripts.docgen.sections import SECTIONS, pages, updated
@@ -274,6 +281,8 @@ def test_the_configuration_page_has_the_messages_of_bad_requests() -> None:
     config = LayerPushConfig.from_extra_config({"allowed_hosts": ["10.0.0.0/8"]})
     check_params(GOOD_REQUEST, "kv_consumer", config)
     said = [refusal(partial(check_params, params, "kv_consumer", config)) for params in BAD_REQUESTS]
+    mode = {"do_remote_decode": True, "layerpush_mode": "Layer"}
+    said.append(refusal(partial(check_params, mode, "kv_producer", LayerPushConfig())))
     assert messages_below("When a request's `kv_transfer_params` are bad") == said
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from bench import OUTPUT
-from layerpush.calm import VARIABLE
+from layerpush.compat.busy_wait import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config

@@ -96,7 +96,7 @@ def test_metrics_that_pages_name_are_there(scrape: Scrape, page: str) -> None:
     named = {span for span in _SPAN.findall(text) if re.fullmatch(r"vllm:layerpush_\w+(\{[^}]*\})?", span)}
     named -= {"vllm:layerpush_"}
     assert missing_metrics(named, scrape) == []
-    proxys = (ROOT / "layerpush/proxy/metrics.py").read_text()
+    proxys = (ROOT / "layerpush/apps/proxy/metrics.py").read_text()
     for name in _PROXY_METRIC.findall(text):
         short = re.sub(r"_total$", "", name.removeprefix("layerpush_proxy_"))
         assert f'"{short}"' in proxys or f'"{name}"' in proxys, name

@@ -11,8 +11,9 @@ from importlib import metadata
 
 import pytest
 
-from layerpush import doctor, plugin
-from layerpush.doctor import Finding, Verdict
+from layerpush import plugin
+from layerpush.apps import doctor
+from layerpush.apps.doctor import Finding, Verdict
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")

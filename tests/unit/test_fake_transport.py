@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.fake import FakeFabric, FakeTransport, Faults
+from tests.support.fake_transport import FakeFabric, FakeTransport, Faults
 
 COUNT, SIZE = 16, 8
 POISON = 0xEE

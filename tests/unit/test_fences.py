@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from layerpush.prefill.capture import NoFences
 from layerpush.prefill.fences import FencePool, fences_for
+from layerpush.prefill.step_events import NoFences
 
 DEADLINE_S = 10.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.hosts import HostError, check_entry, host_allowed, is_host
+from layerpush.core.hosts import HostError, check_entry, host_allowed, is_host
 
 
 @pytest.mark.parametrize(

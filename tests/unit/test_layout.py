@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.layout import (
+from layerpush.core.layout import (
     CacheLayout,
     LayerCache,
     LayerSlots,

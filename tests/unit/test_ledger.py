@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.prefill.ledger import Ledger
-from layerpush.wire import Registration
+from layerpush.core.pending_registrations import PendingRegistrations
+from layerpush.core.wire import Registration
 
 
 def registration(
@@ -27,84 +27,84 @@ def has_base(registration: Registration, request_id: str) -> bool:
     return request_id.partition("/")[0] in {name.partition("/")[0] for name in names}
 
 
-def ledger_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> Ledger:
-    ledger = Ledger(has_base, kept=kept, kept_s=kept_s)
+def ledger_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> PendingRegistrations:
+    pending = PendingRegistrations(has_base, kept=kept, kept_s=kept_s)
     for one in registrations:
-        ledger.add(one, 0.0)
-    return ledger
+        pending.add(one, 0.0)
+    return pending
 
 
 def test_the_exact_id_goes_before_the_base_id() -> None:
-    ledger = ledger_of(*map(registration, ("a/1", "a/2", "b/1")))
-    assert ledger.take("a/1", 0.0) == registration("a/1")
-    assert ledger.take("b/7", 0.0) == registration("b/1")
-    assert ledger.take("c/1", 0.0) is None
-    assert ("D", "a/2") in ledger
-    assert len(ledger) == 1
+    pending = ledger_of(*map(registration, ("a/1", "a/2", "b/1")))
+    assert pending.take("a/1", 0.0) == registration("a/1")
+    assert pending.take("b/7", 0.0) == registration("b/1")
+    assert pending.take("c/1", 0.0) is None
+    assert ("D", "a/2") in pending
+    assert len(pending) == 1
 
 
 def test_the_id_that_the_prefill_engine_gave_is_exact_too() -> None:
     named = registration("a/d", prefill="a/p7")
-    ledger = ledger_of(named, registration("a/new"))
-    assert ledger.take("a/p7", 0.0) == named
+    pending = ledger_of(named, registration("a/new"))
+    assert pending.take("a/p7", 0.0) == named
     other = registration("x/d", prefill="a/p7")
     assert ledger_of(other).take("a/p7", 0.0) == other
 
 
 def test_of_one_base_id_the_newest_is_meant() -> None:
-    ledger = ledger_of(*map(registration, ("a/old", "a/older", "a/new")))
-    assert ledger.take("a/x", 1.0) == registration("a/new")
-    assert ledger.take("a/y", 1.0) == registration("a/older")
+    pending = ledger_of(*map(registration, ("a/old", "a/older", "a/new")))
+    assert pending.take("a/x", 1.0) == registration("a/new")
+    assert pending.take("a/y", 1.0) == registration("a/older")
 
 
 def test_older_ones_of_stock_engines_end_with_it() -> None:
     """These never withdraw what a router that tried again has left behind; others do."""
     ours = registration("a/ours")
-    ledger = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
-    ledger.add(registration("a/new"), 0.0)
-    assert ledger.take("a/x", 1.0) == registration("a/new")
-    assert ("D", "a/stock") not in ledger
-    assert ledger.meaning("a/x", 1.0) == [ours]
-    assert ("D", "b/stock") in ledger
+    pending = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
+    pending.add(registration("a/new"), 0.0)
+    assert pending.take("a/x", 1.0) == registration("a/new")
+    assert ("D", "a/stock") not in pending
+    assert pending.meaning("a/x", 1.0) == [ours]
+    assert ("D", "b/stock") in pending
 
 
 def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
-    ledger = ledger_of(registration("a/1"))
-    ledger.add(registration("a/2"), 5.0)
-    ledger.add(registration("a/3"), 6.0)
-    assert [one.request_id for one in ledger.meaning("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
-    assert [one.request_id for one in ledger.meaning("a/x", 10.0)] == ["a/2", "a/3"]
-    assert len(ledger) == 3
+    pending = ledger_of(registration("a/1"))
+    pending.add(registration("a/2"), 5.0)
+    pending.add(registration("a/3"), 6.0)
+    assert [one.request_id for one in pending.meaning("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
+    assert [one.request_id for one in pending.meaning("a/x", 10.0)] == ["a/2", "a/3"]
+    assert len(pending) == 3
 
 
 def test_engines_that_use_the_same_id_are_told_apart() -> None:
-    ledger = ledger_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
-    assert len(ledger) == 2
-    ledger.drop(("D", "a/1"))
-    assert ledger.take("a/1", 0.0) == registration("a/1", engine="E")
+    pending = ledger_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
+    assert len(pending) == 2
+    pending.drop(("D", "a/1"))
+    assert pending.take("a/1", 0.0) == registration("a/1", engine="E")
 
 
 def test_an_engine_that_has_ended_takes_its_own_with_it() -> None:
-    ledger = ledger_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
-    ledger.drop_engine("D")
-    assert len(ledger) == 1
-    assert ("E", "a/1") in ledger
+    pending = ledger_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
+    pending.drop_engine("D")
+    assert len(pending) == 1
+    assert ("E", "a/1") in pending
 
 
 def test_a_second_copy_replaces_the_first_and_counts_as_new() -> None:
-    ledger = ledger_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
-    assert ledger.take("a/x", 0.0) == registration("a/1", block=5)
+    pending = ledger_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
+    assert pending.take("a/x", 0.0) == registration("a/1", block=5)
 
 
 def test_nothing_is_kept_for_ever() -> None:
-    ledger = Ledger(has_base, kept=2, kept_s=10.0)
-    ledger.add(registration("a/1"), 0.0)
-    assert ledger.add(registration("b/1"), 10.0) == [registration("a/1")]
-    assert ledger.add(registration("c/1"), 11.0) == []
-    assert ledger.add(registration("d/1"), 12.0) == [registration("b/1")]
-    assert ledger.take("c/1", 21.0) is None
-    assert ledger.expire(20.9) == []
-    assert ledger.expire(21.0) == [registration("c/1")]
-    ledger.drop(("D", "d/1"))
-    ledger.drop(("D", "d/1"))
-    assert len(ledger) == 0
+    pending = PendingRegistrations(has_base, kept=2, kept_s=10.0)
+    pending.add(registration("a/1"), 0.0)
+    assert pending.add(registration("b/1"), 10.0) == [registration("a/1")]
+    assert pending.add(registration("c/1"), 11.0) == []
+    assert pending.add(registration("d/1"), 12.0) == [registration("b/1")]
+    assert pending.take("c/1", 21.0) is None
+    assert pending.expire(20.9) == []
+    assert pending.expire(21.0) == [registration("c/1")]
+    pending.drop(("D", "d/1"))
+    pending.drop(("D", "d/1"))
+    assert len(pending) == 0

@@ -15,9 +15,9 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layerpush.compat import GET_META_MSG
-from layerpush.demo.ports import PortAllocator
-from layerpush.listener import MAX_QUERY_BYTES, listen
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.compat.nixl_connector import GET_META_MSG
+from layerpush.worker.side_channel import MAX_QUERY_BYTES, listen
 
 PORTS = PortAllocator(range(27200, 27400))
 ANSWERS = {(0, 0): b"payload of rank 0", (0, 1): b"payload of rank 1"}

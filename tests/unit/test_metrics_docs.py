@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from layerpush.metrics.catalog import CATALOG, PUSHES, RANKS
-from layerpush.metrics.summary import summary
-from layerpush.metrics.tally import Tally
+from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, RANKS
+from layerpush.telemetry.metrics.summary import summary
+from layerpush.telemetry.metrics.tally import Tally
 from scripts.docgen import dashboard
 from tests import promql
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names

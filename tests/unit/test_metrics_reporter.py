@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from layerpush.metrics.catalog import (
+from layerpush.telemetry.metrics.catalog import (
     AWAITED_LOADS,
     DROPPED_MESSAGES,
     EXPOSED,
@@ -17,9 +17,9 @@ from layerpush.metrics.catalog import (
     RING_USED_BYTES,
     WRITER_LAG,
 )
-from layerpush.metrics.lag import Lag
-from layerpush.metrics.reporter import REPORT_S, Reporter
-from layerpush.metrics.sources import watch_rings
+from layerpush.telemetry.metrics.lag import Lag
+from layerpush.telemetry.metrics.reporter import REPORT_S, Reporter
+from layerpush.worker.metric_sources import watch_rings
 
 
 def test_what_was_recorded_is_told_once() -> None:

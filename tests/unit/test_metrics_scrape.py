@@ -15,11 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from layerpush import compat
-from layerpush.compat.stats import KEY
+from layerpush.compat.stats import KEY, LayerPushStats
 from layerpush.connector import LayerwisePushConnector
-from layerpush.metrics.bulk import observe_buckets
-from layerpush.metrics.catalog import (
+from layerpush.telemetry.metrics.bulk import observe_buckets
+from layerpush.telemetry.metrics.catalog import (
     CATALOG,
     DROPPED_MESSAGES,
     EXPOSED,
@@ -37,7 +36,7 @@ from layerpush.metrics.catalog import (
     WRITER_LAG,
     Kind,
 )
-from layerpush.metrics.tally import Buckets, Tally
+from layerpush.telemetry.metrics.tally import Buckets, Tally
 from tests.metrics_scrape import FrontEnd, Scrape
 
 Opened = Callable[..., FrontEnd]
@@ -49,8 +48,8 @@ def front_end() -> Iterator[Opened]:
     FrontEnd.close()
 
 
-def stats_of(tally: Tally, upstream: Any = None) -> compat.LayerPushStats:
-    stats = compat.LayerPushStats.joined(upstream, tally)
+def stats_of(tally: Tally, upstream: Any = None) -> LayerPushStats:
+    stats = LayerPushStats.joined(upstream, tally)
     assert stats is not None
     return stats
 
@@ -72,7 +71,7 @@ def pushed(rank: str = "0", seconds: float = 0.02) -> Tally:
 
 def upstream_stats() -> Any:
     """Upstream's, with one whole-request WRITE of 1 MiB."""
-    stats = compat.LayerPushStats()
+    stats = LayerPushStats()
     for key, value in (
         ("transfer_duration", 0.5),
         ("post_duration", 0.1),
@@ -182,8 +181,8 @@ def test_statistics_of_nothing() -> None:
     empty = LayerwisePushConnector.build_kv_connector_stats()
     assert empty.is_empty()
     assert empty.tally.is_empty
-    assert compat.LayerPushStats.joined(None, None) is None
-    upstream_only = compat.LayerPushStats.joined(upstream_stats(), None)
+    assert LayerPushStats.joined(None, None) is None
+    upstream_only = LayerPushStats.joined(upstream_stats(), None)
     assert upstream_only is not None
     assert not upstream_only.is_empty()
     assert upstream_only.data[KEY] == Tally().to_data()

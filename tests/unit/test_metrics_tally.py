@@ -10,7 +10,7 @@ import re
 import msgspec
 import pytest
 
-from layerpush.metrics.catalog import (
+from layerpush.telemetry.metrics.catalog import (
     BY_KEY,
     CATALOG,
     EXPOSED,
@@ -21,7 +21,7 @@ from layerpush.metrics.catalog import (
     WRITE_BYTES,
     Kind,
 )
-from layerpush.metrics.tally import MAX_LABEL_VALUES, OTHER, Buckets, Tally
+from layerpush.telemetry.metrics.tally import MAX_LABEL_VALUES, OTHER, Buckets, Tally
 
 
 def sample(seed: int) -> Tally:

@@ -8,12 +8,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from layerpush.config import LayerPushConfig
-from layerpush.prefill.staging import Link
-from layerpush.prefill.workerhost import WorkerHost
-from layerpush.staging import PIECE_BYTES
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.wire import (
+    MAX_RING_BYTES,
+    Registration,
+    Window,
+    WireError,
+    decode_registration,
+    encode_registration,
+)
 from layerpush.transport.base import Route
-from layerpush.wire import MAX_RING_BYTES, Registration, Window, WireError, decode_registration, encode_registration
+from layerpush.transport.link import Link
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.worker.prefill_host import WorkerHost
 from tests.unit.builders import layout_of, registration
 
 LAYOUT = layout_of([0, 0])

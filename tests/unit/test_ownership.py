@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from layerpush.transport.base import Route, WriteHandle, WriteState
-from layerpush.transport.fake import FakeFabric, Faults, OwnershipError, Violation
+from tests.support.fake_transport import FakeFabric, Faults, OwnershipError, Violation
 
 COUNT, SIZE = 16, 8
 ROUTE = Route("D", 0, "kv", "kv")

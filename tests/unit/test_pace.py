@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.bell import NAP_S
-from layerpush.prefill.pace import LAYERS_APART, LONGEST_S, Pace
-from layerpush.prefill.policy import Policy
+from layerpush.core.push_policy import Policy
+from layerpush.prefill.layer_interval import LAYERS_APART, LONGEST_S, NAP_S, LayerInterval
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.transport.fake import Faults
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 NEVER = 10**6
 LAYER_S = 2e-3
 
 
-def paced(layer_s: float, layers: int = 4) -> Pace:
-    pace = Pace()
+def paced(layer_s: float, layers: int = 4) -> LayerInterval:
+    pace = LayerInterval()
     for number in range(layers):
         pace.layer_ready(100.0 + number * layer_s)
     return pace
@@ -50,7 +49,7 @@ def test_it_follows_steps_that_become_shorter() -> None:
 
 def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the step, after its last layer, and when a WRITE of another prompt may end, it is in a hurry."""
-    monkeypatch.setattr("layerpush.prefill.pace.NAP_S", LONGEST_S)  # the rig's layers take no time
+    monkeypatch.setattr("layerpush.prefill.layer_interval.NAP_S", LONGEST_S)  # the rig's layers take no time
     rig = Rig(Faults(hold_writes={0: NEVER}))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.host.pending[prompt.name] = rig.asks(prompt, decoder)

@@ -66,7 +66,7 @@ def test_wheel_plugs_into_vllm(wheel: zipfile.ZipFile) -> None:
     entries = configparser.ConfigParser()
     entries.read_string(wheel.read(name).decode())
     assert dict(entries["vllm.general_plugins"]) == {"layerpush": "layerpush.plugin:register"}
-    assert dict(entries["console_scripts"]) == {"layerpush": "layerpush.cli:app"}
+    assert dict(entries["console_scripts"]) == {"layerpush": "layerpush.apps.cli:app"}
 
 
 def test_everything_imported_is_a_declared_dependency() -> None:

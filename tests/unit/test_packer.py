@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.decode import unpacker
-from layerpush.decode.unpacker import Answer, Unpacker, UnpackError
-from layerpush.decode.windows import Windows
-from layerpush.prefill.costs import Plan
-from layerpush.prefill.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
-from layerpush.prefill.protocol import Segment, Write
-from layerpush.staging import PIECE_BYTES
-from layerpush.trace import WriteRecord
+from layerpush.core.push_protocol import Segment, Write
+from layerpush.core.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
+from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
-from layerpush.transport.fake import Bytes, FakeFabric, Faults
-from layerpush.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
+from layerpush.transport.packing import unpacker
+from layerpush.transport.packing.cost_model import Plan
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
+from layerpush.transport.packing.unpacker import Answer, Unpacker, UnpackError
+from layerpush.transport.packing.windows import Windows
+from tests.support.fake_transport import Bytes, FakeFabric, Faults
 from tests.unit.builders import layout_of, registration
 from tests.unit.staging_rig import NumpyStaging
 

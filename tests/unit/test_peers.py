@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from layerpush.peers import RETRY_S, TRIES, Address
+from layerpush.transport.connections import RETRY_S, TRIES, Address
 from tests.unit.peers_rig import Town
 
 D = Address("D", "10.0.0.7", 5600, tp_size=2)

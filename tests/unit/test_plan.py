@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.prefill.plan import Alignment, ChunkPlan, GroupSlice, PromptProgress, StepPlan
+from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress, StepPlan
 from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
 
 
@@ -158,6 +158,13 @@ def test_a_request_that_is_only_watched_says_so() -> None:
     watched = PromptProgress("p-1", (16,), streams=False).advance(0, 8, 8, [[1]])
     assert watched is not None
     assert not watched.streams
+
+
+def test_every_chunk_has_the_mode_that_its_request_chose() -> None:
+    plain, chosen = PromptProgress("p-1", (16,)), PromptProgress("p-2", (16,), mode="chunk")
+    assert [part.mode for part in (plain.advance(0, 32, 64, [[1, 2]]),) if part] == [None]
+    chunks = [chosen.advance(start, 32, 64, [[1, 2, 3, 4]]) for start in (0, 32)]
+    assert [part.mode for part in chunks if part] == ["chunk", "chunk"]
 
 
 @pytest.mark.parametrize(("chunks", "preempted", "truth"), [((), (), False), ((), ("p-1",), True)])

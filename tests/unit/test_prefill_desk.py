@@ -7,13 +7,13 @@ import logging
 import msgspec
 import pytest
 
-from layerpush.complaints import Complaints
-from layerpush.decode.watch import Verdict
-from layerpush.prefill import desk as desk_module
-from layerpush.prefill.desk import ENDED_S, MAX_REASON, PROBES, PrefillDesk, address_of
-from layerpush.prefill.ledger import KEPT, KEPT_S
-from layerpush.prefill.protocol import Retract
-from layerpush.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
+from layerpush.core.liveness import Verdict
+from layerpush.core.pending_registrations import KEPT, KEPT_S
+from layerpush.core.push_protocol import Retract
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
+from layerpush.prefill import registrations as desk_module
+from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations, address_of
+from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
 
@@ -90,14 +90,14 @@ class World(Town):
     def __init__(self) -> None:
         super().__init__()
         self.writer = ScriptedWriter()
-        self.complaints = Complaints(logging.getLogger("test"))
+        self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests: dict[str, str] = {}
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
-        self.desk = PrefillDesk(
+        self.desk = Registrations(
             self.writer,  # type: ignore[arg-type]
             self.peers,
             self.probe,
-            self.complaints,
+            self.peer_errors,
             base_id,
             self.digests,
         )
@@ -393,7 +393,7 @@ def test_what_another_engine_registered_is_not_its_to_withdraw() -> None:
     world.cancels(wanted, "e-0")
     assert world.writer.withdrawn == []
     assert world.heard() == []
-    assert world.complaints.counts == {"foreign cancel": 1}
+    assert world.peer_errors.counts == {"foreign cancel": 1}
     world.cancels(wanted, "d-1")
     assert len(world.writer.withdrawn) == 1
 
@@ -576,7 +576,7 @@ def test_a_push_that_outlives_thousands_of_others_can_still_be_withdrawn(monkeyp
     assert world.writer.withdrawn == [("a/p", wanted.key)]
     assert world.heard() == []
     world.cancels(wanted, "e-0")
-    assert world.complaints.counts == {"foreign cancel": 1}, "it is known whose it is"
+    assert world.peer_errors.counts == {"foreign cancel": 1}, "it is known whose it is"
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -619,7 +619,7 @@ def test_a_registration_that_differs_takes_the_place_of_one_that_still_waits() -
     assert world.desk.is_current(newer)
     assert world.takes() == newer
     assert world.takes("a/q") is None
-    assert world.complaints.counts == {}
+    assert world.peer_errors.counts == {}
 
 
 def test_who_sent_the_older_one_does_not_vouch_for_the_newer() -> None:
@@ -637,7 +637,7 @@ def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() 
     world.writer.unclaimed = ["a/q"]
     world.says(newer, "d-1")
     assert world.heard() == [Fail("a/d", 0, "another request of this id is being pushed", True)]
-    assert world.complaints.counts == {"id in use": 1}
+    assert world.peer_errors.counts == {"id in use": 1}
     assert len(world.writer.registrations) == 1
     assert world.desk.is_current(older)
     assert not world.desk.is_current(newer)
@@ -652,7 +652,7 @@ def test_a_stock_engine_that_gives_an_id_twice_is_told_nothing() -> None:
     world.served(asks(layerpush=0, blocks=(1, 2)))
     world.says(asks(layerpush=0, blocks=(3, 4)))
     assert world.mail.sent == []
-    assert world.complaints.counts == {"id in use": 1}
+    assert world.peer_errors.counts == {"id in use": 1}
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
@@ -669,7 +669,7 @@ def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
     world.says(newer)
     assert world.heard() == [Accepted("a/d")]
     assert world.takes("a/q") == newer
-    assert world.complaints.counts == {}
+    assert world.peer_errors.counts == {}
 
 
 def test_a_stranger_with_an_id_that_is_being_served_is_no_rank_of_its_engine_if_it_wants_other_blocks() -> None:
@@ -940,7 +940,7 @@ def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_
     world.probe.answer(verdict)
     assert world.probe.asked == []
     assert world.desk.doom("D") == LOST
-    assert world.complaints.counts == {}
+    assert world.peer_errors.counts == {}
     world.tick()
     assert world.writer.registrations[1:] == []
     world.network.listening["D"] = ("d-new",)
@@ -999,7 +999,7 @@ def test_a_stranger_in_the_name_of_an_engine_that_lives_is_not_listened_to() -> 
     world.probe.answer(Verdict.ALIVE)
     assert world.writer.registrations[1:] == []
     assert world.writer.failed == []
-    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.peer_errors.counts == {"engine id in use": 1}
     assert world.network.forgotten == []
 
 
@@ -1056,7 +1056,7 @@ def test_somebody_who_uses_the_name_of_an_engine_that_lives_elsewhere_is_not() -
     assert world.probe.asked[0].address.host == "10.0.0.7", "who is asked is the engine that we know"
     world.probe.answer(Verdict.ALIVE)
     assert world.writer.registrations[1:] == []
-    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.peer_errors.counts == {"engine id in use": 1}
     assert world.network.forgotten == []
 
 
@@ -1065,10 +1065,10 @@ def test_no_answer_is_asked_for_again_a_few_times() -> None:
     for _ in range(PROBES - 1):
         world.probe.answer(Verdict.UNKNOWN)
         assert len(world.probe.asked) == 1
-        assert world.complaints.counts == {}
+        assert world.peer_errors.counts == {}
     world.probe.answer(Verdict.UNKNOWN)
     assert world.probe.asked == []
-    assert world.complaints.counts == {"engine id in use": 1}
+    assert world.peer_errors.counts == {"engine id in use": 1}
     assert world.writer.registrations[1:] == []
 
 
@@ -1096,7 +1096,7 @@ def test_a_verdict_on_an_agent_that_was_replaced_meanwhile_comes_too_late(verdic
     assert world.network.forgotten == ["D"]
     world.says(asks("m/d"), "d-new")
     assert world.heard("d-new") == [Accepted("m/d")]
-    assert world.complaints.counts == {}
+    assert world.peer_errors.counts == {}
 
 
 @pytest.mark.parametrize("verdict", Verdict)

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 import zmq
 
-from layerpush import probe as probe_module
-from layerpush import zmtp
-from layerpush.decode.watch import Verdict
-from layerpush.demo.ports import PortAllocator
-from layerpush.probe import Prober, probe
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.core.liveness import Verdict
+from layerpush.worker import side_channel_probe as probe_module
+from layerpush.worker import zmtp
+from layerpush.worker.side_channel_probe import Prober, probe
 from tests.contract.waiting import until
 
 PORTS = PortAllocator(range(27000, 27100))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from layerpush.trace import PushRecord
+from layerpush.telemetry.trace_records import PushRecord
 from tests.unit.test_writer import prompt_of
 from tests.unit.writer_rig import Prompt, Rig
 

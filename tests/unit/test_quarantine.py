@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.decode.quarantine import Quarantine
+from layerpush.core.block_holds import BlockHolds
+from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.report import ABORTED, DecodeReport
-from layerpush.decode.scheduler import AwaitedPushes
 
 
 class Pool:
@@ -42,8 +42,8 @@ def pool() -> Pool:
 
 
 @pytest.fixture
-def quarantine(pool: Pool) -> Quarantine:
-    return Quarantine(pool)
+def block_holds(pool: Pool) -> BlockHolds:
+    return BlockHolds(pool)
 
 
 @pytest.fixture
@@ -51,71 +51,71 @@ def awaited(pool: Pool) -> AwaitedPushes:
     return AwaitedPushes(480.0, pool)
 
 
-def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, quarantine: Quarantine) -> None:
+def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, block_holds: BlockHolds) -> None:
     def parked() -> tuple[int, int]:
-        return quarantine.parked_requests, quarantine.parked_blocks
+        return block_holds.parked_requests, block_holds.parked_blocks
 
-    quarantine.hold("r", [1, 2, 3])
-    quarantine.hold("s", [4])
-    quarantine.parked("r", {0, 1})
+    block_holds.hold("r", [1, 2, 3])
+    block_holds.hold("s", [4])
+    block_holds.parked("r", {0, 1})
     assert parked() == (0, 0), "the engine holds them itself"
-    quarantine.settled("r")
-    quarantine.settled("s")
+    block_holds.settled("r")
+    block_holds.settled("s")
     assert parked() == (1, 3)
-    quarantine.cleared("r", {0})
+    block_holds.cleared("r", {0})
     assert parked() == (1, 3)
-    quarantine.cleared("r", {1})
+    block_holds.cleared("r", {1})
     assert parked() == (0, 0)
 
 
-def test_a_load_that_simply_ends_gives_its_blocks_back(pool: Pool, quarantine: Quarantine) -> None:
-    quarantine.hold("r", [1, 2, 3])
+def test_a_load_that_simply_ends_gives_its_blocks_back(pool: Pool, block_holds: BlockHolds) -> None:
+    block_holds.hold("r", [1, 2, 3])
     assert pool.held == {1, 2, 3}
-    assert not quarantine.outlasts_engine
-    quarantine.settled("r")
+    assert not block_holds.outlasts_engine
+    block_holds.settled("r")
     assert pool.freed == [3, 2, 1], "the end of a prompt is the first to be reused, as in vLLM"
-    assert len(quarantine) == 0
+    assert len(block_holds) == 0
 
 
-def test_parked_blocks_stay_until_every_rank_has_cleared(pool: Pool, quarantine: Quarantine) -> None:
-    quarantine.hold("r", [1, 2])
-    quarantine.parked("r", {0, 1})
-    quarantine.settled("r")
-    assert quarantine.outlasts_engine
-    quarantine.cleared("r", {1})
+def test_parked_blocks_stay_until_every_rank_has_cleared(pool: Pool, block_holds: BlockHolds) -> None:
+    block_holds.hold("r", [1, 2])
+    block_holds.parked("r", {0, 1})
+    block_holds.settled("r")
+    assert block_holds.outlasts_engine
+    block_holds.cleared("r", {1})
     assert pool.held == {1, 2}
-    quarantine.cleared("r", {0})
+    block_holds.cleared("r", {0})
     assert pool.held == set()
-    assert not quarantine.outlasts_engine
+    assert not block_holds.outlasts_engine
 
 
-def test_cleared_before_the_engine_is_told(pool: Pool, quarantine: Quarantine) -> None:
-    quarantine.hold("r", [1])
-    quarantine.parked("r", {0})
-    quarantine.cleared("r", {0})
+def test_cleared_before_the_engine_is_told(pool: Pool, block_holds: BlockHolds) -> None:
+    block_holds.hold("r", [1])
+    block_holds.parked("r", {0})
+    block_holds.cleared("r", {0})
     assert pool.held == {1}
-    quarantine.settled("r")
+    block_holds.settled("r")
     assert pool.held == set()
 
 
-def test_nothing_is_given_back_twice(pool: Pool, quarantine: Quarantine) -> None:
-    quarantine.hold("r", [1])
+def test_nothing_is_given_back_twice(pool: Pool, block_holds: BlockHolds) -> None:
+    block_holds.hold("r", [1])
     for _ in range(2):
-        quarantine.settled("r")
-        quarantine.cleared("r", {0})
-        quarantine.parked("r", {0})
+        block_holds.settled("r")
+        block_holds.cleared("r", {0})
+        block_holds.parked("r", {0})
     assert pool.freed == [1]
-    assert "r" not in quarantine
+    assert "r" not in block_holds
 
 
-def test_an_id_that_comes_again_while_the_first_is_parked(pool: Pool, quarantine: Quarantine) -> None:
-    quarantine.hold("r", [1])
-    quarantine.parked("r", {0})
-    quarantine.settled("r")
-    quarantine.hold("r", [2])
-    quarantine.cleared("r", {0})
+def test_an_id_that_comes_again_while_the_first_is_parked(pool: Pool, block_holds: BlockHolds) -> None:
+    block_holds.hold("r", [1])
+    block_holds.parked("r", {0})
+    block_holds.settled("r")
+    block_holds.hold("r", [2])
+    block_holds.cleared("r", {0})
     assert pool.held == {1, 2}, "the second load is under way"
-    quarantine.settled("r")
+    block_holds.settled("r")
     assert pool.held == set()
 
 
@@ -126,7 +126,7 @@ STEPS = st.tuples(st.sampled_from(["hold", "parked", "settled", "cleared"]), st.
 @given(st.lists(STEPS, max_size=40))
 def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tuple[str, int, int]]) -> None:
     pool = Pool()
-    quarantine = Quarantine(pool)
+    block_holds = BlockHolds(pool)
     under_way: dict[int, set[int]] = {}
     """Requests held, and the ranks that said of them that they may be written."""
     settled: set[int] = set()
@@ -134,25 +134,25 @@ def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tup
         name = f"r-{request}"
         match what:
             case "hold":
-                quarantine.hold(name, [request])
+                block_holds.hold(name, [request])
                 under_way.setdefault(request, set())
                 settled.discard(request)
             case "parked":
-                quarantine.parked(name, {rank})
+                block_holds.parked(name, {rank})
                 if request in under_way:
                     under_way[request].add(rank)
             case "cleared":
-                quarantine.cleared(name, {rank})
+                block_holds.cleared(name, {rank})
                 under_way.get(request, set()).discard(rank)
             case "settled":
-                quarantine.settled(name)
+                block_holds.settled(name)
                 settled.add(request)
         for one in [one for one in under_way if one in settled and not under_way[one]]:
             del under_way[one]
         settled &= set(under_way)
         assert pool.held == set(under_way)
-        assert quarantine.outlasts_engine == bool(settled)
-        assert len(quarantine) == len(under_way)
+        assert block_holds.outlasts_engine == bool(settled)
+        assert len(block_holds) == len(under_way)
 
 
 def test_overdue_once(awaited: AwaitedPushes) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerpush.prefill import protocol
-from layerpush.prefill.coverage import MismatchError
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import IllegalTransitionError, Post, State, Write
-from layerpush.prefill.session import Session
+from layerpush.core import push_protocol
+from layerpush.core.coverage import MismatchError
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import IllegalTransitionError, Post, State, Write
+from layerpush.core.push_session import Session
 from tests.unit.builders import blocks_of, chunks_of, registration, upstream_pairs
 from tests.unit.session_world import PushWorld, Shape
 
@@ -24,7 +24,7 @@ def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | No
     if state is not State.WAITING:
         world.register()
     if state is State.STREAMING:
-        world.send(protocol.Connected())
+        world.send(push_protocol.Connected())
     assert world.state is state
     return world
 
@@ -32,7 +32,7 @@ def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | No
 def pump(world: PushWorld) -> list[Write]:
     """The WRITEs that one pump posts."""
     before = set(world.in_flight)
-    world.send(protocol.Pump())
+    world.send(push_protocol.Pump())
     return [write for number, write in world.in_flight.items() if number not in before]
 
 
@@ -66,7 +66,7 @@ def test_registered_first_every_layer_goes_as_it_is_ready() -> None:
     (both,) = pump(world)
     assert [(part.layers, part.first, part.end) for part in both.segments] == [(slice(0, 2), 1, 2)]
     land_all(world)
-    assert world.state is State.TELLING
+    assert world.state is State.NOTIFYING
 
 
 def test_registered_late_catches_up_with_all_that_is_ready() -> None:
@@ -77,7 +77,7 @@ def test_registered_late_catches_up_with_all_that_is_ready() -> None:
     assert pump(world) == []
     world.register()
     assert pump(world) == []
-    world.send(protocol.Connected())
+    world.send(push_protocol.Connected())
 
     (write,) = pump(world)
     assert [(part.layers, part.first, part.end) for part in write.segments] == [
@@ -102,7 +102,7 @@ def test_never_registered_goes_whole() -> None:
 
 def test_refused_before_the_end_goes_whole_after_it() -> None:
     world = world_of(State.CONNECTING)
-    world.send(protocol.Refused("unequal blocks"))
+    world.send(push_protocol.Refused("unequal blocks"))
     assert (world.state, world.delegates) == (State.DEFERRED, [])
     world.sweep()
     world.plan(4)
@@ -116,7 +116,7 @@ def test_refused_after_the_end_goes_whole_at_once() -> None:
     world.sweep()
     world.finish()
     assert world.state is State.CONNECTING
-    world.send(protocol.Refused("unequal blocks"))
+    world.send(push_protocol.Refused("unequal blocks"))
     assert (world.state, world.delegates) == (State.DELEGATED, [world.registration])
 
 
@@ -128,7 +128,7 @@ def test_a_session_that_only_watches_never_connects() -> None:
 
 def test_told_before_it_is_finished_waits_for_the_scheduler() -> None:
     world = told(world_of(State.STREAMING))
-    assert (world.state, world.releases) == (State.TOLD, 0)
+    assert (world.state, world.releases) == (State.NOTIFIED, 0)
     world.finish()
     assert (world.state, world.releases) == (State.CLOSED, 1)
 
@@ -158,7 +158,7 @@ def test_preempted_with_writes_in_flight_posts_nothing_until_they_end() -> None:
     (again,) = pump(world)
     assert (again.epoch, again.segments[0].source) == (1, (2000, 2001))
     land_all(world)
-    assert world.state is State.TELLING
+    assert world.state is State.NOTIFYING
 
 
 def test_preempted_with_nothing_in_flight_goes_on() -> None:
@@ -276,7 +276,7 @@ def test_a_failure_is_warned_of_once() -> None:
         pump(world)
     world.fail()
     world.lose(1)
-    world.send(protocol.Failed("broken again"))
+    world.send(push_protocol.Failed("broken again"))
     assert retractions(world) == [("broken", False)]
     world.land(0)
     assert retractions(world) == [("broken", False), ("broken", True)]
@@ -383,7 +383,7 @@ def test_a_completion_that_cannot_be_sent_fails_the_push() -> None:
     world.sweep()
     pump(world)
     land_all(world)
-    assert world.state is State.TELLING
+    assert world.state is State.NOTIFYING
     world.fail()
     assert (world.state, world.releases) == (State.ABANDONED, 0)
     assert retractions(world) == [("broken", True)]
@@ -391,27 +391,27 @@ def test_a_completion_that_cannot_be_sent_fails_the_push() -> None:
 
 def test_a_registration_of_more_blocks_than_the_prompt_has_is_an_error() -> None:
     session = Session("p-1", (0,), (10,), Policy())
-    session.handle(protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
-    session.handle(protocol.Registered(registration([1, 2])))
+    session.handle(push_protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
+    session.handle(push_protocol.Registered(registration([1, 2])))
     with pytest.raises(MismatchError, match=r"\[2\] blocks of a prompt of \[1\]"):
-        session.handle(protocol.Connected())
+        session.handle(push_protocol.Connected())
     assert session.state is State.CONNECTING
 
 
 def test_a_registration_of_other_cache_groups_is_an_error() -> None:
     session = Session("p-1", (0,), (10,), Policy())
-    session.handle(protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
-    session.handle(protocol.Registered(registration([1], [2])))
+    session.handle(push_protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
+    session.handle(push_protocol.Registered(registration([1], [2])))
     with pytest.raises(MismatchError, match="2 KV cache groups, the prompt 1"):
-        session.handle(protocol.Connected())
+        session.handle(push_protocol.Connected())
 
 
 def test_a_chunk_out_of_order_is_an_error() -> None:
     session = Session("p-1", (0,), (10,), Policy())
     chunks = chunks_of(12, [4], [[7, 8, 9]], [4])
-    session.handle(protocol.Planned(chunks[0]))
+    session.handle(push_protocol.Planned(chunks[0]))
     with pytest.raises(IllegalTransitionError, match="chunk 2 follows 1"):
-        session.handle(protocol.Planned(chunks[2]))
+        session.handle(push_protocol.Planned(chunks[2]))
 
 
 @st.composite
@@ -438,27 +438,27 @@ def test_whatever_the_chunks_the_whole_request_goes(stream: tuple[Shape, list[in
     sent: dict[int, list[tuple[int, int]]] = {layer: [] for layer in range(len(shape.layer_groups))}
     chunks = chunks_of(shape.tokens, steps, tables, shape.block_sizes)
     for index, chunk in enumerate(chunks):
-        session.handle(protocol.Planned(chunk))
+        session.handle(push_protocol.Planned(chunk))
         if index == min(registers_after, len(chunks) - 1):
-            session.handle(protocol.Registered(registration(*map(shape.targets, range(len(tables))))))
-            session.handle(protocol.Connected())
+            session.handle(push_protocol.Registered(registration(*map(shape.targets, range(len(tables))))))
+            session.handle(push_protocol.Connected())
         for layer in random.sample(range(len(shape.layer_groups)), len(shape.layer_groups)):
-            session.handle(protocol.Ready(0, chunk.index, layer))
+            session.handle(push_protocol.Ready(0, chunk.index, layer))
             _collect(session, sent)
     while session.state is State.STREAMING:
         _collect(session, sent, land=True)
 
-    assert session.state is State.TELLING
+    assert session.state is State.NOTIFYING
     for layer, group in enumerate(shape.layer_groups):
         assert sorted(sent[layer]) == sorted(upstream_pairs(tables[group], shape.targets(group)))
 
 
 def _collect(session: Session, sent: dict[int, list[tuple[int, int]]], *, land: bool = False) -> None:
-    for action in session.handle(protocol.Pump()):
+    for action in session.handle(push_protocol.Pump()):
         if isinstance(action, Post):
             for part in action.write.segments:
                 for layer in range(part.layers.start, part.layers.stop):
                     sent[layer] += zip(part.source, part.target, strict=True)
     if land or len(session.in_flight) > 2:
         for write in list(session.in_flight)[-1:]:
-            session.handle(protocol.Landed(write))
+            session.handle(push_protocol.Landed(write))

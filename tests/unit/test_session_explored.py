@@ -9,10 +9,10 @@ from functools import cache
 
 import pytest
 
-from layerpush.prefill import protocol, session
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import TRANSITIONS, Event, IllegalTransitionError, State
-from layerpush.prefill.session import Session
+from layerpush.core import push_protocol, push_session
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import TRANSITIONS, Event, IllegalTransitionError, State
+from layerpush.core.push_session import Session
 from tests.unit.session_world import PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
@@ -33,20 +33,20 @@ SHAPES = {
 PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}
 PRECAUTIONS: set[Triple] = {
     # A lease, and so its end, exists only after Finished, which leads out of these.
-    (State.WAITING, protocol.Evicted, State.CLOSED),
-    (State.DEFERRED, protocol.Evicted, State.CLOSED),
-    (State.TOLD, protocol.Evicted, State.CLOSED),
-    (State.ABANDONED, protocol.Evicted, State.CLOSED),
+    (State.WAITING, push_protocol.Evicted, State.CLOSED),
+    (State.DEFERRED, push_protocol.Evicted, State.CLOSED),
+    (State.NOTIFIED, push_protocol.Evicted, State.CLOSED),
+    (State.ABANDONED, push_protocol.Evicted, State.CLOSED),
     # What is finished is not aborted, and its last layer was ready before.
-    (State.DELEGATED, protocol.Aborted, State.CLOSED),
-    (State.DELEGATED, protocol.Ready, State.DELEGATED),
+    (State.DELEGATED, push_protocol.Aborted, State.CLOSED),
+    (State.DELEGATED, push_protocol.Ready, State.DELEGATED),
 }
 """In the table, though nothing leads there."""
 
 
 def moves(world: PushWorld) -> Iterator[Move]:
     """What may happen next."""
-    if world.state is State.TELLING:
+    if world.state is State.NOTIFYING:
         yield PushWorld.confirm_tell
         yield PushWorld.fail
     if world.running and not world.unready and world.computed < world.shape.tokens:
@@ -60,15 +60,15 @@ def moves(world: PushWorld) -> Iterator[Move]:
             yield replan
     if world.revocable and world.epoch < PREEMPTIONS.get(world.shape, 0):
         yield lambda w: w.preempt(announced=True)
-    if world.session.accepts(protocol.Pump):
-        yield lambda w: w.send(protocol.Pump())
+    if world.session.accepts(push_protocol.Pump):
+        yield lambda w: w.send(push_protocol.Pump())
     if world.registrable:
         yield PushWorld.register
     if world.withdrawable:
         yield PushWorld.withdraw
     if world.state is State.CONNECTING:
-        yield lambda w: w.send(protocol.Connected())
-        yield lambda w: w.send(protocol.Refused("unequal blocks"))
+        yield lambda w: w.send(push_protocol.Connected())
+        yield lambda w: w.send(push_protocol.Refused("unequal blocks"))
     if world.pushed_by_upstream:
         yield PushWorld.post_whole
     if world.upstream_busy:
@@ -77,12 +77,12 @@ def moves(world: PushWorld) -> Iterator[Move]:
     for write in sorted(world.in_flight):
         yield lambda w, write=write: w.land(write)
         yield lambda w, write=write: w.lose(write)
-    if world.session.accepts(protocol.Failed) and world.state is not State.TELLING and not world.upstream_busy:
+    if world.session.accepts(push_protocol.Failed) and world.state is not State.NOTIFYING and not world.upstream_busy:
         yield PushWorld.fail
     if world.droppable:
         yield PushWorld.drop
-    elif world.gone and world.session.accepts(protocol.Evicted):
-        yield lambda w: w.send(protocol.Evicted())
+    elif world.gone and world.session.accepts(push_protocol.Evicted):
+        yield lambda w: w.send(push_protocol.Evicted())
 
 
 def replan(world: PushWorld) -> None:
@@ -94,9 +94,9 @@ def replan(world: PushWorld) -> None:
 def likeness(world: PushWorld) -> str:
     """Equal for worlds with the same future: why a push has failed, and in which words, has no part in it."""
     inner = vars(world.session) | {"failure": world.session.failure is None}
-    supply = {name: value for name, value in vars(world.session._supply).items() if name != "_pairs"}
+    supply = {name: value for name, value in vars(world.session._ready_blocks).items() if name != "_pairs"}
     outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts]}
-    inner = {name: value for name, value in inner.items() if name not in ("registration", "_coverage", "_supply")}
+    inner = {name: value for name, value in inner.items() if name not in ("registration", "_coverage", "_ready_blocks")}
     outer = {name: value for name, value in outer.items() if name not in ("session", "registration", "shape")}
     outer = {name: sorted(value) if isinstance(value, set) else value for name, value in outer.items()}
     return f"{inner}{supply}{outer}"
@@ -130,7 +130,7 @@ class watched:
     def __enter__(self) -> None:
         handle = self._session.handle
 
-        def noting(event: Event) -> list[protocol.Action]:
+        def noting(event: Event) -> list[push_protocol.Action]:
             before = self._session.state
             actions = handle(event)
             self._taken.add((before, type(event), self._session.state))
@@ -177,8 +177,8 @@ def test_the_table_holds_what_can_happen_and_nothing_else() -> None:
 
 
 def test_every_event_has_a_handler_and_every_state_a_row() -> None:
-    events = {kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(session._HANDLERS) == events - {Event}
+    events = {kind for kind in vars(push_protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
+    assert set(push_session._HANDLERS) == events - {Event}
     assert set(TRANSITIONS) == set(State)
 
 
@@ -187,22 +187,22 @@ def samples(world: PushWorld) -> list[Event]:
     chunk = world.chunks[-1] if world.chunks else None
     write = next(iter(world.in_flight), 0)
     return [
-        *([protocol.Planned(chunk)] if chunk else []),
-        protocol.Ready(world.epoch, 0, 0),
-        protocol.Pump(),
-        protocol.Registered(world.registration),
-        protocol.Connected(),
-        protocol.Refused("no"),
-        protocol.Landed(write),
-        protocol.Lost(write, "no"),
-        protocol.Failed("no"),
-        protocol.Withdrawn(),
-        protocol.Told(),
-        protocol.Delivered(),
-        protocol.Preempted(),
-        protocol.Finished(),
-        protocol.Aborted(),
-        protocol.Evicted(),
+        *([push_protocol.Planned(chunk)] if chunk else []),
+        push_protocol.Ready(world.epoch, 0, 0),
+        push_protocol.Pump(),
+        push_protocol.Registered(world.registration),
+        push_protocol.Connected(),
+        push_protocol.Refused("no"),
+        push_protocol.Landed(write),
+        push_protocol.Lost(write, "no"),
+        push_protocol.Failed("no"),
+        push_protocol.Withdrawn(),
+        push_protocol.Told(),
+        push_protocol.Delivered(),
+        push_protocol.Preempted(),
+        push_protocol.Finished(),
+        push_protocol.Aborted(),
+        push_protocol.Evicted(),
     ]
 
 

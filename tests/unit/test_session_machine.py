@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layerpush.prefill import protocol
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import State
+from layerpush.core import push_protocol
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import State
 from tests.unit.builders import blocks_of
 from tests.unit.session_world import PushWorld, Shape
 
@@ -66,10 +66,10 @@ class PushMachine(RuleBasedStateMachine):
     def stale_hook(self, data: st.DataObject) -> None:
         self.world.stale_hook(data.draw(st.sampled_from(range(len(self.world.shape.layer_groups)))))
 
-    @precondition(lambda self: self.world.session.accepts(protocol.Pump))
+    @precondition(lambda self: self.world.session.accepts(push_protocol.Pump))
     @rule()
     def pump(self) -> None:
-        self.world.send(protocol.Pump())
+        self.world.send(push_protocol.Pump())
 
     @precondition(lambda self: self.world.registrable)
     @rule()
@@ -79,14 +79,14 @@ class PushMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.state is State.CONNECTING)
     @rule()
     def connect(self) -> None:
-        self.world.send(protocol.Connected())
+        self.world.send(push_protocol.Connected())
 
     @precondition(lambda self: self.world.state is State.CONNECTING)
     @rule()
     def refuse(self) -> None:
-        self.world.send(protocol.Refused("unequal blocks"))
+        self.world.send(push_protocol.Refused("unequal blocks"))
 
-    @precondition(lambda self: self.world.session.accepts(protocol.Failed) and not self.world.upstream_busy)
+    @precondition(lambda self: self.world.session.accepts(push_protocol.Failed) and not self.world.upstream_busy)
     @rule(dice=st.integers(0, 5))
     def fail(self, dice: int) -> None:
         if dice == 0:  # seldom: it ends all the fun
@@ -126,7 +126,7 @@ class PushMachine(RuleBasedStateMachine):
         if dice == 0:
             self.world.drop()
 
-    @precondition(lambda self: self.world.state is State.TELLING)
+    @precondition(lambda self: self.world.state is State.NOTIFYING)
     @rule()
     def confirm_tell(self) -> None:
         self.world.confirm_tell()

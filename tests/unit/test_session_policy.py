@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerpush.prefill import protocol
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import State
+from layerpush.core import push_protocol
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import State
 from tests.unit.session_world import LAYER_BYTES, PushWorld, Shape, pairs_in
 
 
@@ -16,14 +16,14 @@ def streaming(policy: Policy, layers: int = 4, tokens: int = 8, block_size: int 
     world = PushWorld(Shape(tokens, (0,) * layers, (block_size,), (wanted,), policy))
     world.plan(block_size)
     world.register()
-    world.send(protocol.Connected())
+    world.send(push_protocol.Connected())
     return world
 
 
 def posted_by(world: PushWorld) -> list[list[int]]:
     """The layers of each WRITE that one pump posts."""
     before = set(world.in_flight)
-    world.send(protocol.Pump())
+    world.send(push_protocol.Pump())
     return [sorted(pairs_in(write)) for number, write in world.in_flight.items() if number not in before]
 
 
@@ -80,7 +80,7 @@ def test_by_chunk_an_early_layer_of_the_next_chunk_waits_for_it() -> None:
     world.sweep()
     world.plan(4)
     world.hook(0)
-    world.send(protocol.Pump())
+    world.send(push_protocol.Pump())
     (write,) = world.in_flight.values()
     assert {(part.first, part.end) for part in write.segments} == {(0, 1)}
 
@@ -89,7 +89,7 @@ def test_blocks_that_the_decode_engine_has_cost_no_write() -> None:
     world = PushWorld(Shape(8, (0, 0), (4,), (1,)))
     world.plan(4)
     world.register()
-    world.send(protocol.Connected())
+    world.send(push_protocol.Connected())
     world.sweep()
     assert posted_by(world) == []
     world.plan(4)
@@ -101,12 +101,12 @@ def test_nothing_wanted_is_told_at_the_end_of_prefill() -> None:
     world = PushWorld(Shape(4, (0,), (4,), (0,)))
     world.plan(4)
     world.register()
-    world.send(protocol.Connected())
+    world.send(push_protocol.Connected())
     assert posted_by(world) == []
     assert world.state is State.STREAMING
     world.sweep()
     assert posted_by(world) == []
-    assert world.state is State.TELLING
+    assert world.state is State.NOTIFYING
 
 
 @settings(deadline=None)
@@ -128,7 +128,7 @@ def test_floor_and_limit_hold_in_any_order(
         for layer in data.draw(st.permutations(range(layers))):
             world.hook(layer)
             before = set(world.in_flight)
-            world.send(protocol.Pump())
+            world.send(push_protocol.Pump())
             new = [write for number, write in world.in_flight.items() if number not in before]
             if world.unready and limit == 100:  # on a full wire the end of a chunk may wait until the next has begun
                 assert all(by_layer and write.size >= floor for write in new)

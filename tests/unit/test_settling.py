@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from layerpush.prefill.settling import SETTLE_S, Settling
+from layerpush.core.unreported_aborts import SETTLE_S, UnreportedAborts
 
 
 def test_pending_until_a_turn_that_began_after_it_has_ended() -> None:
-    settling = Settling()
+    settling = UnreportedAborts()
     assert not settling.is_pending(10.0)
     before = settling.count
     settling.dropped(10.0)
@@ -18,7 +18,7 @@ def test_pending_until_a_turn_that_began_after_it_has_ended() -> None:
 
 
 def test_what_does_not_end_is_not_waited_for_for_ever() -> None:
-    settling = Settling()
+    settling = UnreportedAborts()
     settling.dropped(10.0)
     assert settling.is_pending(10.0 + SETTLE_S - 0.1)
     assert not settling.is_pending(10.0 + SETTLE_S)

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from layerpush.prefill.ledger import Ledger
-from layerpush.wire import Registration
+from layerpush.core.pending_registrations import PendingRegistrations
+from layerpush.core.wire import Registration
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
 from tests.unit.soak_world import LATER, World
@@ -17,7 +17,7 @@ class Desk:
     """Keeps a registration of a request whose part on P never came; ``pushes`` is any other table."""
 
     def __init__(self, request_id: str) -> None:
-        self._ledger = Ledger(lambda registration, prefill_request_id: False)
+        self._pending = PendingRegistrations(lambda registration, prefill_request_id: False)
         self.pushes: dict[str, str] = {}
         registration = Registration(
             request_id=f"{request_id}-ab12cd34",
@@ -27,7 +27,7 @@ class Desk:
             decode_tp_size=1,
             local_block_ids=[[1]],
         )
-        self._ledger.add(registration, 0.0)
+        self._pending.add(registration, 0.0)
 
 
 def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
@@ -37,7 +37,7 @@ def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
 def test_a_waiting_registration_of_a_living_d_is_left_over() -> None:
     places = left(Desk("soak-000001"), ["soak-000001"], ["soak-000002"])
     assert places
-    assert all(place.startswith("worker._ledger._entries") for place in places)
+    assert all(place.startswith("worker._pending._entries") for place in places)
 
 
 def test_that_of_a_dead_d_is_not_but_everything_else_of_it_is() -> None:

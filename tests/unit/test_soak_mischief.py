@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from layerpush import wire
+from layerpush.core import wire
 from tests.e2e import wirefaults
 from tests.faults.soak import vandal
 from tests.faults.soak.agenda import Agenda

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerpush import spans as spans_module
-from layerpush.spans import SpannedTrace, Spans
+from layerpush.telemetry import spans as spans_module
+from layerpush.telemetry.spans import SpannedTrace, Spans
 from tests.unit.test_trace_tools import load, push
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerpush.prefill.calibration import Calibration
-from layerpush.prefill.costs import Costs, Shape
-from layerpush.prefill.lessons import FORGOTTEN_S, CopyLessons, Lesson
-from layerpush.prefill.protocol import Segment, Write
-from layerpush.prefill.runs import runs
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import Link
-from layerpush.staging import MAX_PIECES, PIECE_BYTES
-from layerpush.trace import WriteRecord
+from layerpush.core.push_protocol import Segment, Write
+from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
+from layerpush.transport.link import Link
+from layerpush.transport.packing.calibration import Calibration
+from layerpush.transport.packing.cost_model import Costs, Shape
+from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
+from layerpush.transport.packing.running_estimate import FORGOTTEN_S, CopyEstimates, RunningEstimate
+from layerpush.transport.packing.runs import runs
+from layerpush.transport.packing.strategy import PackingStrategy
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
 WIRE = Costs(scattered=((512, 1e-3), (2048, 2e-3)), wire_s=1e-10, write_s=3e-4)
@@ -36,9 +36,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("calibration", "stager"):
-        monkeypatch.setattr(f"layerpush.prefill.{module}.time", clock)
-    monkeypatch.setattr("layerpush.prefill.calibration.cool", lambda: None)
+    for module in ("calibration", "strategy"):
+        monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
+    monkeypatch.setattr("layerpush.transport.packing.calibration.cool", lambda: None)
     return clock
 
 
@@ -68,13 +68,13 @@ class OnePacker:
         return self.staged
 
 
-def calibrated(clock: Clock, packer: OnePacker) -> Stager:
+def calibrated(clock: Clock, packer: OnePacker) -> PackingStrategy:
     prior = Costs(gather_s=1e-9, scatter_s=1e-9, messages_s=1e-3, copy_s=5e-4)
-    stager = Stager(packer, None, "auto", prior)  # type: ignore[arg-type]
-    stager.calibrate(ENGINE, Wire(clock), ROUTE)  # type: ignore[arg-type]
-    while stager.is_busy:
-        stager.turn()
-    return stager
+    strategy = PackingStrategy(packer, None, "auto", prior)  # type: ignore[arg-type]
+    strategy.calibrate(ENGINE, Wire(clock), ROUTE)  # type: ignore[arg-type]
+    while strategy.is_busy:
+        strategy.turn()
+    return strategy
 
 
 def test_the_calibration_finds_the_constants(clock: Clock) -> None:
@@ -93,14 +93,14 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
 def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
-    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
+    monkeypatch.setattr("layerpush.transport.packing.strategy.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
     packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
-    stager = Stager(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
-    stager._costs_of["another"] = stager.costs_to("another")
+    strategy = PackingStrategy(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
+    strategy._costs_of["another"] = strategy.costs_to("another")
     ids = np.arange(10, dtype=np.int32)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     write = Write(0, 0, 0, 80, ())
-    assert stager.begin(write, link, None, (ids, ids), record) is None
+    assert strategy.begin(write, link, None, (ids, ids), record) is None
     assert record.plan == "direct"
     assert bool(looked) == looks
 
@@ -115,51 +115,51 @@ def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs
     segment = Segment(slice(0, 1), 0, 0, of, tuple(range(blocks)), tuple(range(blocks)))
     write, record = Write(0, 0, 0, 0, (segment,)), WriteRecord(0, (0, 0), (0, 0), blocks, 0, 0.0, 0.0)
     window: Any = "one that has room"
-    Stager(packer, None, "packed", Costs()).begin(write, Link("D", (), ()), window, (ids, ids), record)  # type: ignore[arg-type]
+    PackingStrategy(packer, None, "packed", Costs()).begin(write, Link("D", (), ()), window, (ids, ids), record)  # type: ignore[arg-type]
     assert packed == ([blocks * PIECE_BYTES] if packs else [])
 
 
-def unpack_in(stager: Stager, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
+def unpack_in(strategy: PackingStrategy, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
     """What the messages are taken to need after a WRITE of ``PIECES`` pieces was unpacked in so long."""
     packer.staged = SimpleNamespace(asked_at=clock.now, local=range(PIECES))
     clock.now += seconds
-    stager.unpacked("D", 1, done)
-    return stager.costs_to(ENGINE).messages_s
+    strategy.unpacked("D", 1, done)
+    return strategy.costs_to(ENGINE).messages_s
 
 
 def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
     packer = OnePacker()
-    stager = calibrated(clock, packer)
+    strategy = calibrated(clock, packer)
     copied = 5e-4 + PIECES * PIECE_BYTES * 1e-9
-    assert unpack_in(stager, packer, clock, 3e-3 + copied) == 1e-3  # one may be an accident
+    assert unpack_in(strategy, packer, clock, 3e-3 + copied) == 1e-3  # one may be an accident
     for _ in range(5):
-        learned = unpack_in(stager, packer, clock, 3e-3 + copied)
+        learned = unpack_in(strategy, packer, clock, 3e-3 + copied)
     assert learned == pytest.approx(3e-3)
-    assert unpack_in(stager, packer, clock, 80e-3) == pytest.approx(3e-3)
+    assert unpack_in(strategy, packer, clock, 80e-3) == pytest.approx(3e-3)
     for _ in range(20):
-        learned = unpack_in(stager, packer, clock, 2e-3 + copied)
+        learned = unpack_in(strategy, packer, clock, 2e-3 + copied)
     assert learned == pytest.approx(2e-3)
 
 
 def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -> None:
     packer = OnePacker()
-    stager = calibrated(clock, packer)
+    strategy = calibrated(clock, packer)
     for _ in range(5):
-        assert unpack_in(stager, packer, clock, 1.0, done=False) == 1e-3
+        assert unpack_in(strategy, packer, clock, 1.0, done=False) == 1e-3
     packer.staged = SimpleNamespace(asked_at=clock.now - 1, local=range(PIECES))
     for _ in range(5):
-        stager.unpacked("another", 1, done=True)
-    assert stager.costs_to(ENGINE).messages_s == 1e-3
+        strategy.unpacked("another", 1, done=True)
+    assert strategy.costs_to(ENGINE).messages_s == 1e-3
     for _ in range(5):
-        unpack_in(stager, packer, clock, 1.0)
-    assert stager.costs_to(ENGINE).messages_s > 0.9
-    stager.forget(ENGINE)
-    assert stager.costs_to(ENGINE).messages_s == 1e-3
-    assert unpack_in(stager, packer, clock, 1.0) == 1e-3
+        unpack_in(strategy, packer, clock, 1.0)
+    assert strategy.costs_to(ENGINE).messages_s > 0.9
+    strategy.forget(ENGINE)
+    assert strategy.costs_to(ENGINE).messages_s == 1e-3
+    assert unpack_in(strategy, packer, clock, 1.0) == 1e-3
 
 
 def test_copies_teach_what_they_cost() -> None:
-    lessons = CopyLessons(Costs(copy_s=1e-4, gather_s=1e-10))
+    lessons = CopyEstimates(Costs(copy_s=1e-4, gather_s=1e-10))
     for _ in range(20):
         lessons.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
         lessons.copied(16 << 20, 5e-4 + (16 << 20) * 2e-10)
@@ -173,7 +173,7 @@ def test_copies_teach_what_they_cost() -> None:
 
 def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
     clock = Clock()
-    lesson = Lesson(1.0, clock.perf_counter)
+    lesson = RunningEstimate(1.0, clock.perf_counter)
     for _ in range(2):
         lesson.heard(50.0)
     assert lesson.value == 1.0
@@ -185,12 +185,12 @@ def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
 
 
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
-    stager = calibrated(clock, OnePacker())
+    strategy = calibrated(clock, OnePacker())
     record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
     for _ in range(8):
-        stager.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
-    assert stager.costs_to(ENGINE).copy_s == pytest.approx(0.25)
-    assert stager.costs_to("another").copy_s == pytest.approx(0.25)
+        strategy.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
+    assert strategy.costs_to(ENGINE).copy_s == pytest.approx(0.25)
+    assert strategy.costs_to("another").copy_s == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("room", [{"pack", "gather"}, {"gather"}, set()])
@@ -202,11 +202,11 @@ def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: p
         gather=lambda *_: staged if "gather" in room else None,
     )
     costs = Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1)
-    stager = Stager(packer, None, "auto", costs)  # type: ignore[arg-type]
-    stager._costs_of["another"] = costs
-    monkeypatch.setattr("layerpush.prefill.stager.shape_of", lambda *_: Shape(80, 10, 5))
+    strategy = PackingStrategy(packer, None, "auto", costs)  # type: ignore[arg-type]
+    strategy._costs_of["another"] = costs
+    monkeypatch.setattr("layerpush.transport.packing.strategy.shape_of", lambda *_: Shape(80, 10, 5))
     ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
-    taken = stager.begin(Write(0, 0, 0, 80, ()), link, SimpleNamespace(), (ids, ids), record)  # type: ignore[arg-type]
+    taken = strategy.begin(Write(0, 0, 0, 80, ()), link, SimpleNamespace(), (ids, ids), record)  # type: ignore[arg-type]
     assert (taken is None) == (not room)
     assert record.plan == ("packed" if "pack" in room else "gathered" if room else "direct")

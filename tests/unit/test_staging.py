@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.layout import CacheLayout, LayerSlots, Region
-from layerpush.prefill.protocol import Segment, Write
-from layerpush.prefill.staging import DirectPlanner, Link
+from layerpush.core.layout import CacheLayout, LayerSlots, Region
+from layerpush.core.push_protocol import Segment, Write
+from layerpush.transport.link import DirectPlanner, Link
 
 
 @st.composite

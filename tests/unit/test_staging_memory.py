@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.layout import CacheLayout, LayerSlots, LayoutError, Region
-from layerpush.staging import PIECE_BYTES, Staging, whole_pieces
-from layerpush.tensorstaging import TensorStaging, staging_memory
-from layerpush.transport.fake import Bytes
+from layerpush.core.layout import CacheLayout, LayerSlots, LayoutError, Region
+from layerpush.transport.packing.memory import PIECE_BYTES, Staging, whole_pieces
+from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
+from tests.support.fake_transport import Bytes
 from tests.unit.staging_rig import NumpyStaging
 
 BLOCKS, BLOCK_BYTES, RING = 12, 48, 2 * PIECE_BYTES
@@ -49,7 +49,7 @@ cases = st.tuples(
 
 
 def packed(cache: Bytes, blocks: list[int], layers: slice) -> Bytes:
-    """What ``layerpush.wire.Part`` says: block after block, region after region, layer after layer."""
+    """What ``layerpush.core.wire.Part`` says: block after block, region after region, layer after layer."""
     shaped = cache.reshape(6, BLOCKS, BLOCK_BYTES)
     parts = [shaped[slot, block] for pair in SLOTS[layers] for slot in pair for block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord, WriteRecord
+from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
 def record(outcome: str, fallback: str | None = None, hooked: int = 0, swept: int = 0) -> PushRecord:

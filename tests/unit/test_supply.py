@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from layerpush.prefill.plan import ChunkPlan, GroupSlice
-from layerpush.prefill.supply import Supply
+from layerpush.core.ready_blocks import ReadyBlocks
+from layerpush.core.step_plan import ChunkPlan, GroupSlice
 
 LAYERS = 96
 BLOCKS = tuple(range(5, 9))
 
 
-def supply() -> Supply:
+def supply() -> ReadyBlocks:
     """One chunk of four blocks, known on both sides."""
-    made = Supply([0] * LAYERS, [64] * LAYERS, by_layer=True)
+    made = ReadyBlocks([0] * LAYERS, [64] * LAYERS, by_layer=True)
     made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, (GroupSlice(0, BLOCKS, len(BLOCKS)),), streams=True))
     made.align([BLOCKS])
     return made

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush import trace, tracefile
-from layerpush.trace import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
-from layerpush.tracefile import TraceFile
+from layerpush.telemetry import trace_file, trace_records
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,9 +114,9 @@ def test_the_first_line_says_whose_times_these_are(tmp_path: Path) -> None:
 
 
 def test_processes_of_one_machine_name_the_same_clock() -> None:
-    code = "from layerpush.trace import this_process; print(this_process('other', 0).clock)"
+    code = "from layerpush.telemetry.trace_records import this_process; print(this_process('other', 0).clock)"
     other = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip()
-    assert other == trace.this_process("eng", 0).clock
+    assert other == trace_records.this_process("eng", 0).clock
     assert len(other) > 36, "a boot id and a time namespace"
 
 
@@ -173,8 +173,8 @@ def full(_: bytes) -> int:
 def test_a_disk_that_hangs_costs_records_and_never_blocks(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracefile, "QUEUE_LIMIT", 2)
-    monkeypatch.setattr(tracefile, "CLOSE_S", 0.1)
+    monkeypatch.setattr(trace_file, "QUEUE_LIMIT", 2)
+    monkeypatch.setattr(trace_file, "CLOSE_S", 0.1)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(line: bytes) -> int:

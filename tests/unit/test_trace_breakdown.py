@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from layerpush.trace import DropRecord
-from layerpush.tracing.breakdown import PARTS, break_down, medians, shares, slowest
-from layerpush.tracing.report import summary_data, summary_text
-from layerpush.tracing.requests import RequestTrace, read_traces
+from layerpush.apps.tracing.breakdown import PARTS, break_down, medians, shares, slowest
+from layerpush.apps.tracing.report import summary_data, summary_text
+from layerpush.apps.tracing.requests import RequestTrace, read_traces
+from layerpush.telemetry.trace_records import DropRecord
 from tests.unit.test_trace_tools import load, process, push
 from tests.unit.trace_rig import TwoHosts, write
 

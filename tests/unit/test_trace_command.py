@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from layerpush.cli import app
-from layerpush.trace import DropRecord, WriteRecord
-from layerpush.tracing.picture import PictureError, draw_request
-from layerpush.tracing.requests import RequestTrace
+from layerpush.apps.cli import app
+from layerpush.apps.tracing.picture import PictureError, draw_request
+from layerpush.apps.tracing.requests import RequestTrace
+from layerpush.telemetry.trace_records import DropRecord, WriteRecord
 from tests.unit.test_trace_tools import load, process, push
 from tests.unit.trace_rig import TwoHosts, write
 
@@ -180,7 +180,7 @@ def _read(terminal: int) -> bytes:
 
 def test_traces_are_read_without_an_engines_libraries(recorded: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from layerpush.cli import app\n"
+        "import sys; from layerpush.apps.cli import app\n"
         "try: app(sys.argv[1:])\n"
         "finally: print(*sys.modules, file=sys.stderr)"
     )

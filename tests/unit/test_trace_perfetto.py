@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from layerpush.trace import ChunkRecord, WriteRecord
-from layerpush.tracing.perfetto import chrome_trace
-from layerpush.tracing.requests import read_traces
+from layerpush.apps.tracing.perfetto import chrome_trace
+from layerpush.apps.tracing.requests import read_traces
+from layerpush.telemetry.trace_records import ChunkRecord, WriteRecord
 from tests.unit.test_trace_tools import load, process, push
 from tests.unit.trace_rig import WALL, TwoHosts, write
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
-from layerpush.tracefile import TraceFile
-from layerpush.tracing.clocks import find_clocks
-from layerpush.tracing.folder import FolderError, read_folders
-from layerpush.tracing.intervals import lanes
-from layerpush.tracing.report import notes
-from layerpush.tracing.requests import RequestError, read_traces, without_suffix
+from layerpush.apps.tracing.clocks import find_clocks
+from layerpush.apps.tracing.folder import FolderError, read_folders
+from layerpush.apps.tracing.intervals import lanes
+from layerpush.apps.tracing.report import notes
+from layerpush.apps.tracing.requests import RequestError, read_traces, without_suffix
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
 from tests.unit.trace_rig import Host, TwoHosts, write
 
 ROUNDING = 1e-9
@@ -271,7 +271,7 @@ def test_a_file_that_does_not_say_whose_times_it_has_is_read_all_the_same(tmp_pa
 
 
 def source_of(*records: Any) -> Any:
-    from layerpush.tracing.folder import read_lines
+    from layerpush.apps.tracing.folder import read_lines
 
     (source,) = read_lines(Path("x.jsonl"), [msgspec.json.encode(record) + b"\n" for record in records])
     return source

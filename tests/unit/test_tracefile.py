@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from layerpush import tracefile
-from layerpush.trace import PushRecord
-from layerpush.tracefile import TraceFile
-from layerpush.tracing.folder import read_folders
+from layerpush.apps.tracing.folder import read_folders
+from layerpush.telemetry import trace_file
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord
 from tests.unit.test_trace import Disk, disk, full, record, until
 
 __all__ = ["disk"]
@@ -26,8 +26,8 @@ IMPATIENT_S = 0.1
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracefile, "QUEUE_LIMIT", 2)
-    monkeypatch.setattr(tracefile, "CLOSE_S", IMPATIENT_S)
+    monkeypatch.setattr(trace_file, "QUEUE_LIMIT", 2)
+    monkeypatch.setattr(trace_file, "CLOSE_S", IMPATIENT_S)
 
 
 def path_of(folder: Path) -> Path:
@@ -68,10 +68,11 @@ def test_a_pipe_that_nobody_reads_costs_records_and_never_blocks(
 
 def test_a_process_ends_although_its_trace_is_stuck(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from layerpush import tracefile; from layerpush.trace import PushRecord\n"
-        "tracefile.CLOSE_S = 0.1\n"
+        "import os, sys; from layerpush.telemetry import trace_file\n"
+        "from layerpush.telemetry.trace_records import PushRecord\n"
+        "trace_file.CLOSE_S = 0.1\n"
         "os.mkfifo(f'{sys.argv[1]}/eng-rank0-{os.getpid()}.jsonl')\n"
-        "file = tracefile.TraceFile(sys.argv[1], 'eng', 0)\n"
+        "file = trace_file.TraceFile(sys.argv[1], 'eng', 0)\n"
         "file.add(PushRecord(request_id='r', engine_id='eng', rank=0, mode='layer'))\n"
         "file.close(); print(file.dropped)"
     )
@@ -150,7 +151,7 @@ def test_records_that_wait_are_bounded_in_memory(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prompt of a hundred thousand tokens has thousands of rows; a thousand of them would be a gigabyte."""
-    monkeypatch.setattr(tracefile, "ROWS_LIMIT", 100)
+    monkeypatch.setattr(trace_file, "ROWS_LIMIT", 100)
     goes_on = threading.Event()
     disk.takes = lambda line: goes_on.wait(20) and len(line)
     file = TraceFile(str(tmp_path), "eng", 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from layerpush.decode.windows import Windows
-from layerpush.ring import Ring
-from layerpush.staging import PIECE_BYTES
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.ring import Ring
+from layerpush.transport.packing.windows import Windows
 
 SIZE = 2 * PIECE_BYTES
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.wire import (
+from layerpush.core.wire import (
     MAX_BLOCKS,
     MAX_GROUPS,
     MAX_HEARTBEAT_IDS,

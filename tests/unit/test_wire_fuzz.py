@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from layerpush.wire import (
+from layerpush.core.wire import (
     HEARTBEAT_PREFIX,
     PEER_PREFIX,
     QUIET_PREFIX,

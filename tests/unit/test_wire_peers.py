@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush import wire
-from layerpush.wire import (
+from layerpush.core import wire
+from layerpush.core.wire import (
     PEER_PREFIX,
     QUIET_PREFIX,
     Accepted,

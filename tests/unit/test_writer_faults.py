@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from layerpush.core.push_policy import Policy
+from layerpush.core.wire import Registration
 from layerpush.prefill.host import HandshakeError
-from layerpush.prefill.policy import Policy
-from layerpush.transport.fake import Faults
-from layerpush.wire import Registration
+from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22

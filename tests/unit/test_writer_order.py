@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.prefill.plan import StepPlan
+from layerpush.core.step_plan import StepPlan
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22

@@ -8,14 +8,14 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from layerpush.prefill.calibration import SCRATCH_PIECES
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.packer import UNPACK_RETRY_S, Stage
+from layerpush.core.wire import Registration
 from layerpush.prefill.writer import WRITE_POLL_S
-from layerpush.staging import PIECE_BYTES
 from layerpush.transport.base import Route, TransportError
-from layerpush.transport.fake import Faults
-from layerpush.wire import Registration
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import UNPACK_RETRY_S, Stage
+from tests.support.fake_transport import Faults
 from tests.unit.packing_rig import PackingRig, UnpackingDecoder
 from tests.unit.writer_rig import Prompt
 
@@ -87,26 +87,26 @@ def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
     size = SCRATCH_PIECES * PIECE_BYTES
     for end in (rig.p, decoder.ends[0]):
         end.describe("scratch", np.zeros(size, np.uint8), range(0, size, PIECE_BYTES), PIECE_BYTES)
-    rig.stager.calibrate("D", rig.p, Route("D-0", 0, "scratch", "scratch"))
+    rig.strategy.calibrate("D", rig.p, Route("D-0", 0, "scratch", "scratch"))
 
     def timed() -> int:
         return sum(write.route.remote_descriptors == "scratch" for write in rig.fabric.writes)
 
     rig.writer.turn()
-    assert (timed(), rig.stager.in_flight) == (1, True)
+    assert (timed(), rig.strategy.in_flight) == (1, True)
     rig.step((prompt, TOKENS))
     rig.fabric.writes[0].polls_left = 1
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
-    assert (timed(), rig.stager.in_flight, rig.stager.is_busy) == (1, False, True)
+    assert (timed(), rig.strategy.in_flight, rig.strategy.is_busy) == (1, False, True)
     assert rig.writer.patience != WRITE_POLL_S, "nothing to look at"
     over(rig, prompt, decoder, wanted)
     deadline = time.monotonic() + 10
-    while rig.stager.is_busy and time.monotonic() < deadline:
+    while rig.strategy.is_busy and time.monotonic() < deadline:
         assert rig.writer.patience == WRITE_POLL_S
         rig.writer.turn()
     assert timed() > 10
-    assert rig.stager.costs_to("D") != Costs()
+    assert rig.strategy.costs_to("D") != Costs()
 
 
 @pytest.mark.parametrize("lacks", ["room on P", "a window", "room in the window"])
@@ -335,8 +335,8 @@ def test_it_looks_often_while_something_is_staged() -> None:
 
 def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
     rig, *_ = story()
-    assert rig.writer._stager is not None
-    rig.writer._stager._calibrations["E"] = None  # type: ignore[assignment]
+    assert rig.writer._strategy is not None
+    rig.writer._strategy._calibrations["E"] = None  # type: ignore[assignment]
     assert rig.writer.engines_in_flight == {"E"}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from layerpush.trace import DropRecord, LoadRecord, ProcessRecord, PushRecord
-from layerpush.wire import Completion, Fail
+from layerpush.core.wire import Completion, Fail
+from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
 from tests.unit.test_decode_desk import EXTRA, World
 from tests.unit.test_decode_desk import P as P_ADDRESS
 from tests.unit.writer_rig import Prompt, Rig

@@ -9,23 +9,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from layerpush.prefill.capture import Capture, NoFences
+from layerpush.core.config import PushMode
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import Retract
+from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
+from layerpush.core.wire import Registration
 from layerpush.prefill.host import Identity
-from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.packer import PushWindow
-from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import Retract
 from layerpush.prefill.push import BlockIds
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import Link
+from layerpush.prefill.step_events import NoFences, StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.stats import PushCounters
-from layerpush.trace import PushRecord, WriteRecord
-from layerpush.tracefile import TraceFile
+from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.base import Route, WriteState
-from layerpush.transport.fake import Bytes, FakeFabric, FakeTransport, Faults
-from layerpush.wire import Registration
+from layerpush.transport.link import Link
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.writes import RankWrite
+from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs
 
 BLOCK_BYTES, BLOCK_SIZE, P_BLOCKS, D_BLOCKS = 16, 4, 64, 48
@@ -54,11 +55,13 @@ class Prompt:
     name: str
     tokens: int
     table: list[int]
+    mode: PushMode | None = None
+    streams: bool = True
     progress: PromptProgress = field(init=False)
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.progress = PromptProgress(self.name, (BLOCK_SIZE,))
+        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.streams, self.mode)
 
     @property
     def blocks(self) -> list[int]:
@@ -252,7 +255,8 @@ class Rig:
         seed: int = 0,
         write_timeout_s: float = math.inf,
         counters: PushCounters | None = None,
-        stager: Callable[[Rig], Stager] | None = None,
+        engine: Identity | None = None,
+        strategy: Callable[[Rig], PackingStrategy] | None = None,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
         self.fabric = FakeFabric(faults, seed)
@@ -261,10 +265,9 @@ class Rig:
         self.decoders: dict[str, Decoder] = {}
         self.host = ScriptedHost(self)
         self.trace = KeptRecords()
-        self.capture = Capture(self.layout.index_of, lambda: None, NoFences())
-        identity = Identity("P", 0, "layer")
+        self.capture = StepEvents(self.layout.index_of, lambda: None, NoFences())
         self.writer = PushWriter(
-            identity,
+            engine or Identity("P", 0, "layer"),
             self.layout,
             policy or Policy(),
             self.p,
@@ -273,7 +276,7 @@ class Rig:
             self.trace,
             write_timeout_s,
             counters,
-            None if stager is None else stager(self),
+            None if strategy is None else strategy(self),
         )
 
     @property

@@ -15,7 +15,7 @@ from tests.faults.soak import scripted
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
-WAITING_REGISTRATIONS = "._ledger._entries"
+WAITING_REGISTRATIONS = "._pending._entries"
 """P's registrations that came before their request; kept for some minutes unless D withdraws them."""
 
 

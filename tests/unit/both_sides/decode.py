@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerpush.decode.desk import DecodeDesk
-from layerpush.decode.unpacker import Unpacker
-from layerpush.decode.watch import PeerWatch
-from layerpush.peers import Address
-from layerpush.staging import PIECE_BYTES
+from layerpush.core.liveness import PeerWatch
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
+from layerpush.decode.loads import Loads
 from layerpush.transport.base import WriteState
-from layerpush.transport.fake import Descriptors, FakeWrite
-from layerpush.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
+from layerpush.transport.connections import Address
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.unpacker import Unpacker
+from tests.support.fake_transport import Descriptors, FakeWrite
 from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
 from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
 from tests.unit.builders import layout_of
@@ -55,13 +55,13 @@ class DecodeEngine(Process):
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
                 self.caches.append(self.transport.describe((ranks, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
-        self.desk = DecodeDesk(
+        self.desk = Loads(
             engine_id,
             self.peers,
             self.watch,
             self.probe,
             self,
-            self.complaints,
+            self.peer_errors,
             1,
             PEER_TIMEOUT_S,
             self.forget,
@@ -101,19 +101,19 @@ class DecodeEngine(Process):
             prompt_digest=prompt.text,
         )
         address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
-        self.errand(lambda: self.desk.await_push(registration, address, {}, self.world.now))
+        self.task(lambda: self.desk.await_push(registration, address, {}, self.world.now))
         return load
 
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker has said how the load ended."""
         load.aborted = True
-        self.errand(lambda: self.desk.dropped(load.request_id, "aborted", self.world.now))
+        self.task(lambda: self.desk.dropped(load.request_id, "aborted", self.world.now))
 
     def _expire(self, load: Load) -> None:
         load.overdue = True
-        self.errand(lambda: self.desk.overdue(load.request_id, "overdue", self.world.now))
+        self.task(lambda: self.desk.overdue(load.request_id, "overdue", self.world.now))
 
-    # layerpush.decode.desk.Loads
+    # layerpush.decode.loads.Loads
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.loads

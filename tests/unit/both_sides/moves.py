@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from layerpush.staging import PIECE_BYTES
-from layerpush.wire import Part, Unpack, encode
+from layerpush.core.wire import Part, Unpack, encode
+from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.unit.both_sides.decode import DecodeEngine, Load
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import LAYERS, Prompt

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from layerpush.decode import protocol as awaited
-from layerpush.decode.protocol import Action
-from layerpush.decode.session import DecodeSession
-from layerpush.decode.watch import PeerWatch
-from layerpush.prefill import protocol as pushed
-from layerpush.prefill.capture import Capture
-from layerpush.prefill.coverage import Coverage
-from layerpush.prefill.desk import PrefillDesk, Remembered
-from layerpush.prefill.session import Session
+from layerpush.core import load_protocol as awaited
+from layerpush.core import push_protocol as pushed
+from layerpush.core.coverage import Coverage
+from layerpush.core.liveness import PeerWatch
+from layerpush.core.load_protocol import Action
+from layerpush.core.load_session import DecodeSession
+from layerpush.core.push_session import Session
+from layerpush.core.wire import Cancel, Cancelled, encode
+from layerpush.prefill.registrations import BoundedDict, Registrations
+from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.wire import Cancel, Cancelled, encode
 
 Patch = pytest.MonkeyPatch
 
@@ -138,40 +138,40 @@ def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
 
 @mutant()
 def a_cancel_is_answered_before_the_wire_is_empty(patch: Patch) -> None:
-    cancelled = PrefillDesk.cancelled
+    cancelled = Registrations.cancelled
 
-    def mutated(self: PrefillDesk, sender: str, message: Cancel, now: float) -> None:
+    def mutated(self: Registrations, sender: str, message: Cancel, now: float) -> None:
         cancelled(self, sender, message, now)
-        self._peers.notify(sender, encode(Cancelled(message.request_id)))
+        self._connections.notify(sender, encode(Cancelled(message.request_id)))
 
-    patch.setattr(PrefillDesk, "cancelled", mutated)
+    patch.setattr(Registrations, "cancelled", mutated)
 
 
 @mutant()
 def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
     """A registration that comes after it is served."""
-    note = Remembered.note
+    note = BoundedDict.note
 
-    def mutated(self: Remembered, key: Any, value: Any, *args: Any) -> None:
+    def mutated(self: BoundedDict, key: Any, value: Any, *args: Any) -> None:
         if not isinstance(value, Cancelled):
             note(self, key, value, *args)
 
-    patch.setattr(Remembered, "note", mutated)
+    patch.setattr(BoundedDict, "note", mutated)
 
 
 @mutant()
 def a_restarted_engine_is_taken_for_the_old_one(patch: Patch) -> None:
-    patch.setattr(PrefillDesk, "is_current", lambda self, registration: True)
+    patch.setattr(Registrations, "is_current", lambda self, registration: True)
 
 
 @mutant()
 def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
-    init = PrefillDesk.__init__
+    init = Registrations.__init__
 
-    def mutated(self: PrefillDesk, *args: Any) -> None:
+    def mutated(self: Registrations, *args: Any) -> None:
         init(self, *args[:-1], {})
 
-    patch.setattr(PrefillDesk, "__init__", mutated)
+    patch.setattr(Registrations, "__init__", mutated)
 
 
 @mutant(hold_writes=0.8)
@@ -211,8 +211,8 @@ def a_push_is_complete_before_its_last_write_has_landed(patch: Patch) -> None:
 
 @mutant()
 def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
-    patch.setattr(Capture, "is_void", lambda self, request_id, step: False)
-    patch.setattr(Capture, "revoked", lambda self: iter(()))
+    patch.setattr(StepEvents, "is_void", lambda self, request_id, step: False)
+    patch.setattr(StepEvents, "revoked", lambda self: iter(()))
 
 
 @mutant(fail_writes=0.3)

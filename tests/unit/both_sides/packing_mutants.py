@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from layerpush.decode.desk import DecodeDesk
-from layerpush.decode.unpacker import Answer, Unpacker
-from layerpush.decode.windows import Windows
+from layerpush.core.push_protocol import Event, State
+from layerpush.decode.loads import Loads
 from layerpush.prefill.flight import Flight
-from layerpush.prefill.packer import Packer, Stage, StagedWrite
-from layerpush.prefill.protocol import Event, State
 from layerpush.prefill.push import Push
-from layerpush.staging import Copies
 from layerpush.transport.base import WriteState
+from layerpush.transport.packing.memory import Copies
+from layerpush.transport.packing.packer import Packer, Stage, StagedWrite
+from layerpush.transport.packing.unpacker import Answer, Unpacker
+from layerpush.transport.packing.windows import Windows
 from tests.unit.both_sides.mutants import MUTANTS, Patch, mutant
 
 __all__ = ["MUTANTS"]
@@ -115,7 +115,7 @@ def a_copy_that_failed_is_taken_for_done(patch: Patch) -> None:
 
 @mutant(packing=SLOW, drop=0.2)
 def a_question_is_asked_once_only(patch: Patch) -> None:
-    patch.setattr("layerpush.prefill.packer.UNPACK_RETRY_S", 1e9)
+    patch.setattr("layerpush.transport.packing.packer.UNPACK_RETRY_S", 1e9)
 
 
 # The decode side.
@@ -134,14 +134,14 @@ def a_window_is_given_to_others_while_it_is_read_from(patch: Patch) -> None:
 
 @mutant(packing=SLOW, hold_writes=0.8)
 def a_window_is_given_to_others_while_it_may_be_written_to(patch: Patch) -> None:
-    dropped = DecodeDesk.dropped
+    dropped = Loads.dropped
 
-    def mutated(self: DecodeDesk, request_id: str, reason: str, now: float) -> None:
+    def mutated(self: Loads, request_id: str, reason: str, now: float) -> None:
         dropped(self, request_id, reason, now)
         if self.unpacker is not None:
             self.unpacker.close(request_id)
 
-    patch.setattr(DecodeDesk, "dropped", mutated)
+    patch.setattr(Loads, "dropped", mutated)
 
 
 @mutant(packing=SLOW)

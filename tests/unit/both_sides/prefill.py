@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from layerpush.prefill.plan import ChunkPlan, PromptProgress, StepPlan
-from layerpush.prefill.policy import Policy
+from layerpush.core.push_policy import Policy
+from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
 from tests.unit.both_sides.process import (
     BLOCK_SIZE,

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerpush.prefill.capture import Capture, NoFences
-from layerpush.prefill.costs import Costs
-from layerpush.prefill.desk import PrefillDesk, address_of
+from layerpush.core.push_policy import Policy
+from layerpush.core.push_protocol import Retract
+from layerpush.core.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
 from layerpush.prefill.host import HandshakeError, Identity
-from layerpush.prefill.outbox import RankWrite
-from layerpush.prefill.packer import Packer, PushWindow
-from layerpush.prefill.policy import Policy
-from layerpush.prefill.protocol import Retract
-from layerpush.prefill.stager import Stager
-from layerpush.prefill.staging import Link
+from layerpush.prefill.registrations import Registrations, address_of
+from layerpush.prefill.step_events import NoFences, StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.stats import PushCounters
-from layerpush.trace import WriteRecord
-from layerpush.tracefile import TraceFile
+from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.fake import Bytes
-from layerpush.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
+from layerpush.transport.link import Link
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.packer import Packer, PushWindow
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.writes import RankWrite
+from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
     D_BLOCKS,
@@ -59,11 +59,11 @@ class PrefillRank(Process):
         self.evictions: list[str] = []
         self.whole: dict[int, tuple[str, Registration]] = {}
         self.digests: dict[str, str] = {}
-        self.capture = Capture(layout.index_of, lambda: None, NoFences())
+        self.capture = StepEvents(layout.index_of, lambda: None, NoFences())
         identity, trace = Identity(engine.engine_id, rank, "layer"), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
         self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
-        self.stager = self._stager()
+        self.strategy = self._strategy()
         self._post = self.transport.post_write
         self.transport.post_write = self._posted  # type: ignore[method-assign]
         self.writer = PushWriter(
@@ -75,20 +75,20 @@ class PrefillRank(Process):
             self,
             trace,
             counters=_Plans(world),
-            stager=self.stager,
+            strategy=self.strategy,
         )
-        self.desk = PrefillDesk(self.writer, self.peers, self.probe, self.complaints, base_id, self.digests)
+        self.desk = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
         self.peers.on_lost = self.desk.peer_lost
 
-    def _stager(self) -> Stager | None:
+    def _strategy(self) -> PackingStrategy | None:
         packing = self.world.packing
         if packing.plan == "off":
             return None
         if packing.plan != "mixed":
-            return Stager(self.packer, self.layout, packing.plan, Costs())  # type: ignore[arg-type]
-        stager = MixedStager(self.packer, self.layout, "packed", Costs())
-        stager.draw = random.Random(packing.seed)
-        return stager
+            return PackingStrategy(self.packer, self.layout, packing.plan, Costs())  # type: ignore[arg-type]
+        strategy = MixedStager(self.packer, self.layout, "packed", Costs())
+        strategy.draw = random.Random(packing.seed)
+        return strategy
 
     def _posted(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
         self.staging.check_post(route.local_descriptors, local.tolist())
@@ -173,7 +173,7 @@ class PrefillRank(Process):
             return None
         self.require_current(registration)
         route = self._route(engine_id)
-        gathered = None if self.stager is None else replace(route, local_descriptors="blocks")
+        gathered = None if self.strategy is None else replace(route, local_descriptors="blocks")
         return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
 
     def require_current(self, registration: Registration) -> None:
@@ -188,7 +188,7 @@ class PrefillRank(Process):
 
     def window(self, link: Link, registration: Registration) -> PushWindow | None:
         offer = registration.window
-        if self.stager is None or offer is None or offer.layout != self.layout.digest:
+        if self.strategy is None or offer is None or offer.layout != self.layout.digest:
             return None
         return PushWindow(offer, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id)
 
@@ -254,7 +254,7 @@ class PrefillRank(Process):
         assert len(self.staging.ring) == 0, "a span was not given back"
         assert not self.packer._unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
-        assert len(self.desk._ledger) == 0
+        assert len(self.desk._pending) == 0
         assert not any([self.desk._strangers, self.desk._doomed, self.digests, self.evictions])
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerpush.complaints import Complaints
-from layerpush.decode.watch import Verdict
-from layerpush.peers import Address, Peers, Rank
+from layerpush.core.liveness import Verdict
+from layerpush.core.wire import Message, read
+from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import TransportError
-from layerpush.wire import Message, read
+from layerpush.transport.connections import Address, Connections, Rank
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -97,14 +97,14 @@ class Process:
         self.world, self.engine_id, self.rank = world, engine_id, rank
         self.name = world.new_name(engine_id, rank)
         self.transport = world.fabric.endpoint(self.name)
-        self.complaints = Complaints(logging.getLogger("vllm.layerpush.test"))
+        self.peer_errors = PeerErrors(logging.getLogger("vllm.layerpush.test"))
         self.connected: dict[str, tuple[str, ...]] = {}
         self.handshakes: dict[str, tuple[float, Future[None]]] = {}
         self.probes: list[Asked] = []
-        self.errands: deque[Callable[[], None]] = deque()
-        self.peers = Peers(self, Mail(self), None, clock=lambda: world.now)
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.peers = Connections(self, Mail(self), None, clock=lambda: world.now)
 
-    # layerpush.peers.Network
+    # layerpush.transport.connections.Network
 
     def handshake(self, address: Address) -> Future[None] | None:
         if address.engine_id in self.connected:
@@ -122,8 +122,8 @@ class Process:
         for agent in self.connected.pop(engine_id, ()):
             self.transport.forget(agent)
 
-    def errand(self, errand: Callable[[], None]) -> None:
-        self.errands.append(errand)
+    def task(self, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
 
     def probe(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
         self.probes.append(Asked(self.world.now, agent, rank, address.engine_id, on_verdict))
@@ -133,8 +133,8 @@ class Process:
     def turn(self) -> None:
         self._end_handshakes()
         self._end_probes()
-        for _ in range(len(self.errands)):
-            self.errands.popleft()()
+        for _ in range(len(self.tasks)):
+            self.tasks.popleft()()
         for sender, payload in self.transport.notifications():
             self.take(sender, read(payload))
 
@@ -172,7 +172,7 @@ class Process:
     def assert_idle(self) -> None:
         assert not self.handshakes
         assert not self.probes
-        assert not self.errands
+        assert not self.tasks
         assert not self.peers.is_retrying
         assert not self.transport._live
         assert not [write for write in self.transport._released if write.target.alive]

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layerpush.decode.windows import Windows
-from layerpush.layout import BlockIds, CacheLayout
-from layerpush.prefill.costs import Plan, Shape
-from layerpush.prefill.stager import Stager
-from layerpush.ring import Ring
-from layerpush.staging import PIECE_BYTES, Copy
+from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
-from layerpush.transport.fake import Bytes, Descriptors, FakeWrite
-from layerpush.transport.ownership import common_owners
+from layerpush.transport.packing.cost_model import Plan, Shape
+from layerpush.transport.packing.memory import PIECE_BYTES, Copy
+from layerpush.transport.packing.ring import Ring
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.packing.windows import Windows
+from tests.support.fake_transport import Bytes, Descriptors, FakeWrite
+from tests.support.ownership import common_owners
 from tests.unit.staging_rig import NumpyStaging
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class OwnedWindows(Windows):
         return None if window is None else window.offset
 
 
-class MixedStager(Stager):
+class MixedStager(PackingStrategy):
     """Any plan that is possible."""
 
     draw: random.Random

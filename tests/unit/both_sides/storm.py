@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from layerpush.prefill.policy import Policy
-from layerpush.transport.fake import Faults
+from layerpush.core.push_policy import Policy
+from tests.support.fake_transport import Faults
 from tests.unit.both_sides.moves import MOVES
 from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World

@@ -2,7 +2,7 @@
 
 Everything between the engines is the real thing: sessions, desks, writers, peers, the watch, the bytes on the wire.
 What is played is vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
-(`layerpush.transport.fake`), handshakes, side channels and the clock.
+(`tests.support.fake_transport`), handshakes, side channels and the clock.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import random
 from collections import Counter
 
-from layerpush.prefill.policy import Policy
-from layerpush.transport.fake import FakeFabric, Faults
-from layerpush.wire import Registration
+from layerpush.core.push_policy import Policy
+from layerpush.core.wire import Registration
+from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
 from tests.unit.both_sides.process import P_BLOCKS, Process, Prompt
@@ -188,4 +188,4 @@ def _is_busy(engine: Engine, process: Process) -> bool:
         engine.assert_idle()
     except AssertionError:
         return True
-    return bool(process.errands)
+    return bool(process.tasks)

@@ -9,9 +9,9 @@ import uuid
 import pytest
 from multidict import CIMultiDict
 
-from layerpush.proxy.body import RequestBody
-from layerpush.proxy.dispatch import Attempt
-from layerpush.proxy.identity import Identity
+from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.dispatch import Attempt
+from layerpush.apps.proxy.identity import Identity
 from tests.unit.proxy.stub import Stub
 from tests.unit.proxy.world import asynchronous, until, world
 

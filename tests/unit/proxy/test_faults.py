@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from starlette.types import Message
 
-from layerpush.proxy.body import RequestBody
-from layerpush.proxy.relay import Relay
+from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.relay import Relay
 from tests.unit.proxy.stub import Fault
 from tests.unit.proxy.world import asynchronous, until, world
 

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from layerpush.proxy.errors import ProxyError
-from layerpush.proxy.gate import Gate
+from layerpush.apps.proxy.errors import ProxyError
+from layerpush.apps.proxy.gate import Gate
 from tests.unit.proxy.world import asynchronous
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.proxy.instance import Instance, Thresholds
-from layerpush.proxy.introduction import Introductions
+from layerpush.apps.proxy.instance import Instance, Thresholds
+from layerpush.apps.proxy.introduction import Introductions
 from tests.unit.proxy.stub import Stub
 from tests.unit.proxy.world import asynchronous, until, world
 

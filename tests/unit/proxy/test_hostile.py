@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from layerpush.proxy import client as client_side
-from layerpush.proxy.legs import LegFailedError
+from layerpush.apps.proxy import client as client_side
+from layerpush.apps.proxy.legs import LegFailedError
 from tests.unit.proxy.world import World, asynchronous, until, world
 
 BODY = {"model": "stub", "prompt": "x", "max_tokens": 4}

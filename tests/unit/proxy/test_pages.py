@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import layerpush.proxy.server
-from layerpush.cli import app
-from layerpush.config import LayerPushConfig
-from layerpush.door import check_params
-from layerpush.proxy.core import Proxy
-from layerpush.proxy.identity import Identity
-from layerpush.proxy.policy import FAIR_SHARE, SLACK_TOKENS, Policy
-from layerpush.proxy.settings import Settings
+import layerpush.apps.proxy.server
+from layerpush.apps.cli import app
+from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.identity import Identity
+from layerpush.apps.proxy.policy import FAIR_SHARE, SLACK_TOKENS, Policy
+from layerpush.apps.proxy.settings import Settings
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import check_params
 
 ROOT = Path(__file__).parents[3]
 PROXY, PARAMS = (ROOT / "docs" / name for name in ("proxy.md", "kv-transfer-params.md"))
@@ -69,7 +69,7 @@ def test_the_page_names_every_policy_and_its_bounds() -> None:
 @pytest.mark.parametrize("command", [each for each in blocks(PROXY) if each.startswith("layerpush proxy")])
 def test_the_commands_start_a_proxy(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(layerpush.proxy.server, "serve", lambda *arguments: started.append(arguments) or True)
+    monkeypatch.setattr(layerpush.apps.proxy.server, "serve", lambda *arguments: started.append(arguments) or True)
     script = f'layerpush() {{ printf "%s\\0" "$@"; }}\n{command}'
     words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert CliRunner().invoke(app, words).exit_code == 0

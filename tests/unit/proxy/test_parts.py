@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.proxy.body import BodyError, RequestBody
-from layerpush.proxy.errors import error_body, error_message
-from layerpush.proxy.identity import Identity, IdentityError
-from layerpush.proxy.instance import Instance, Thresholds
-from layerpush.proxy.policy import (
+from layerpush.apps.proxy.body import BodyError, RequestBody
+from layerpush.apps.proxy.errors import error_body, error_message
+from layerpush.apps.proxy.identity import Identity, IdentityError
+from layerpush.apps.proxy.instance import Instance, Thresholds
+from layerpush.apps.proxy.policy import (
     FAIR_SHARE,
     SLACK_TOKENS,
     Policy,
@@ -24,8 +24,8 @@ from layerpush.proxy.policy import (
     prefix_affinity,
     round_robin,
 )
-from layerpush.proxy.settings import Settings, SettingsError, engine_urls, identities
-from layerpush.proxy.sse import BOUNDARIES, EventBuffer, error_code, error_event, has_data
+from layerpush.apps.proxy.settings import Settings, SettingsError, engine_urls, identities
+from layerpush.apps.proxy.sse import BOUNDARIES, EventBuffer, error_code, error_event, has_data
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 

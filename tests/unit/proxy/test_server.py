@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from layerpush.cli import app
-from layerpush.proxy.server import OTHER_FILES, allow_connections
-from layerpush.proxy.settings import Settings
+from layerpush.apps.cli import app
+from layerpush.apps.proxy.server import OTHER_FILES, allow_connections
+from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import Network, Stub, running
 from tests.unit.proxy.world import asynchronous, free_port, until
 
@@ -58,7 +58,7 @@ def test_help_teaches() -> None:
 
 def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
     code = (
-        "import sys, layerpush.proxy.server; "
+        "import sys, layerpush.apps.proxy.server; "
         "print([name for name in ('torch', 'vllm', 'nixl', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

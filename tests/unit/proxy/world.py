@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDictProxy
 
-from layerpush.proxy.core import Proxy
-from layerpush.proxy.server import DrainingServer
-from layerpush.proxy.settings import Settings
+from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.server import DrainingServer
+from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
 
 DEADLINE_S = 30.0

@@ -1,0 +1,47 @@
+"""What a person sees while a run goes on: live on a terminal, one line per event elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from layerpush.apps.demo.engines import Engine
+
+
+class Display:
+    """Progress on ``console``."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextlib.contextmanager
+    def starting(self, engines: Sequence[Engine]) -> Iterator[Callable[[Engine, float], None]]:
+        """A spinner per server; gives the function to call when one is ready, with its age in seconds."""
+        self.console.print(f"Starting {len(engines)} vLLM servers: {', '.join(engine.name for engine in engines)}")
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with self._progress(*columns) as progress:
+            tasks = {engine.name: progress.add_task(engine.name, total=1) for engine in engines}
+
+            def on_ready(engine: Engine, seconds: float) -> None:
+                progress.update(tasks[engine.name], completed=1, visible=False)
+                progress.console.print(f"  {engine.name} ready after {seconds:.0f} s")
+
+            yield on_ready
+
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar that counts to ``total``; gives the function to call after each."""
+        if not self.console.is_terminal:
+            self.console.print(f"{what} ({total} {'request' if total == 1 else 'requests'})")
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with self._progress(*columns, TimeElapsedColumn()) as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda: progress.advance(task)
+
+    def _progress(
+        self, *columns: SpinnerColumn | TextColumn | BarColumn | MofNCompleteColumn | TimeElapsedColumn
+    ) -> Progress:
+        return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)

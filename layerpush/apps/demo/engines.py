@@ -1,0 +1,327 @@
+"""vLLM API servers as child processes: started together, watched, and always taken down."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from layerpush.apps.demo.forkserver import ForkServer, ForkServerError
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.ports import PortAllocator
+
+Role = Literal["plain", "prefill", "decode"]
+KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+
+
+class EngineFailedError(RuntimeError):
+    """A server ended or did not become ready; the message carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server runs: address and network device of KV transfers, address of requests, and a command prefix."""
+
+    host: str = "127.0.0.1"
+    http_host: str = "127.0.0.1"
+    device: str = "lo"
+    command_prefix: tuple[str, ...] = ()
+
+
+LOOPBACK = Place()
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``.
+
+    ``server`` is the command of vLLM's API server. Without a ``tokenizer`` it takes token ids only. ``kv_cache_bytes``
+    None is left to vLLM. ``options`` and ``variables`` come after, and win over, what every server here gets.
+    """
+
+    name: str
+    role: Role
+    model: Path
+    connector: str | None = None
+    connector_module: str | None = None
+    extra_config: Mapping[str, object] = field(default_factory=dict)
+    tokens_per_step: int = 512
+    max_model_len: int = 8192
+    kv_cache_bytes: int | None = 1 << 30
+    block_size: int = 32
+    place: Place = LOOPBACK
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    server: Sequence[str] = SERVER
+
+    def transfer_config(self) -> dict[str, object] | None:
+        """The value of ``--kv-transfer-config``, or None for a plain engine."""
+        if self.role == "plain":
+            return None
+        config: dict[str, object] = {
+            "kv_connector": self.connector,
+            "kv_role": KV_ROLES[self.role],
+            "engine_id": self.name,
+            "kv_connector_extra_config": dict(self.extra_config),
+        }
+        if self.connector_module:
+            config["kv_connector_module_path"] = self.connector_module
+        return config
+
+    def command(self, port: int) -> list[str]:
+        """The command line of the server, listening on ``port``."""
+        arguments = {
+            "--model": str(self.model),
+            "--served-model-name": "demo",
+            "--host": self.place.http_host,
+            "--port": str(port),
+            "--dtype": "float32",
+            "--max-model-len": str(self.max_model_len),
+            "--max-num-batched-tokens": str(self.tokens_per_step),
+            "--max-num-seqs": "8",
+            "--block-size": str(self.block_size),
+        }
+        switches = ["--enforce-eager", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+        if self.kv_cache_bytes is not None:
+            arguments["--kv-cache-memory-bytes"] = str(self.kv_cache_bytes)
+        if self.tokenizer is None:
+            switches.append("--skip-tokenizer-init")
+        else:
+            arguments["--tokenizer"] = str(self.tokenizer)
+        config = self.transfer_config()
+        if config is not None:
+            arguments["--kv-transfer-config"] = json.dumps(config)
+        pairs = [part for pair in arguments.items() for part in pair]
+        return [*self.place.command_prefix, *self.server, *pairs, *switches, *self.options]
+
+    def environment(self, side_channel_port: int) -> dict[str, str]:
+        """The server's environment: CPU threads that do not fight, UCX over TCP, nothing fetched from anywhere."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_"))}
+        return inherited | {
+            "HF_HUB_OFFLINE": "1",
+            "LAYERPUSH_CALM": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "UCX_NET_DEVICES": self.place.device,
+            "UCX_TLS": "tcp,self",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": self.place.host,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self.place.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+            "VLLM_NO_USAGE_STATS": "1",
+            **self.variables,
+        }
+
+
+class Engine:
+    """A running server: its address, its log, and the process group that it and its children live in."""
+
+    def __init__(self, spec: EngineSpec, port: int, side_channel_port: int, log_path: Path) -> None:
+        self.spec = spec
+        self.port = port
+        self.side_channel_port = side_channel_port
+        self.log_path = log_path
+        self.started_at = time.monotonic()
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                spec.command(port),
+                env=spec.environment(side_channel_port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.spec.place.http_host}:{self.port}"
+
+    @property
+    def group(self) -> int:
+        """Id of the process group, which is also the server's pid."""
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """Whether ``/health`` answers. Raises ``EngineFailedError`` when the server has ended."""
+        self.check_alive()
+        try:
+            with _no_proxy.open(f"{self.url}/health", timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def check_alive(self) -> None:
+        """Raise ``EngineFailedError`` when the server has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise EngineFailedError(f"{self.name} ended with status {status}.\n{self.log_tail()}")
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of the log, with a line that says where the whole is."""
+        text = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join([f"The last lines of {self.log_path}:", *(f"  {line}" for line in text[-lines:])])
+
+    def signal(self, signum: int) -> None:
+        """Send ``signum`` to the server and all its children."""
+        if self.members():
+            with contextlib.suppress(ProcessLookupError):  # the last one left between the look and the call
+                os.killpg(self.group, signum)
+
+    def members(self) -> list[int]:
+        """Pids still alive in the group. Reaps the server itself when it has ended."""
+        self._process.poll()
+        return _group_members(self.group)
+
+
+class EngineGroup:
+    """All servers of a run. Leaving the ``with`` block, however that happens, leaves none of them behind.
+
+    Logs go to ``log_directory``. ``interrupts`` keeps a signal from arriving between a start and its bookkeeping.
+    ``forks``: servers are forked from a process that has imported vLLM, one at each place. On CPUs only.
+    """
+
+    def __init__(
+        self,
+        log_directory: Path,
+        interrupts: Interrupts,
+        ports: PortAllocator | None = None,
+        stop_timeout_s: float = STOP_TIMEOUT_S,
+        *,
+        forks: bool = False,
+    ) -> None:
+        self._log_directory = log_directory
+        self._interrupts = interrupts
+        self._ports = ports or PortAllocator()
+        self._stop_timeout_s = stop_timeout_s
+        self._engines: list[Engine] = []
+        self._forks = forks
+        self._fork_servers: dict[Place, ForkServer] = {}
+        atexit.register(self._stop_all)
+
+    def __enter__(self) -> EngineGroup:
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        if exception_type is not None:
+            self._interrupts.ignore()
+        with self._interrupts.shield():
+            self._stop_all()
+        atexit.unregister(self._stop_all)
+
+    def preload(self, place: Place) -> None:
+        """Begin to import vLLM for servers at a place; returns at once."""
+        with self._interrupts.shield():
+            if self._forks and place not in self._fork_servers:
+                log_path = self._log_directory / f"fork-server-{len(self._fork_servers)}.log"
+                environment = EngineSpec("fork-server", "plain", Path(), place=place).environment(0)
+                self._fork_servers[place] = ForkServer(log_path, environment, place.command_prefix)
+
+    def start(self, spec: EngineSpec) -> Engine:
+        """Start a server; it is ready after :meth:`wait_ready`. Waits only for a fork server that is not ready."""
+        if self._forks:
+            self.preload(spec.place)
+            spec = replace(spec, server=self._forked(spec.place))
+        with self._interrupts.shield():
+            log_path = self._log_directory / f"{spec.name}.log"
+            engine = Engine(spec, self._ports.take(), self._ports.take(), log_path)
+            self._engines.append(engine)
+        return engine
+
+    def wait_ready(
+        self,
+        engines: Sequence[Engine],
+        on_ready: Callable[[Engine, float], None] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """Wait until every server answers. Raises ``EngineFailedError`` when one ends first or the time is up."""
+        waiting = list(engines)
+        while waiting:
+            for engine in list(waiting):
+                age = time.monotonic() - engine.started_at
+                if engine.is_ready():
+                    waiting.remove(engine)
+                    if on_ready is not None:
+                        on_ready(engine, age)
+                elif age > timeout_s:
+                    raise EngineFailedError(f"{engine.name} is not ready after {age:.0f} s.\n{engine.log_tail()}")
+            if waiting:
+                time.sleep(0.2)
+
+    def _forked(self, place: Place) -> list[str]:
+        """What starts a server of a place's fork server, once that is ready. Raises ``EngineFailedError``."""
+        try:
+            while not self._fork_servers[place].is_ready():
+                time.sleep(0.05)
+        except ForkServerError as error:
+            raise EngineFailedError(str(error)) from error
+        return self._fork_servers[place].command
+
+    def check_alive(self) -> None:
+        """Raise ``EngineFailedError`` when one of the servers has ended."""
+        for engine in self._engines:
+            engine.check_alive()
+
+    def stop(self, engines: Sequence[Engine]) -> None:
+        """Stop servers together: asked politely, then killed. Returns when their last process is gone."""
+        for engine in engines:
+            engine.signal(signal.SIGTERM)
+            engine.signal(signal.SIGCONT)  # who is suspended hears nothing
+        _wait_gone(engines, self._stop_timeout_s)
+        for engine in engines:
+            engine.signal(signal.SIGKILL)
+        if not _wait_gone(engines, self._stop_timeout_s):
+            left = {engine.name: engine.members() for engine in engines if engine.members()}
+            raise RuntimeError(f"processes that would not go: {left}")
+        self._engines = [engine for engine in self._engines if engine not in engines]
+
+    def _stop_all(self) -> None:
+        self.stop(list(self._engines))
+        while self._fork_servers:
+            self._fork_servers.popitem()[1].stop()
+
+
+_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(engine.members() for engine in engines):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _group_members(group: int) -> list[int]:
+    """Pids in a process group, without the dead that nobody has reaped yet."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we were looking
+        state, process_group = after_name[0], int(after_name[2])
+        if process_group == group and state not in "ZX":
+            members.append(int(entry.name))
+    return members

@@ -1,0 +1,48 @@
+"""Stands in for `python -m vllm.entrypoints.openai.api_server`: has a fork server start it, and lives as long as it.
+
+    python forkclient.py SOCKET [argument of vLLM's server ...]
+
+Standard library only, and as little of it as can be: this is started for each server. Standard input, output and error,
+the environment and the working directory of the server are those of this process. SIGTERM, SIGINT and SIGHUP go on to
+the server's process group; when this process is killed, the group is killed. The exit status is the server's, and comes
+when the last process of its group has ended.
+"""
+
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def request(arguments: list[str]) -> bytes:
+    """What the fork server is sent: the length of a JSON object in four bytes, and the object."""
+    body = json.dumps({"arguments": arguments, "environ": dict(os.environ), "cwd": os.getcwd()}).encode()
+    return struct.pack("!I", len(body)) + body
+
+
+def main() -> int:
+    path, *arguments = sys.argv[1:]
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(path)
+    data = request(arguments)
+    sent = socket.send_fds(connection, [data], [0, 1, 2])
+    connection.sendall(data[sent:])
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: connection.send(bytes([number])))
+    reply = connection.recv(4)
+    if len(reply) < 4:
+        print("the fork server is gone, and its servers with it", file=sys.stderr)
+        return 1
+    (status,) = struct.unpack("!i", reply)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""Starts vLLM's API servers by fork from a process that has imported vLLM: in 4 s instead of 28 s.
+
+Three processes make a server on a CPU: API server, engine core, worker. vLLM spawns the second and the third, so each
+of them imports everything again. Here the first is forked from this process, and the others are forked in turn.
+
+`serve` runs in a process of its own that has no thread, and asserts that. For each `forkclient.py` that connects it
+forks a keeper, and the keeper forks the server, into a process group of its own. The keeper adopts what the server
+leaves behind, passes signals of the client on, kills the group when the client is gone, and reports the exit status
+when the whole group is.
+
+Nothing of vLLM that reads the environment at import may differ between servers of one fork server: OMP_NUM_THREADS,
+TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. Several API servers in one engine (``--api-server-count``) cannot be forked:
+prometheus_client chooses at its import whether they count together.
+
+The demo runs a fork server as its child, ``ForkServer``. The tests run ``serve`` in the process that their engines are
+forked from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CLIENT = Path(__file__).with_name("forkclient.py")
+MODULES = (
+    "layerpush.connector",
+    "layerpush.plugin",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "uvloop",
+)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def command(path: Path) -> list[str]:
+    """What starts a server, in the place of `python -m vllm.entrypoints.openai.api_server`."""
+    return [sys.executable, "-I", "-S", str(CLIENT), str(path)]
+
+
+@functools.cache
+def import_vllm() -> dict[str, str]:
+    """Everything that a server needs, once. Returns the environment variables that the imports have set."""
+    before = dict(os.environ)
+    for module in MODULES:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads would deadlock"
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+class ForkServerError(RuntimeError):
+    """The fork server has ended."""
+
+
+class ForkServer:
+    """A fork server as a child process. ``prefix`` stands before its command, as ``ip netns exec NAME``: servers are
+    where it is. ``environment`` holds what vLLM reads at its import.
+    """
+
+    def __init__(self, log_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+        self.log_path = log_path
+        self._folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")  # a socket's path must be short
+        self._path = Path(self._folder.name) / "socket"
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "layerpush.apps.demo.forkserver", str(self._path)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def command(self) -> list[str]:
+        """What starts a server. Use it once the fork server is ready."""
+        return command(self._path)
+
+    def is_ready(self) -> bool:
+        """Whether servers can be started. Raises ``ForkServerError`` when it has ended."""
+        if self._process.poll() is not None:
+            log = self.log_path.read_text(errors="replace")
+            raise ForkServerError(f"the fork server ended with status {self._process.returncode}.\n{log}")
+        return self._path.exists()
+
+    def stop(self) -> None:
+        """End it. Stop its servers first: they would live on."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def count_starts(path: Path) -> int:
+    """How many servers the fork server at this socket has been asked for."""
+    log = _log(path)
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def serve(path: str) -> None:
+    """Listen at a Unix socket until killed. Blocks; ends with the process that started this one."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A daemon, so that nobody waits for it; but servers have children of multiprocessing.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    import_vllm()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path + ".new")
+        listener.listen(64)
+        os.rename(path + ".new", path)  # there when it can be connected to
+        while True:
+            connection, _ = listener.accept()
+            with _log(Path(path)).open("a") as log:
+                log.write(f"{time.time():.3f}\n")
+            if os.fork() == 0:
+                _leave(listener, connection)
+            connection.close()
+
+
+def _log(path: Path) -> Path:
+    """One line for each start."""
+    return path.with_suffix(".log")
+
+
+def _leave(listener: socket.socket, connection: socket.socket) -> None:
+    """The keeper's life. Does not return."""
+    try:
+        listener.close()
+        _keep(connection)
+    except BaseException:  # noqa: BLE001  # the process ends here
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _keep(connection: socket.socket) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    asked, files = _receive(connection)
+    wake, awake = socket.socketpair()
+    awake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
+    server = os.fork()
+    if server == 0:
+        for one in (connection, wake, awake):
+            one.close()
+        _become(asked, files)
+    with contextlib.suppress(OSError):  # the child does the same, whoever is first
+        os.setpgid(server, server)
+    for number in files:
+        os.close(number)
+    status = 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is wake:
+                    wake.recv(1024)
+                    continue
+                numbers = connection.recv(64)
+                for number in numbers or bytes([signal.SIGKILL]):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(server, number)
+                if not numbers:
+                    selector.unregister(connection)
+            try:
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    if ended[0] == server:
+                        status = os.waitstatus_to_exitcode(ended[1])
+            except ChildProcessError:
+                break
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("!i", status))
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What the client asks for, and its standard input, output and error."""
+    data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    (size,) = struct.unpack("!I", data[:4])
+    while len(data) < size + 4:
+        data += connection.recv(1 << 16)
+    asked: dict[str, Any] = json.loads(data[4:])
+    return asked, files
+
+
+def _become(asked: dict[str, Any], files: list[int]) -> None:
+    """The server's life. Does not return."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        for here, there in enumerate(files):
+            os.dup2(there, here)
+        for number in files:
+            os.close(number)
+        os.environ.clear()
+        os.environ.update(import_vllm() | asked["environ"])
+        os.chdir(asked["cwd"])
+        _run(asked["arguments"])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  # the process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(arguments: list[str]) -> None:
+    from vllm import envs
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    sys.argv = ["vllm.entrypoints.openai.api_server", *arguments]
+    # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
+    envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
+    # Else a signal to an engine core would be one to the API server's event loop.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    main()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

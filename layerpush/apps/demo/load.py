@@ -1,0 +1,137 @@
+"""Requests to servers: one prompt to one engine, or to a prefill and a decode engine at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from layerpush.apps.demo.engines import Engine
+
+TIMEOUT = aiohttp.ClientTimeout(total=600)
+DONE = "[DONE]"
+
+
+class RequestFailedError(RuntimeError):
+    """A server refused a request or cut its answer short."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens of one request and when they came. ``ttft_s``: from sending to the first token, in seconds."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    ttft_s: float
+    total_s: float
+
+
+def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
+    """Random token ids; the special ones (0 to 2) do not occur."""
+    return random.Random(f"{seed}/{tokens}").choices(range(3, vocabulary), k=tokens)
+
+
+def vllm_request_id(request_id: str) -> str:
+    """The id inside vLLM of the first prompt of a completion request that was sent with this X-Request-Id.
+
+    vLLM appends a random suffix of its own per engine, so this is as much of P's id as a client can know.
+    """
+    return f"cmpl-{request_id}-0"
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    engine: Engine,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    request_id: str | None = None,
+    kv_transfer_params: Mapping[str, object] | None = None,
+) -> Answer:
+    """Stream one greedy completion. Raises ``RequestFailedError`` for an error answer or a stream that ends early."""
+    request_id = request_id or uuid.uuid4().hex
+    body: dict[str, object] = {
+        "model": "demo",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(kv_transfer_params)
+    sent_at = time.perf_counter()
+    try:
+        timed_tokens = [timed async for timed in _stream(session, engine, body, request_id)]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise RequestFailedError(f"{engine.name}, request {request_id}: {type(error).__name__} {error}") from error
+    if not timed_tokens or len(timed_tokens) != max_tokens:
+        raise RequestFailedError(f"{engine.name} sent {len(timed_tokens)} of {max_tokens} tokens for {request_id}")
+    tokens = tuple(token for token, _ in timed_tokens)
+    return Answer(request_id, tokens, timed_tokens[0][1] - sent_at, timed_tokens[-1][1] - sent_at)
+
+
+async def complete_disaggregated(
+    session: aiohttp.ClientSession, prefill: Engine, decode: Engine, prompt: Sequence[int], max_tokens: int
+) -> Answer:
+    """Send one prompt to P and D at the same time; the answer is D's.
+
+    Both get the same X-Request-Id, which is how P finds the registration that D sends. P computes the prompt and one
+    token, which nobody reads.
+    """
+    request_id = uuid.uuid4().hex
+    to_p = {"do_remote_decode": True, "do_remote_prefill": False}
+    to_d = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": prefill.name,
+        "remote_request_id": vllm_request_id(request_id),
+        "remote_host": prefill.spec.place.host,
+        "remote_port": prefill.side_channel_port,
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    decoding = complete(session, decode, prompt, max_tokens, request_id=request_id, kv_transfer_params=to_d)
+    prefilling = complete(session, prefill, prompt, 1, request_id=request_id, kv_transfer_params=to_p)
+    tasks = [asyncio.create_task(decoding), asyncio.create_task(prefilling)]
+    try:
+        answer, _ = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # one failed: the other would wait for it
+    return answer
+
+
+async def _stream(
+    session: aiohttp.ClientSession, engine: Engine, body: Mapping[str, object], request_id: str
+) -> AsyncIterator[tuple[int, float]]:
+    """Each token id with the time when it arrived."""
+    url = f"{engine.url}/v1/completions"
+    async with session.post(url, json=body, headers={"X-Request-Id": request_id}, timeout=TIMEOUT) as response:
+        if response.status != 200:
+            raise RequestFailedError(f"{engine.name} answered {response.status}: {(await response.text())[:500]}")
+        async for line in response.content:
+            arrived_at = time.perf_counter()
+            for token in _tokens_of(engine.name, line):
+                yield token, arrived_at
+
+
+def _tokens_of(engine_name: str, line: bytes) -> list[int]:
+    """Token ids in one line of a server-sent event stream."""
+    text = line.decode().strip()
+    if not text.startswith("data:"):
+        return []
+    payload = text.removeprefix("data:").strip()
+    if payload == DONE:
+        return []
+    event = json.loads(payload)
+    if "error" in event:
+        raise RequestFailedError(f"{engine_name}: {event['error']}")
+    return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]

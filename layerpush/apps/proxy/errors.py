@@ -1,0 +1,41 @@
+"""Errors in the shape of the OpenAI API, which is also vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from http import HTTPStatus
+
+from layerpush.core.wire import one_line
+
+MESSAGE_CHARS = 500
+
+
+class ProxyError(Exception):
+    """A request that the proxy itself refuses or gives up; ``status`` is the HTTP status that its client gets."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+def error_message(answer: bytes) -> str:
+    """What an engine's answer, or event, says is wrong, on one line and shortened."""
+    for text in (answer, *answer.split(b"data:", 1)[1:]):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return _one_line(str(json.JSONDecoder().raw_decode(text.decode().lstrip())[0]["error"]["message"]))
+    return _one_line(answer[: 4 * MESSAGE_CHARS].decode(errors="replace")) or "nothing"
+
+
+def _one_line(text: str) -> str:
+    return one_line(" ".join(text.split()), MESSAGE_CHARS)
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The JSON object that clients of the OpenAI API read an error from."""
+    kind = "".join(word.capitalize() for word in HTTPStatus(status).name.split("_"))
+    if not kind.endswith("Error"):
+        kind += "Error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()

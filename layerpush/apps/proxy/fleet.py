@@ -1,0 +1,53 @@
+"""All instances, and which of them a request goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.errors import ProxyError
+from layerpush.apps.proxy.instance import Instance, Role, Thresholds
+from layerpush.apps.proxy.policy import Policy, choose
+from layerpush.apps.proxy.settings import Settings
+
+
+class Fleet:
+    """N prefill and M decode instances. Used by the event loop's thread only."""
+
+    def __init__(self, settings: Settings) -> None:
+        thresholds = Thresholds(settings.health_failure_threshold, settings.health_success_threshold)
+        self._instances: dict[Role, list[Instance]] = {
+            "prefill": [Instance("prefill", url, thresholds, settings.identities.get(url)) for url in settings.prefill],
+            "decode": [Instance("decode", url, thresholds) for url in settings.decode],
+        }
+        self._policies: dict[Role, Policy] = {"prefill": settings.prefill_policy, "decode": settings.decode_policy}
+        self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter([*self._instances["prefill"], *self._instances["decode"]])
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a healthy instance of either role."""
+        return all(any(instance.healthy for instance in instances) for instances in self._instances.values())
+
+    def pick(self, role: Role, body: RequestBody, avoid: Collection[Instance] = ()) -> Instance | None:
+        """A healthy instance that is none of ``avoid``, by the role's policy; None if there is none."""
+        candidates = [each for each in self._instances[role] if each.healthy and each not in avoid]
+        if not candidates:
+            return None
+        turn = self._turns[role]
+        self._turns[role] += 1
+        return candidates[choose(self._policies[role], candidates, turn, body.prefix)]
+
+    def doubtful(self, role: Role) -> list[Instance]:
+        """Instances that the next check may bring back."""
+        return [each for each in self._instances[role] if each.doubtful]
+
+    def none_left(self, role: Role) -> ProxyError:
+        """The answer to a request for which no instance is left."""
+        states = ", ".join(
+            f"{each.url} ({'failed for this request' if each.healthy else each.problem})"
+            for each in self._instances[role]
+        )
+        return ProxyError(503, f"no healthy {role} instance: {states}", retry_after_s=1)

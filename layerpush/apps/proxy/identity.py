@@ -1,0 +1,85 @@
+"""Who a prefill engine is to a decode engine: the half of D's `kv_transfer_params` that no request changes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import ParamsError, check_params
+
+TO_PREFILL: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+"""P's `kv_transfer_params`: compute the prompt, keep its blocks, push them to whoever registers."""
+
+_DATA_PARALLEL_RANK = re.compile(r"_dp\d+$")
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+class IdentityError(ValueError):
+    """What describes a prefill engine cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A prefill engine: its id, its side channel, and how many ranks a decode engine has to reach there."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int = 1
+    dcp_size: int = 1
+
+    @classmethod
+    def from_params(cls, params: object) -> Identity:
+        """Read the `kv_transfer_params` of a P's answer, or an operator's own.
+
+        Raises:
+            IdentityError: a key is missing or bad, or this P does not push.
+        """
+        if not isinstance(params, Mapping):
+            raise IdentityError(
+                "no kv_transfer_params in its answer: start it with --kv-transfer-config and "
+                '"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"'
+            )
+        whole = {"remote_request_id": "any", **params, "do_remote_prefill": True, "do_remote_decode": False}
+        try:
+            check_params(whole, "kv_consumer", LayerPushConfig())
+        except ParamsError as error:
+            raise IdentityError(str(error)) from None
+        return cls(
+            engine_id=whole["remote_engine_id"],
+            host=whole["remote_host"],
+            port=whole["remote_port"],
+            tp_size=whole["tp_size"],
+            pp_size=whole.get("pp_size", 1),
+            dcp_size=whole.get("dcp_size", 1),
+        )
+
+    def to_decode(self, remote_request_id: str) -> dict[str, object]:
+        """D's `kv_transfer_params` for a request that P knows under this id, before P has answered."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": remote_request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "dcp_size": self.dcp_size,
+        }
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether the engine is a data-parallel rank, so that others may answer at the same URL."""
+        return _DATA_PARALLEL_RANK.search(self.engine_id) is not None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only engines on P's own machine can reach its side channel."""
+        return self.host.startswith(_LOOPBACK)
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} at {self.host}:{self.port}, tp_size {self.tp_size}, pp_size {self.pp_size}"

@@ -1,0 +1,160 @@
+"""How the proxy comes to know who a prefill engine is: it asks, and it reads every answer."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.errors import error_message
+from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError
+from layerpush.apps.proxy.instance import Instance
+from layerpush.apps.proxy.legs import Engines, LegFailedError
+
+logger = logging.getLogger("layerpush.apps.proxy")
+
+PROBE_PROMPT = [1, 1, 1, 1]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question that P has answered, and that D can now be asked."""
+
+    request_id: str
+    path: str
+    to_decode: bytes
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def transfer_params(answer: bytes) -> msgspec.Raw | None:
+    """The `kv_transfer_params` of a P's answer, as they are."""
+    try:
+        raw = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+    return None if bytes(raw) == b"null" else raw
+
+
+class Introductions:
+    """Keeps the instances' identities right, and says in the log when one is learned, changes, or cannot be had."""
+
+    def __init__(self, engines: Engines, headers: Mapping[str, str], timeout_s: float) -> None:
+        """``headers`` go with the proxy's own requests."""
+        self._engines = engines
+        self._headers = headers
+        self._timeout_s = timeout_s
+        self._said: dict[Instance, str] = {}
+
+    async def probe(self, instance: Instance) -> Probe | None:
+        """Ask a prefill engine for one token, and learn who it is from what it says. Raises nothing.
+
+        P keeps the block of this prompt until the probe is delivered, or its lease ends.
+        """
+        request_id = f"probe-{uuid.uuid4()}"
+        try:
+            models = await self._engines.get(instance, "/v1/models", self._headers, self._timeout_s)
+            model = msgspec.json.decode(models.body, type=_Models).data[0].id
+            question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0, "max_tokens": 1}
+            body = RequestBody("completions", msgspec.json.encode(question))
+            answer = await self._engines.ask(
+                instance,
+                body.path,
+                body.to_prefill(TO_PREFILL),
+                {**self._headers, "X-Request-Id": request_id},
+                self._timeout_s,
+            )
+        except LegFailedError as failure:
+            self._cannot(instance, str(failure))
+            return None
+        except (msgspec.DecodeError, IndexError):
+            self._cannot(instance, f"{instance} names no model at /v1/models")
+            return None
+        if answer.status != 200:
+            self._cannot(instance, f"{instance} answered {answer.status}: {error_message(answer.body)}")
+            return None
+        params = transfer_params(answer.body)
+        self.learn(instance, params)
+        return None if params is None else Probe(request_id, body.path, body.to_decode(params))
+
+    async def deliver(self, probe: Probe, decode: Instance) -> None:
+        """Let a decode engine have what P has computed: else P would count, and tell, a push that failed."""
+        headers = {**self._headers, "X-Request-Id": probe.request_id}
+        try:
+            await self._engines.ask(decode, probe.path, probe.to_decode, headers, self._timeout_s)
+        except LegFailedError as failure:
+            logger.debug("the first push to %s: %s", decode, failure)
+
+    def learn(self, instance: Instance, params: msgspec.Raw | None) -> None:
+        """Take in what a P says of itself: ``instance.identity`` is right afterwards, or None."""
+        try:
+            identity = Identity.from_params(None if params is None else msgspec.json.decode(params))
+        except IdentityError as error:
+            if not instance.identity_given:
+                self._cannot(instance, f"{instance}: {error}")
+            return
+        known = instance.identity
+        if instance.shared:
+            return
+        if known is not None and instance.identity_given:
+            if known.engine_id != identity.engine_id:
+                self._say(instance, f"{instance} is {identity.engine_id}, not {known.engine_id} (--prefill-identity)")
+                instance.identity = replace(known, engine_id=identity.engine_id)
+        elif identity.is_one_of_several:
+            self._cannot(
+                instance,
+                f"{instance} is a data-parallel rank ({identity.engine_id}), of which several may answer at one URL; "
+                "give each rank an API server of its own and name it with --prefill-identity",
+            )
+        elif known is not None and known != identity and identity in instance.former:
+            instance.shared = True
+            self._cannot(
+                instance,
+                f"{instance} is {identity.engine_id} again, and was {known.engine_id}: several engines answer at this "
+                "URL; name each with a --prefill of its own",
+            )
+        elif known != identity:
+            self._introduce(instance, identity)
+
+    def _introduce(self, instance: Instance, identity: Identity) -> None:
+        instance.identity = identity
+        instance.former.add(identity)
+        self._said.pop(instance, None)
+        logger.info("%s is %s: P and D are asked at the same time", instance, identity)
+        if identity.is_loopback and not _is_loopback(instance.url):
+            logger.warning(
+                "%s tells decode engines to reach it at %s, which is their own machine: set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to its address",
+                instance,
+                identity.host,
+            )
+
+    def _cannot(self, instance: Instance, why: str) -> None:
+        if not instance.identity_given:
+            instance.identity = None
+        self._say(instance, f"{why}. Sequential dispatch for this engine: D is asked after it has answered")
+
+    def _say(self, instance: Instance, text: str) -> None:
+        """Once, until something else is to be said."""
+        if self._said.get(instance) != text:
+            self._said[instance] = text
+            logger.warning("%s", text)
+
+
+def _is_loopback(url: str) -> bool:
+    host = url.partition("://")[2]
+    return host.startswith(("localhost", "127.", "[::1]"))

@@ -1,0 +1,249 @@
+"""One request to one engine: what it answered, or how it failed. A request of a client has two such legs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import aiohttp
+
+from layerpush.apps.proxy.errors import error_message
+from layerpush.apps.proxy.instance import Instance
+from layerpush.apps.proxy.settings import Settings
+from layerpush.apps.proxy.sse import EventBuffer, error_code, has_data
+
+Reason: TypeAlias = Literal[
+    "connect", "disconnect", "timeout", "status", "error_event", "no_params", "restarted", "exhausted"
+]
+Headers: TypeAlias = Sequence[tuple[str, str]]
+EVENT_STREAM = "text/event-stream"
+POOL_IDLE_S = 4.0
+"""Less than the 5 s after which vLLM's server closes an idle connection."""
+
+_OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""What this machine has run out of, which says nothing about the engine."""
+_NOT_PASSED_BACK = frozenset(
+    {"connection", "content-length", "date", "keep-alive", "server", "te", "trailer", "transfer-encoding", "upgrade"}
+)
+
+
+class LegFailedError(Exception):
+    """An engine did not answer as it should have, which is no fault of the request's.
+
+    ``reason`` is for the metric, ``answer`` what the engine said, if it said something.
+    """
+
+    def __init__(
+        self, instance: Instance, reason: Reason, message: str, status: int = 502, answer: Whole | None = None
+    ) -> None:
+        super().__init__(f"{instance} {message}")
+        self.instance = instance
+        self.reason: Reason = reason
+        self.status = status
+        self.answer = answer
+
+    @property
+    def gone(self) -> bool:
+        """Nobody listens there."""
+        return self.reason == "connect"
+
+    @property
+    def exhausted(self) -> bool:
+        """This process, or machine, can open no more connections."""
+        return self.reason == "exhausted"
+
+    @property
+    def refused(self) -> bool:
+        """It answered that it cannot now, and would say so again."""
+        return self.reason in ("status", "error_event")
+
+    @property
+    def broken(self) -> bool:
+        """A connection ended early. The engine may have died, or only closed one that it thought idle."""
+        return self.reason == "disconnect"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer that has been read to its end."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the request itself is what is wrong."""
+        return 400 <= self.status < 500 and self.status != 429
+
+
+class Stream:
+    """Server-sent events of a D that has begun to answer. ``close`` it in any case: that is what aborts D's request."""
+
+    def __init__(
+        self, instance: Instance, response: aiohttp.ClientResponse, first: bytes, rest: EventBuffer, idle_s: float
+    ) -> None:
+        self.headers = passed_back(response)
+        self._instance = instance
+        self._response = response
+        self._first = first
+        self._buffer = rest
+        self._idle_s = idle_s
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Whole events, as they come. Raises ``LegFailedError``."""
+        yield self._first
+        with failures(self._instance, f"sent nothing for {self._idle_s:g} s (--stream-idle-timeout-secs)"):
+            while data := await _next(self._response, self._idle_s):
+                if events := self._buffer.add(data):
+                    yield events
+        if rest := self._buffer.rest():
+            yield rest
+
+    def close(self) -> None:
+        self._response.close()
+
+
+Comments: TypeAlias = Callable[[Headers, bytes], Awaitable[None]]
+"""Takes what a D sends to keep its connection alive while it has nothing to say."""
+
+
+class Engines:
+    """The engines' API servers, over one HTTP session."""
+
+    def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self._session = session
+        self._settings = settings
+
+    async def ask(
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> Whole:
+        """POST, and the answer, whole. Raises ``LegFailedError``, also for a status of 429 or 500 and more."""
+        with failures(instance, f"did not answer within {timeout_s:g} s"):
+            async with asyncio.timeout(timeout_s), self._post(instance, path, body, headers) as response:
+                return await _whole(instance, response)
+
+    async def prefill(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
+        """P's leg. It may take as long as D's first token."""
+        return await self.ask(instance, path, body, headers, self._settings.first_token_timeout_s)
+
+    async def decode(
+        self,
+        instance: Instance,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        comments: Comments,
+        *,
+        streams: bool,
+    ) -> Whole | Stream:
+        """D's leg, as far as its first token if it ``streams``. Raises ``LegFailedError``."""
+        limit_s = self._settings.first_token_timeout_s
+        response: aiohttp.ClientResponse | None = None
+        with failures(instance, f"sent no token within {limit_s:g} s (--first-token-timeout-secs)"):
+            try:
+                async with asyncio.timeout(limit_s if streams else None):
+                    response = await self._post(instance, path, body, headers)
+                    if response.content_type != EVENT_STREAM or response.status != 200:
+                        return await _whole(instance, response)
+                    return await self._begin(instance, response, comments)
+            except BaseException:  # however it ended, the engine is to notice
+                if response is not None:
+                    response.close()
+                raise
+
+    async def get(self, instance: Instance, path: str, headers: Mapping[str, str], timeout_s: float) -> Whole:
+        """GET, and the answer, whole. Raises ``LegFailedError``."""
+        with failures(instance, f"did not answer {path} within {timeout_s:g} s"):
+            async with asyncio.timeout(timeout_s), self._get(instance, path, headers) as response:
+                return await _whole(instance, response)
+
+    def _post(
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        return self._session.post(
+            instance.url + path,
+            data=body,
+            headers={**headers, "Content-Type": "application/json"},
+            allow_redirects=False,
+        )
+
+    def _get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> aiohttp.client._RequestContextManager:
+        return self._session.get(instance.url + path, headers=headers, allow_redirects=False)
+
+    async def _begin(self, instance: Instance, response: aiohttp.ClientResponse, comments: Comments) -> Stream:
+        buffer = EventBuffer()
+        while data := await response.content.readany():
+            events = buffer.add(data)
+            if not events:
+                continue
+            if not has_data(events):
+                await comments(passed_back(response), events)
+                continue
+            code = error_code(events)
+            if code is not None and (code >= 500 or code == 429):
+                tail = buffer.rest() + await response.content.read()
+                answer = Whole(response.status, passed_back(response), events + tail)
+                raise LegFailedError(instance, "error_event", f"failed: {error_message(events)}", answer=answer)
+            return Stream(instance, response, events, buffer, self._settings.stream_idle_timeout_s)
+        raise LegFailedError(instance, "disconnect", "ended its answer before the first token")
+
+
+@contextlib.asynccontextmanager
+async def http_session(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
+    """The one session: no limit of connections, for :class:`~layerpush.apps.proxy.gate.Gate` has one of requests."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    ) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def failures(instance: Instance, when_late: str) -> Iterator[None]:
+    """Turn what goes wrong with a connection into a ``LegFailedError``."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError:
+        raise LegFailedError(instance, "connect", "cannot be connected to in time") from None
+    except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in _OUR_OWN:
+            raise LegFailedError(instance, "exhausted", f"got no connection: {error.os_error}", 503) from None
+        raise LegFailedError(instance, "connect", f"cannot be connected to: {error.os_error}") from None
+    except TimeoutError:
+        raise LegFailedError(instance, "timeout", when_late, 504) from None
+    except aiohttp.ClientError as error:
+        detail = str(error) or type(error).__name__
+        raise LegFailedError(instance, "disconnect", f"broke the connection: {detail}") from None
+
+
+def passed_back(response: aiohttp.ClientResponse) -> Headers:
+    """The headers of an engine's answer that are meant for the client."""
+    headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in response.raw_headers]
+    return [(key, value) for key, value in headers if key.lower() not in _NOT_PASSED_BACK]
+
+
+async def _whole(instance: Instance, response: aiohttp.ClientResponse) -> Whole:
+    answer = Whole(response.status, passed_back(response), await response.read())
+    if answer.status >= 500 or answer.status == 429:
+        raise LegFailedError(
+            instance,
+            "status",
+            f"answered {answer.status} to {response.url.path}: {error_message(answer.body)}",
+            answer=answer,
+        )
+    return answer
+
+
+async def _next(response: aiohttp.ClientResponse, idle_s: float) -> bytes:
+    async with asyncio.timeout(idle_s):
+        return await response.content.readany()

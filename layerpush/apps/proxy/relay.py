@@ -1,0 +1,183 @@
+"""A client's request from its admission to the last byte of its answer, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.client import Client
+from layerpush.apps.proxy.dispatch import Answer, Attempt, AttemptFailedError
+from layerpush.apps.proxy.errors import ProxyError
+from layerpush.apps.proxy.instance import Instance, Role
+from layerpush.apps.proxy.legs import LegFailedError, Stream, Whole
+
+if TYPE_CHECKING:
+    from layerpush.apps.proxy.core import Proxy
+
+logger = logging.getLogger("layerpush.apps.proxy")
+
+
+class Relay(Response):
+    """The answer to one request. Everything happens while it is being sent, so that a client that leaves is noticed."""
+
+    def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str], began: float) -> None:
+        """``began``: when the event loop's clock showed the request's arrival."""
+        super().__init__()
+        self._proxy = proxy
+        self._body = body
+        self._to_engines = headers
+        self._began = began
+        self._avoid: set[Instance] = set()
+        self._spare: set[Instance] = set()
+        self._refused_by: set[tuple[Instance | None, Instance]] = set()
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        client = Client(send)
+        work = asyncio.create_task(self._serve(client))
+        gone = asyncio.create_task(_disconnected(receive))
+        outcome = "cancelled"
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                outcome = "error"
+                outcome = work.result()
+        except asyncio.CancelledError:
+            work.cancel()  # the server's patience with those under way has ended
+            await asyncio.gather(work, return_exceptions=True)
+            with contextlib.suppress(OSError):
+                await client.fail(503, "the proxy is shutting down")
+            raise
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._proxy.metrics.requests.labels(self._body.endpoint, outcome).inc()
+
+    async def _serve(self, client: Client) -> str:
+        """How it ended, as the metric has it."""
+        limit_s = self._proxy.settings.request_timeout_s
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout_at(self._began + limit_s), self._proxy.gate.entered():
+                return await self._answer(client)
+        except TimeoutError:
+            await client.fail(504, f"the request took more than {limit_s:g} s (--request-timeout-secs)")
+            return "timeout"
+        except ProxyError as error:
+            await client.fail(error.status, error.message, error.retry_after_s)
+            return "refused" if error.status == 429 else "error"
+        finally:
+            self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - self._began)
+
+    async def _answer(self, client: Client) -> str:
+        failure: AttemptFailedError | None = None
+        for _ in range(1 + self._proxy.settings.retry_max_retries):
+            decode = await self._pick("decode", failure)
+            prefill = None if self._body.alone else await self._pick("prefill", failure)
+            if decode is None or (prefill is None and not self._body.alone):
+                break
+            if failure is not None:
+                if (prefill, decode) in self._refused_by:
+                    break
+                logger.warning(
+                    "another attempt, with %s", " and ".join(str(each) for each in (prefill, decode) if each)
+                )
+                self._proxy.metrics.retries.inc()
+            attempt = Attempt(
+                self._body, self._to_engines, prefill, decode, client.comment, self._proxy.settings.sequential
+            )
+            self._proxy.metrics.dispatches.labels(attempt.mode).inc()
+            with decode.working(self._body.prompt_tokens + self._body.answer_tokens):
+                try:
+                    answer = await self._proxy.dispatcher.send(attempt)
+                except AttemptFailedError as error:
+                    failure = error
+                    self._note(error)
+                    if error.cause.refused:
+                        self._refused_by.add((prefill, decode))
+                    continue
+                waited_s = asyncio.get_running_loop().time() - self._began
+                self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
+                return await self._pass_on(client, answer)
+        return await self._give_up(client, failure)
+
+    async def _pick(self, role: Role, failure: AttemptFailedError | None) -> Instance | None:
+        """An instance for the next attempt. Raises ``ProxyError`` if there is none for the first."""
+        fleet = self._proxy.fleet
+        chosen = fleet.pick(role, self._body, self._avoid | self._spare)
+        if chosen is None:
+            await self._proxy.monitor.check(each for each in fleet.doubtful(role) if each not in self._avoid)
+            chosen = fleet.pick(role, self._body, self._avoid)
+        if chosen is None and failure is None:
+            raise fleet.none_left(role)
+        return chosen
+
+    def _note(self, error: AttemptFailedError) -> None:
+        """An engine that failed is not asked again, or only if there is no other, where it may do better next time."""
+        cause = error.cause
+        self._proxy.metrics.leg_failed(cause)
+        self._proxy.monitor.heed(cause)
+        forgiven = {cause.instance} if cause.gone or cause.broken else set()
+        self._avoid |= error.avoid - forgiven
+        self._spare |= error.spare | forgiven
+        logger.warning("%s", cause)
+
+    async def _give_up(self, client: Client, failure: AttemptFailedError | None) -> str:
+        """What the client gets is D's own answer, if there is one, else what went wrong."""
+        if failure is None:
+            raise AssertionError("no attempt was made, and none failed")
+        cause = failure.cause
+        if cause.answer is not None and cause.instance.role == "decode" and not client.started:
+            await client.whole(cause.answer)
+        else:
+            await client.fail(cause.status, str(cause), 1 if cause.gone or cause.exhausted else None)
+        return "error"
+
+    async def _pass_on(self, client: Client, answer: Answer) -> str:
+        finished = False
+        try:
+            if isinstance(answer.content, Whole):
+                await client.whole(answer.content)
+                finished = not answer.content.refuses
+                return "client_error" if answer.content.refuses else "ok"
+            await self._stream(client, answer.content)
+            finished = True
+        except LegFailedError as failure:
+            self._proxy.metrics.leg_failed(failure)
+            self._proxy.monitor.heed(failure)
+            logger.warning("%s, in the middle of its answer", failure)
+            await client.fail(failure.status, str(failure))
+            return "error"
+        finally:
+            self._release(answer, finished)
+        return "ok"
+
+    @staticmethod
+    async def _stream(client: Client, stream: Stream) -> None:
+        try:
+            await client.start(200, stream.headers)
+            async for events in stream:
+                await client.send(events)
+            await client.end()
+        finally:
+            stream.close()
+
+    def _release(self, answer: Answer, finished: bool) -> None:
+        """D has all of P's blocks when it has finished: P's own answer is then awaited by nobody, but let come."""
+        if answer.prefill is None:
+            return
+        if not finished:
+            answer.prefill.cancel()
+        self._proxy.outlive(answer.prefill)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

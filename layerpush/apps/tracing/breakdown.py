@@ -1,0 +1,93 @@
+"""Where a request's time went: parts that follow each other and add up to the whole. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from layerpush.apps.tracing.requests import RequestTrace
+
+PARTS = {
+    "queue": "D asks for it, until P plans its first chunk",
+    "prefill": "P computes, until the last layer's KV is ready",
+    "exposed": "the last layer is ready, until the last WRITE has landed",
+    "notification": "everything has landed, until D has heard so from every rank of P",
+    "D wait": "D knows, until its engine has been told",
+}
+OTHER = "other"
+"""A stretch one end of which is not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """One request, in seconds. ``parts`` has every name of ``PARTS``, None where not recorded; with ``other`` they add
+    up to ``total``, which begins when D asks, or if D left no record, when P plans the first chunk.
+    """
+
+    request: RequestTrace
+    total: float
+    parts: dict[str, float | None]
+
+    @property
+    def other(self) -> float:
+        return max(0.0, self.total - sum(part for part in self.parts.values() if part is not None))
+
+
+def break_down(request: RequestTrace) -> Breakdown:
+    """The slowest rank counts: of several the first to begin and the last to end.
+
+    What happens earlier than its turn, such as prefill before D asks, takes no time from who waits, and neither does
+    what P does or notices after D has heard of the end.
+    """
+    pushes, loads = request.pushes, request.loads
+    heard = _last(load.t_settled for load in loads)
+    at_p = (
+        _first(push.t_first_planned for push in pushes),
+        _last(push.t_last_ready for push in pushes),
+        _last(push.t_last_landed for push in pushes),
+    )
+    marks = [
+        _first(load.t_awaited for load in loads),
+        *(at if at is None or heard is None else min(at, heard) for at in at_p),
+        heard,
+        _last(load.t_reported for load in loads),
+    ]
+    begin = now = _first(marks) if marks[0] is None else marks[0]
+    if begin is None or now is None:
+        return Breakdown(request, 0.0, dict.fromkeys(PARTS))
+    parts: dict[str, float | None] = {}
+    for name, start, end in zip(PARTS, marks[:-1], marks[1:], strict=True):
+        later = now if end is None else max(now, end)
+        parts[name] = None if start is None or end is None else later - now
+        now = later
+    return Breakdown(request, now - begin, parts)
+
+
+def slowest(requests: Iterable[RequestTrace], count: int) -> list[Breakdown]:
+    """The longest ``count``, the longest first."""
+    return sorted(map(break_down, requests), key=lambda one: one.total, reverse=True)[:count]
+
+
+def shares(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
+    """What part of all their time each part took, and ``OTHER``; 0 to 1."""
+    total = sum(one.total for one in breakdowns)
+    times = {name: sum(one.parts[name] or 0.0 for one in breakdowns) for name in PARTS}
+    times[OTHER] = sum(one.other for one in breakdowns)
+    return {name: time / total if total else 0.0 for name, time in times.items()}
+
+
+def medians(breakdowns: Sequence[Breakdown]) -> dict[str, float | None]:
+    """Of each part, over the requests that have it; ``total`` too."""
+    columns: dict[str, list[float]] = {"total": [one.total for one in breakdowns]}
+    for name in PARTS:
+        columns[name] = [part for one in breakdowns if (part := one.parts[name]) is not None]
+    return {name: statistics.median(values) if values else None for name, values in columns.items()}
+
+
+def _first(times: Iterable[float | None]) -> float | None:
+    return min((at for at in times if at is not None), default=None)
+
+
+def _last(times: Iterable[float | None]) -> float | None:
+    return max((at for at in times if at is not None), default=None)

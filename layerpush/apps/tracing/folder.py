@@ -1,0 +1,127 @@
+"""From trace files to records, process by process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from layerpush.apps.tracing.progress import Advance, silent
+from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
+
+
+class FolderError(ValueError):
+    """There is nothing to read. The text says where, and what to do."""
+
+
+@dataclass(slots=True)
+class Source:
+    """What one process wrote. ``dropped`` records are lost, ``unreadable`` lines are not counted among them."""
+
+    path: Path
+    process: ProcessRecord | None = None
+    pushes: list[PushRecord] = field(default_factory=list)
+    loads: list[LoadRecord] = field(default_factory=list)
+    dropped: int = 0
+    unreadable: int = 0
+
+    @property
+    def clock(self) -> str:
+        """Which clock its times are of; empty if the file does not say."""
+        return "" if self.process is None else self.process.clock
+
+    @property
+    def engine(self) -> tuple[str, int]:
+        """Engine and rank."""
+        for known in (self.process, *self.pushes[:1], *self.loads[:1]):
+            if known is not None:
+                return known.engine_id, known.rank
+        return self.path.stem, 0
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = {
+    kind.__struct_defaults__[0]: kind for kind in (ProcessRecord, PushRecord, LoadRecord, DropRecord)
+}
+
+
+def trace_files(folders: Iterable[Path]) -> list[Path]:
+    """Each file once, those in folders below included."""
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.jsonl")})
+
+
+def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> list[Source]:
+    """All that the processes wrote into these folders and those below. Raises ``FolderError`` if that is nothing.
+
+    With ``outlines`` a push has its own times only, not those of each layer and WRITE: that takes less memory.
+    """
+    folders = list(folders)
+    sources = [
+        source for path in trace_files(folders) for source in read_lines(path, _lines_of(path, on_bytes), outlines)
+    ]
+    if not any(source.pushes or source.loads for source in sources):
+        where = ", ".join(map(str, folders))
+        raise FolderError(
+            f"no push and no load is recorded in {where}: set trace_dir in kv_connector_extra_config of P and D, "
+            "send a request with both in it, and name that directory"
+        )
+    return sources
+
+
+def _lines_of(path: Path, on_bytes: Advance) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line
+            on_bytes(len(line))
+
+
+def read_lines(path: Path, lines: Iterable[bytes], outlines: bool = False) -> list[Source]:
+    """The processes that wrote this file, one after the other. A last line without an end is still being written."""
+    sources = [Source(path)]
+    for line in lines:
+        if line.endswith(b"\n") and line.strip():
+            _take(sources, line, outlines)
+    if sources[0].process is None and len(sources) > 1 and not (sources[0].pushes or sources[0].loads):
+        sources[1].unreadable += sources[0].unreadable
+        del sources[0]
+    return sources
+
+
+def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
+    try:
+        kind = _TYPES.get(msgspec.json.decode(line, type=_Kind).kind)
+        record = None if kind is None else msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        sources[-1].unreadable += 1
+        return
+    match record:
+        case ProcessRecord():
+            sources.append(Source(sources[-1].path, record))
+        case PushRecord():
+            sources[-1].pushes.append(_outline(record) if outlines else record)
+        case LoadRecord():
+            _take_load(sources[-1].loads, record)
+        case DropRecord():
+            sources[-1].dropped = record.records
+
+
+def _outline(push: PushRecord) -> PushRecord:
+    push.ready = []
+    if push.mode != "request":  # of these the WRITEs tell when the completion was sent
+        push.writes = []
+    return push
+
+
+def _take_load(loads: list[LoadRecord], load: LoadRecord) -> None:
+    """The second record of a load, which says when its blocks were free, replaces the first."""
+    if load.t_cleared is not None:
+        for index in reversed(range(len(loads))):  # it is seldom far back
+            if (loads[index].request_id, loads[index].t_awaited) == (load.request_id, load.t_awaited):
+                loads[index] = load
+                return
+    loads.append(load)

@@ -1,0 +1,72 @@
+"""When a push's layers were computed, the phases of a load, and arithmetic with intervals. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+PHASES = ("register", "await P", "tell the engine")
+
+
+class Computed(NamedTuple):
+    """One layer of one chunk was computed from ``start`` to ``end`` (seconds)."""
+
+    chunk: int
+    layer: int
+    start: float
+    end: float
+
+
+def compute_intervals(push: PushRecord) -> list[Computed]:
+    """When each (chunk, layer) was computed, in that order.
+
+    A layer begins when the one before it in the same chunk was ready, the first one when its chunk was planned.
+    """
+    intervals: list[Computed] = []
+    for chunk, layer, ready, _hooked in sorted(push.ready, key=lambda row: (row[0], row[2])):
+        if intervals and intervals[-1].chunk == chunk:
+            start = intervals[-1].end
+        else:
+            start = push.chunks[chunk].t_planned if chunk < len(push.chunks) else ready
+        intervals.append(Computed(chunk, layer, min(start, ready), ready))
+    return intervals
+
+
+def marks(load: LoadRecord) -> tuple[float | None, ...]:
+    """The times between which the phases of a load lie."""
+    return load.t_awaited, load.t_registered, load.t_settled, load.t_reported
+
+
+def phases(load: LoadRecord) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end (seconds) of each phase whose two ends are known."""
+    for name, (start, end) in zip(PHASES, pairwise(marks(load)), strict=True):
+        if start is not None and end is not None:
+            yield name, start, end
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """How much time at least one of the intervals covers."""
+    total, covered_to = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
+
+
+def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
+    """For each interval the lowest lane in which it overlaps none that began before it."""
+    given = list(intervals)
+    chosen = [0] * len(given)
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    for index in sorted(range(len(given)), key=given.__getitem__):
+        start, end = given[index]
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        chosen[index] = lane = heappop(free) if free else len(busy)
+        heappush(busy, (end, lane))
+    return chosen

@@ -1,0 +1,263 @@
+"""One Chrome trace of P and D, for ui.perfetto.dev and chrome://tracing. Pure.
+
+Each engine rank is a process. P's has lanes of pushes, in which chunks and layers are nested, and lanes of WRITEs; D's
+has lanes of loads with their phases, and lanes of blocks that were set aside. What overlaps is in another lane: slices
+of a lane must nest. Arrows lead from D's registration to P's push, and from P's completion back to D's load.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any, TypeVar
+
+import msgspec
+
+from layerpush.apps.tracing.clocks import sent_after
+from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes, marks, phases
+from layerpush.apps.tracing.progress import Advance, silent
+from layerpush.apps.tracing.report import notes
+from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+Event = dict[str, Any]
+Track = tuple[str, int, str]
+"""Engine, rank, and what is in it: one of ``LANES``."""
+R = TypeVar("R", PushRecord, LoadRecord)
+LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
+"""The first lane's thread id, by what is in it."""
+
+
+@dataclass(slots=True)
+class Slice:
+    """From ``start`` to ``end``, in seconds, with what happened in between."""
+
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any] = field(default_factory=dict)
+    inner: list[Slice] = field(default_factory=list)
+    arrows: list[tuple[str, str, int, float]] = field(default_factory=list)
+    """``("s" or "f", name, id, when)``: an arrow leaves or arrives here."""
+
+
+def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[bytes]:
+    """A JSON object in Chrome's trace event format, in pieces: of many requests it is too much to be held at once.
+
+    Its times are microseconds since the first slice begins.
+    """
+    encode = msgspec.json.Encoder().encode
+    layout = _Layout(traces)
+    wall = _wall(traces)
+    other = {"notes": list(notes(traces))} | ({} if wall is None else {"unix_time_of_zero": layout.zero + wall})
+    yield b'{"displayTimeUnit":"ms","otherData":' + encode(other) + b',"traceEvents":['
+    yield encode(list(layout.names()))[1:-1]
+    numbers = count(1)
+    for request in traces.requests:
+        for where, what, one in layout.placed(_slices(request, numbers)):
+            yield b"," + encode(list(_events(one, where, what, layout.zero)))[1:-1]
+        on_request(1)
+    yield b"]}\n"
+
+
+class _Layout:
+    """Where each slice goes. Built of the times of all slices, then asked for their places in the same order."""
+
+    def __init__(self, traces: TraceSet) -> None:
+        spans: dict[Track, list[tuple[float, float]]] = {}
+        for request in traces.requests:
+            for track, start, end in _spans(request):
+                spans.setdefault(track, []).append((start, end))
+        self.zero = min((start for of_track in spans.values() for start, _ in of_track), default=0.0)
+        self._ids = {process: number for number, process in enumerate(dict.fromkeys(track[:2] for track in spans), 1)}
+        self._lanes = {track: array("I", lanes(of_track)) for track, of_track in spans.items()}
+        self._taken = dict.fromkeys(self._lanes, 0)
+
+    def names(self) -> Iterator[Event]:
+        """What processes and lanes are called, and in which order they are shown."""
+        for (engine, rank), pid in self._ids.items():
+            roles = [role for role, what in (("P", "push"), ("D", "load")) if (engine, rank, what) in self._lanes]
+            named = f"{' and '.join(roles)}: {engine} rank {rank}"
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}}
+            yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+        for (engine, rank, what), chosen in self._lanes.items():
+            pid = self._ids[engine, rank]
+            for lane in sorted(set(chosen)):
+                tid = LANES[what] + lane
+                name = what if lane == 0 else f"{what} ({lane + 1})"
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+    def placed(self, slices: Iterable[tuple[Track, Slice]]) -> Iterator[tuple[dict[str, int], str, Slice]]:
+        for track, one in slices:
+            engine, rank, what = track
+            lane = self._lanes[track][self._taken[track]]
+            self._taken[track] += 1
+            yield {"pid": self._ids[engine, rank], "tid": LANES[what] + lane}, what, one
+
+
+def _spans(request: RequestTrace) -> Iterator[tuple[Track, float, float]]:
+    """When each slice of ``_slices`` begins and ends, in the same order, without the work of making it."""
+    for push in _timed(request.pushes):
+        yield (push.engine_id, push.rank, "push"), *_push_span(push)
+        for write in push.writes:
+            yield (push.engine_id, push.rank, "WRITEs"), write.t_post, write.t_landed or write.t_posted
+    for load in _timed(request.loads):
+        yield (load.engine_id, load.rank, "load"), *_load_span(load)
+        if load.t_parked is not None:
+            yield (load.engine_id, load.rank, "blocks set aside"), load.t_parked, _cleared(load)
+
+
+def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Track, Slice]]:
+    pushes, loads = _timed(request.pushes), _timed(request.loads)
+    pushed = [_pushed(request, push) for push in pushes]
+    loaded = [_loaded(request, load) for load in loads]
+    for load, load_slice in zip(loads, loaded, strict=True):
+        for push, push_slice in zip(pushes, pushed, strict=True):
+            _link(push, push_slice, load, load_slice, arrows)
+    for push, push_slice in zip(pushes, pushed, strict=True):
+        yield (push.engine_id, push.rank, "push"), push_slice
+        for write in _writes(request, push):
+            yield (push.engine_id, push.rank, "WRITEs"), write
+    for load, load_slice in zip(loads, loaded, strict=True):
+        yield (load.engine_id, load.rank, "load"), load_slice
+        if load.t_parked is not None:
+            args = {"freed": load.t_cleared is not None}
+            yield (
+                (load.engine_id, load.rank, "blocks set aside"),
+                Slice(request.name, load.t_parked, _cleared(load), args),
+            )
+
+
+def _timed(records: Iterable[R]) -> list[R]:
+    """Those of which any time is known."""
+    return [record for record in records if any(times(record))]
+
+
+def _wall(traces: TraceSet) -> float | None:
+    """What to add to a time of the reference clock for the time of day."""
+    for source in traces.sources:
+        if source.process is not None and source.clock == traces.clocks.reference:
+            return source.process.unix - source.process.t
+    return None
+
+
+def _events(one: Slice, where: dict[str, int], what: str, zero: float) -> Iterator[Event]:
+    start, end = _nanos(one.start - zero), _nanos(one.end - zero)
+    when = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+    yield {"ph": "X", "name": one.name, "cat": what, **when, **where, "args": one.args}
+    for kind, name, number, at in one.arrows:
+        inside = max(start, min(_nanos(at - zero), end - 1))  # an arrow at the very end would belong to no slice
+        binding = {"bp": "e"} if kind == "f" else {}
+        yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **where, **binding}
+    for inner in one.inner:
+        yield from _events(inner, where, what, zero)
+
+
+def _nanos(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids: Iterator[int]) -> None:
+    """Arrows between one rank of P and one of D."""
+    ends: list[tuple[str, Slice, float | None, Slice, float | None]] = [
+        ("registration", loaded, load.t_registered, pushed, push.t_registered)
+    ]
+    if push.outcome == load.outcome == "completed":
+        ends.append(("completion", pushed, _sent(push, load), loaded, load.t_settled))
+    for name, source, left, target, arrived in ends:
+        if left is not None and arrived is not None:
+            number = next(ids)
+            source.arrows.append(("s", name, number, left))
+            target.arrows.append(("f", name, number, arrived))
+
+
+def _sent(push: PushRecord, load: LoadRecord) -> float | None:
+    """When the completion left. P notes it a little later, on a busy host after D has heard already."""
+    noted, after = push.t_notified or push.t_last_landed, sent_after(push)
+    if noted is None or after is None or load.t_settled is None:
+        return noted
+    return max(after, min(noted, load.t_settled))
+
+
+def _push_span(push: PushRecord) -> tuple[float, float]:
+    known = [at for _, at in times(push)]
+    known += [write.t_landed or write.t_posted for write in push.writes]
+    known += [at for _, _, at, _ in push.ready]
+    if push.ready:
+        known += [chunk.t_planned for chunk in push.chunks]
+    return min(known), max(known)
+
+
+def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
+    args = {
+        "request_id": push.request_id,
+        "decode_request_id": push.decode_request_id,
+        "mode": push.mode,
+        "fallback": push.fallback,
+        "outcome": push.outcome,
+        "reason": push.reason,
+        "tokens": push.tokens,
+        "preemptions": push.epoch,
+        "writes": len(push.writes),
+        "bytes": sum(write.bytes for write in push.writes),
+    }
+    return Slice(request.name, *_push_span(push), args, _chunks(push))
+
+
+def _chunks(push: PushRecord) -> list[Slice]:
+    """Slices of a lane must not overlap: a chunk that was planned while the last one was computed begins after it."""
+    chunks: list[Slice] = []
+    layers: dict[int, list[Computed]] = {}
+    for computed in compute_intervals(push):
+        layers.setdefault(computed.chunk, []).append(computed)
+    for index, rows in layers.items():
+        begin = max(rows[0].start, chunks[-1].end if chunks else rows[0].start)
+        cuts = [begin, *(max(begin, row.end) for row in rows)]
+        named = zip(rows, pairwise(cuts), strict=True)
+        inner = [Slice(f"layer {row.layer}", start, end) for row, (start, end) in named]
+        known = push.chunks[index] if index < len(push.chunks) else None
+        args = {} if known is None else {"blocks": [known.start_block, known.end_block]}
+        chunks.append(Slice(f"chunk {index}", begin, cuts[-1], args, inner))
+    return chunks
+
+
+def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
+    slices = []
+    for write in push.writes:
+        first, last = write.layers
+        what = "regions" if push.mode == "request" else "layers"
+        args = {
+            "request": request.name,
+            "remote_rank": write.remote_rank,
+            "descriptors": write.descriptors,
+            "bytes": write.bytes,
+            "posting_us": _nanos(write.t_posted - write.t_post) / 1e3,
+            "landed": write.t_landed is not None,
+        }
+        slices.append(Slice(f"WRITE {what} {first}-{last}", write.t_post, write.t_landed or write.t_posted, args))
+    return slices
+
+
+def _load_span(load: LoadRecord) -> tuple[float, float]:
+    """Without the time after it, in which its blocks were set aside."""
+    known = [at for at in marks(load) if at is not None] or [at for _, at in times(load)]
+    return min(known), max(known)
+
+
+def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
+    args = {
+        "request_id": load.request_id,
+        "prefill_engine_id": load.prefill_engine_id,
+        "outcome": load.outcome,
+        "reason": load.reason,
+        "blocks": load.blocks,
+    }
+    inner = [Slice(*phase) for phase in phases(load)]
+    return Slice(request.name, *_load_span(load), args, inner)
+
+
+def _cleared(load: LoadRecord) -> float:
+    return load.t_cleared or load.t_reported or load.t_parked or 0.0

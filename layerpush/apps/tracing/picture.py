@@ -1,0 +1,160 @@
+"""Pictures of pushes: when P computed each layer, when its KV was on the wire, and what D waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerpush.apps.tracing.breakdown import PARTS, break_down
+from layerpush.apps.tracing.figures import completed_times
+from layerpush.apps.tracing.intervals import compute_intervals, phases
+from layerpush.apps.tracing.requests import RequestTrace
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MAX_RANKS = 8
+DPI = 110
+COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
+WRITE_COLOUR = "#d9541e"
+LOST_COLOUR = "#8c8c8c"
+EXPOSED_COLOUR = "#f6c945"
+PHASE_COLOURS = {"register": "#c9c2dc", "await P": "#8f7fb8", "tell the engine": "#4b3a78"}
+ASIDE_COLOUR = "#222222"
+LEGEND = {
+    "computing the layer (shades alternate by chunk)": COMPUTE_COLOURS[1],
+    "WRITE, from post to landed (grey: never landed)": WRITE_COLOUR,
+    "exposed: last layer ready to last WRITE landed": EXPOSED_COLOUR,
+}
+
+
+class PictureError(ValueError):
+    """It cannot be drawn. The text says what is missing."""
+
+
+def draw_request(request: RequestTrace, path: Path) -> None:
+    """One panel for D's ranks and one for each of P's, up to ``MAX_RANKS``; the file's ending chooses the format.
+
+    Raises ``PictureError`` without matplotlib, for an ending that it does not know, and for a request without times.
+    """
+    pushes, loads = request.pushes[:MAX_RANKS], request.loads[:MAX_RANKS]
+    heights = [0.5 + 0.35 * len(loads)] * bool(loads) + [3.2] * len(pushes)
+    if not heights or not request.begin:
+        raise PictureError(f"no time of {request.name} is recorded")
+    legend = dict(LEGEND)
+    if loads:
+        legend |= {f"D: {phase}": colour for phase, colour in PHASE_COLOURS.items()}
+    if any(load.t_parked for load in loads):
+        legend["D: blocks set aside"] = ASIDE_COLOUR
+    with _panels(path, heights, 1, legend) as grid:
+        panels = [row[0] for row in grid]
+        if loads:
+            _draw_loads(panels[0], loads, request.begin)
+        for axes, push in zip(panels[len(panels) - len(pushes) :], pushes, strict=True):
+            _draw_push(axes, push, request.begin)
+            fallback = f", whole because {push.fallback}" if push.fallback else ""
+            what = f"{push.mode}, {len(push.writes)} WRITEs, {push.outcome}{fallback}"
+            axes.set_title(f"P: {push.engine_id} rank {push.rank}, {what}", loc="left", fontsize="medium")
+        panels[0].figure.suptitle(_title(request), x=0.01, ha="left")
+        panels[-1].set_xlabel("milliseconds since the request began")
+
+
+def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
+    """One row of panels per name: the whole push, and its end enlarged. The panels of a column share their time scale.
+
+    Raises ``TraceError`` when a push was not completed, ``PictureError`` as ``draw_request`` does.
+    """
+    times = {name: completed_times(push) for name, push in pushes.items()}
+    longest = 1e3 * max(landed - planned for planned, _, landed in times.values())
+    exposed = 1e3 * max(landed - ready for _, ready, landed in times.values())
+    with _panels(path, [4.0] * len(pushes), 2, LEGEND) as grid:
+        for (whole, end), (name, push) in zip(grid, pushes.items(), strict=True):
+            planned, ready, landed = times[name]
+            _draw_push(whole, push, zero=planned)
+            _draw_push(end, push, zero=ready)
+            counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
+            what = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
+            whole.set_title(f"{name}: {push.tokens} tokens, {what}", loc="left")
+            end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
+        grid[0][0].set_xlim(0, longest * 1.01)
+        grid[0][1].set_xlim(-exposed, exposed * 1.05)
+        grid[-1][0].set_xlabel("milliseconds since the first chunk was planned")
+        grid[-1][1].set_xlabel("milliseconds since the last layer was ready")
+
+
+@contextmanager
+def _panels(path: Path, heights: Sequence[float], columns: int, legend: Mapping[str, str]) -> Iterator[Any]:
+    """A grid of panels, ``grid[row][column]``, with rows of these heights in inches; the file is written at the end."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise PictureError(f"drawing needs matplotlib ({error}): pip install matplotlib") from error
+    figure, grid = plt.subplots(
+        len(heights),
+        columns,
+        figsize=(15, sum(heights) + 1.6),
+        sharex="col",
+        squeeze=False,
+        layout="constrained",
+        gridspec_kw={"height_ratios": heights},
+    )
+    try:
+        yield grid
+        handles = [Patch(color=colour, label=label) for label, colour in legend.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+    except ValueError as error:
+        raise PictureError(f"{path} cannot be written: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _title(request: RequestTrace) -> str:
+    parts = break_down(request)
+    known = [f"{name} {1e3 * part:.1f}" for name in PARTS if (part := parts.parts[name]) is not None]
+    text = f"{request.name}: {request.tokens} tokens, {request.outcome}, {1e3 * parts.total:.1f} ms"
+    return f"{text} ({', '.join(known)})" if known else text
+
+
+def _draw_loads(axes: Axes, loads: list[LoadRecord], zero: float) -> None:
+    for row, load in enumerate(loads):
+        for name, start, end in phases(load):
+            axes.barh(row, 1e3 * (end - start), left=1e3 * (start - zero), height=0.6, color=PHASE_COLOURS[name])
+        if load.t_parked is not None:
+            width = 1e3 * ((load.t_cleared or load.t_parked) - load.t_parked)
+            axes.barh(row + 0.38, width, left=1e3 * (load.t_parked - zero), height=0.12, color=ASIDE_COLOUR)
+    axes.set_yticks(range(len(loads)), [f"rank {load.rank}" for load in loads])
+    axes.set_ylim(len(loads) - 0.4, -0.6)
+    axes.set_title(f"D: {loads[0].engine_id}", loc="left", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_push(axes: Axes, push: PushRecord, zero: float) -> None:
+    """Upper half of a layer's row: computation. Lower half: the WRITEs that carried it. Milliseconds from ``zero``."""
+    if push.t_last_ready is not None and push.t_last_landed is not None:
+        exposed = [1e3 * (at - zero) for at in (push.t_last_ready, push.t_last_landed)]
+        axes.axvspan(*exposed, color=EXPOSED_COLOUR, alpha=0.4)
+    rows = 1
+    for chunk, layer, start, end in compute_intervals(push):
+        left, width = 1e3 * (start - zero), 1e3 * (end - start)
+        axes.barh(layer - 0.22, width, left=left, height=0.44, color=COMPUTE_COLOURS[chunk % 2])
+        rows = max(rows, layer + 1)
+    for write in push.writes:
+        first, last = write.layers if push.mode != "request" else (0, rows - 1)  # its regions are no layers
+        rows = max(rows, last + 1)
+        end, colour = (write.t_posted, LOST_COLOUR) if write.t_landed is None else (write.t_landed, WRITE_COLOUR)
+        left, width = 1e3 * (write.t_post - zero), 1e3 * (end - write.t_post)
+        middles = [layer + 0.22 for layer in range(first, last + 1)]
+        axes.barh(middles, width, left=left, height=0.4, color=colour, edgecolor=colour, lw=0.6)
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_yticks(range(0, rows, max(1, rows // 8)))
+    axes.set_ylabel("layer")
+    axes.spines[["top", "right"]].set_visible(False)

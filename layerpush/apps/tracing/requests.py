@@ -1,0 +1,144 @@
+"""Requests, each with the pushes of P's ranks and the loads of D's, all times on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from msgspec import Struct
+
+from layerpush.apps.tracing.clocks import Clocks, find_clocks
+from layerpush.apps.tracing.folder import Source, read_folders
+from layerpush.apps.tracing.progress import Advance, silent
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+
+class RequestError(ValueError):
+    """No such request, or more than one. The text names some that there are."""
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """One request. ``name`` is its id without the suffixes that the engines gave it."""
+
+    name: str
+    pushes: list[PushRecord] = field(default_factory=list)
+    loads: list[LoadRecord] = field(default_factory=list)
+
+    @property
+    def ids(self) -> set[str]:
+        """Everything that it is called."""
+        decode_ids = {push.decode_request_id for push in self.pushes} - {None}
+        own = {push.request_id for push in self.pushes} | {load.request_id for load in self.loads}
+        return {self.name} | own | {one for one in decode_ids if one is not None}
+
+    @property
+    def tokens(self) -> int:
+        return max((push.tokens for push in self.pushes), default=0)
+
+    @property
+    def outcome(self) -> str:
+        """D's word counts, if it is there; what is not "completed" outweighs what is."""
+        outcomes = [one.outcome for one in self.loads or self.pushes]
+        return next((outcome for outcome in outcomes if outcome != "completed"), "completed")
+
+    @property
+    def reason(self) -> str | None:
+        reasons = [load.reason for load in self.loads] + [push.reason for push in self.pushes]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
+    def begin(self) -> float:
+        """The first that is known of it, in seconds; 0 if nothing is."""
+        return min((at for record in (*self.pushes, *self.loads) for _, at in times(record)), default=0.0)
+
+    @property
+    def mode(self) -> str:
+        return next((push.mode for push in self.pushes), "?")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSet:
+    """All that was read. The times of all records are the reference clock's."""
+
+    requests: list[RequestTrace]
+    sources: list[Source]
+    clocks: Clocks
+
+    def find(self, wanted: str) -> RequestTrace:
+        """The request that is called so, or the only one whose id has this in it. Raises ``RequestError``."""
+        exact = [request for request in self.requests if wanted in request.ids]
+        found = exact or [request for request in self.requests if any(wanted in one for one in request.ids)]
+        if len(found) == 1:
+            return found[0]
+        some = ", ".join(request.name for request in (found or self.requests)[:5])
+        more = ", ..." if len(found or self.requests) > 5 else ""
+        what = f"{len(found)} requests have it" if found else "no request has it; there are"
+        raise RequestError(f"{wanted!r} is not the id of one request: {what}: {some}{more}")
+
+
+def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> TraceSet:
+    """Raises ``FolderError`` if nothing is recorded there. ``outlines`` as of ``read_folders``."""
+    sources = read_folders(folders, outlines=outlines, on_bytes=on_bytes)
+    clocks = find_clocks(sources)
+    return TraceSet(join(sources, clocks), sources, clocks)
+
+
+def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
+    """Requests in the order of their beginning, with the records of ``sources``, put on the reference clock."""
+    requests: dict[tuple[str | None, str | None], RequestTrace] = {}
+
+    def of(engine_id: str | None, request_id: str) -> RequestTrace:
+        return requests.setdefault((engine_id, request_id), RequestTrace(without_suffix(request_id)))
+
+    for source in sources:
+        by = clocks.rebased(source.clock)
+        for load in source.loads:
+            of(load.engine_id, load.request_id).loads.append(load)
+            shift(load, by)
+        for push in source.pushes:
+            if push.decode_request_id is not None:
+                request = of(push.decode_engine_id, push.decode_request_id)
+            else:
+                request = of(push.engine_id, push.request_id)
+            request.pushes.append(push)
+            shift(push, by)
+    for request in requests.values():
+        request.pushes.sort(key=lambda push: (push.engine_id, push.rank))
+        request.loads.sort(key=lambda load: (load.engine_id, load.rank))
+    return sorted(requests.values(), key=lambda request: request.begin)
+
+
+def shift(record: PushRecord | LoadRecord, by: float) -> None:
+    """Move every time of a push or a load by so many seconds."""
+    if not by:
+        return
+    inner: Iterable[Struct] = ()
+    if isinstance(record, PushRecord):
+        inner = chain(record.chunks, record.writes)
+        record.ready = [(chunk, layer, at + by, hooked) for chunk, layer, at, hooked in record.ready]
+    for one in chain((record,), inner):
+        for name, at in times(one):
+            setattr(one, name, at + by)
+
+
+def times(record: Struct) -> Iterator[tuple[str, float]]:
+    """The times of a record that are known, by their names."""
+    for name in _time_fields(type(record)):
+        if (at := getattr(record, name)) is not None:
+            yield name, at
+
+
+@cache
+def _time_fields(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name.startswith("t_"))
+
+
+def without_suffix(request_id: str) -> str:
+    """vLLM appends ``-`` and eight hex digits to the id of each request."""
+    base, dash, suffix = request_id.rpartition("-")
+    has_suffix = dash and len(suffix) == 8 and all(digit in "0123456789abcdef" for digit in suffix)
+    return base if has_suffix else request_id

@@ -1,0 +1,93 @@
+"""Where vLLM's front end admits requests: one with bad `kv_transfer_params` is refused, and its client is told why.
+
+Beside compat/ the only module that uses private names of vLLM. compat/ imports vLLM's NIXL connector, which would
+cost every process that vLLM starts; this one waits for the front end to be imported, and imports nothing for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from layerpush.compat.import_hook import ImportHook
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import KvRole, ParamsError, check_params
+
+FRONT_END = "vllm.v1.engine.input_processor"
+
+
+class Door(NamedTuple):
+    """One layerpush connector of an engine, as far as requests meet it."""
+
+    role: KvRole
+    config: LayerPushConfig
+
+
+def doors(connector: str, transfer: Mapping[str, Any]) -> Iterator[Door]:
+    """The connectors of that name in the fields of a `--kv-transfer-config`, those inside of a MultiConnector too."""
+    extra = transfer.get("kv_connector_extra_config") or {}
+    if transfer.get("kv_connector") == connector:
+        yield Door(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
+    elif transfer.get("kv_connector") == "MultiConnector":
+        for inner in extra.get("connectors") or ():
+            yield from doors(connector, inner)
+
+
+class AdmissionHook(ImportHook):
+    """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call."""
+
+    names = frozenset({FRONT_END})
+
+    def __init__(self, connector: str) -> None:
+        self._connector = connector
+        self._known: weakref.WeakKeyDictionary[Any, tuple[Door, ...]] = weakref.WeakKeyDictionary()
+
+    def patch(self, module: ModuleType) -> None:
+        processor: Any = getattr(module, "InputProcessor", None)
+        plain: Any = getattr(processor, "process_inputs", None)
+        if plain is None:
+            _warn(f"{FRONT_END}.InputProcessor.process_inputs does not exist in this vLLM")
+            return
+        if hasattr(plain, "checked_by_layerpush"):
+            return
+        check = self.check
+
+        @functools.wraps(plain)
+        def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            check(self, params)
+            return plain(self, request_id, prompt, params, *args, **kwargs)
+
+        checked: Any = process_inputs
+        checked.checked_by_layerpush = True
+        processor.process_inputs = checked
+
+    def check(self, processor: Any, params: Any) -> None:
+        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors take these params."""
+        if processor not in self._known:
+            transfer = processor.vllm_config.kv_transfer_config
+            self._known[processor] = () if transfer is None else tuple(doors(self._connector, vars(transfer)))
+        for door in self._known[processor]:
+            _check(params, door)
+
+
+def _check(sampling_or_pooling: Any, door: Door) -> None:
+    extra = getattr(sampling_or_pooling, "extra_args", None)
+    if not isinstance(extra, dict):
+        return
+    try:
+        check_params(extra.get("kv_transfer_params"), door.role, door.config)
+    except ParamsError as error:
+        from vllm.exceptions import VLLMValidationError  # what vLLM answers with HTTP status 400
+
+        raise VLLMValidationError(str(error), parameter=error.parameter) from None
+
+
+def _warn(problem: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.layerpush.admission").warning(
+        "%s: requests with bad kv_transfer_params are not refused with a reason, but run without a KV transfer", problem
+    )

@@ -1,0 +1,178 @@
+"""Cures for busy loops that make a small CPU machine slow. Applied only when LAYERPUSH_CALM asks, never by itself.
+
+* NIXL's Python API starts its progress thread with a delay of 0: one core per agent is spent polling.
+* vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
+  computes.
+* While requests wait for KV, vLLM's engine takes a step in which nothing is computed every millisecond or so: D uses a
+  core all the time that P computes.
+
+The cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us to 1 ms per step, 10 ms until
+D looks whether KV has come), hence the switch.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+from layerpush.compat.import_hook import ImportHook
+from layerpush.core.config import ConfigError
+
+VARIABLE = "LAYERPUSH_CALM"
+PROGRESS_DELAY_US = 1000
+YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
+YIELD_SHARE = 0.05
+"""Of the time waited already: so much later may whoever waits notice that it is over."""
+NEW_WAIT_SECONDS = 1e-3
+"""So long after the last sleep it is another wait."""
+EMPTY_STEP_SECONDS = 10e-3
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"", "0", "false", "no", "off"})
+# `nixl` is a façade: it picks one of these packages and shows its modules under its own name.
+_NIXL_APIS = frozenset({"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api"})
+
+_applied = False
+
+
+def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
+    """Whether LAYERPUSH_CALM asks for the cures.
+
+    Raises:
+        ConfigError: the variable is neither a yes nor a no.
+    """
+    value = environ.get(VARIABLE, "")
+    word = value.strip().lower()
+    if word in _YES:
+        return True
+    if word in _NO:
+        return False
+    raise ConfigError(
+        f"environment variable {VARIABLE}={value!r}: must be one of 1, true, yes, on, or 0, false, no, off, empty"
+    )
+
+
+def apply() -> None:
+    """Cure both loops in this process and in those that it forks; the log says so once. Call before engines start."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
+    # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
+    _NixlHook().install()
+    _EngineHook().install()
+    uncured = _calm_vllm()
+    for name in uncured:
+        logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
+    logger.info(
+        "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us and more instead of "
+        "spinning, and rests %.0f ms after a step without work",
+        VARIABLE,
+        PROGRESS_DELAY_US,
+        YIELD_SECONDS * 1e6,
+        EMPTY_STEP_SECONDS * 1e3,
+    )
+
+
+def applied() -> bool:
+    """Whether `apply` ran in this process or in the one that forked it."""
+    return _applied
+
+
+def _calm_vllm() -> list[str]:
+    """Replace `sched_yield` where it lives and where it was imported by name; returns the names that were not found."""
+    import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+    import vllm.distributed.utils as utils
+
+    uncured = []
+    for module in (utils, shm_broadcast):
+        if hasattr(module, "sched_yield"):
+            module.sched_yield = _rest.sleep
+        else:
+            uncured.append(f"{module.__name__}.sched_yield")
+    return uncured
+
+
+class Rest(threading.local):
+    """What a thread does instead of yielding: sleep, the longer the longer it waits.
+
+    A reader of vLLM's message queues could wait for the word that comes with each message instead. Of two within a
+    millisecond ZeroMQ drops one, though, and the reader then sleeps on for seconds (seen with vLLM 0.32).
+    """
+
+    def __init__(self) -> None:
+        self._since = self._last = float("-inf")
+
+    def sleep(self) -> None:
+        now = time.monotonic()
+        if now - self._last > NEW_WAIT_SECONDS:
+            self._since = now
+        time.sleep(self.seconds(now - self._since))
+        self._last = time.monotonic()
+
+    @staticmethod
+    def seconds(waited: float) -> float:
+        """How long to sleep after having waited so long."""
+        return min(max(YIELD_SECONDS, YIELD_SHARE * waited), LONGEST_YIELD_SECONDS)
+
+
+_rest = Rest()
+
+
+def delay_progress_thread(api: ModuleType) -> None:
+    """Let agents made through `api` (NIXL's `_api` module) give their progress thread a delay where they ask for 0."""
+    bindings: Any = api.nixlBind
+    plain: Any = bindings.nixlAgentConfig
+    if getattr(plain, "calmed_by_layerpush", False):
+        return
+
+    class CalmAgentConfig(plain):
+        calmed_by_layerpush = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" and value == 0 else value)
+
+    bindings.nixlAgentConfig = CalmAgentConfig
+
+
+class _NixlHook(ImportHook):
+    names = _NIXL_APIS
+
+    def patch(self, module: ModuleType) -> None:
+        delay_progress_thread(module)
+
+
+def rest_after_empty_steps(core: ModuleType) -> None:
+    """Let engines of ``core`` (vLLM's ``v1.engine.core``) wait for input after a step that computed nothing."""
+    engine: Any = core.EngineCoreProc
+    plain = engine._process_engine_step
+
+    def calm_step(self: Any) -> bool:
+        computed: bool = plain(self)
+        if not computed and self.scheduler.has_requests():
+            wait_for_input(self.input_queue, EMPTY_STEP_SECONDS)
+        return computed
+
+    engine._process_engine_step = calm_step
+
+
+def wait_for_input(inputs: queue.Queue[Any], seconds: float) -> None:
+    """Return as soon as there is something to get, after ``seconds`` at the latest. Takes nothing."""
+    with inputs.not_empty:
+        if not inputs.queue:
+            inputs.not_empty.wait(seconds)
+
+
+class _EngineHook(ImportHook):
+    names = frozenset({"vllm.v1.engine.core"})
+
+    def patch(self, module: ModuleType) -> None:
+        rest_after_empty_steps(module)

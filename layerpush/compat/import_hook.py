@@ -1,0 +1,55 @@
+"""Patching a module right after it is imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class ImportHook(MetaPathFinder, ABC):
+    """Finds the modules `names` with the other finders and has each `patch`ed right after its code ran."""
+
+    names: frozenset[str]
+
+    @abstractmethod
+    def patch(self, module: ModuleType) -> None:
+        """Called once per module. What it raises, the import raises."""
+
+    def install(self) -> None:
+        """For modules that are already imported, now."""
+        for name in self.names & sys.modules.keys():
+            self.patch(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self.names:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _PatchingLoader(spec.loader, self)
+                return spec
+        return None
+
+
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader, hook: ImportHook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._hook.patch(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # get_source and the like, for tracebacks and inspect

@@ -1,0 +1,83 @@
+"""A decode engine's blocks that a prefill engine may write: nobody else gets them, whatever the scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class BlockPool(Protocol):
+    """vLLM's, as far as it is needed here: it hands out only blocks to which nobody has a reference."""
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Held:
+    blocks: list[Any] = field(default_factory=list)
+    parked: set[int] = field(default_factory=set)
+
+
+class BlockHolds:
+    """A reference of our own to each registered block, from its registration until no rank expects a WRITE.
+
+    The engine's reference protects a block only until the engine is told that the load has ended. Where that was said
+    of a failed load with WRITEs still possible (``parked``), ours goes on until every such rank has said ``cleared``.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._held: dict[str, _Held] = {}
+        self._settled: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    @property
+    def outlasts_engine(self) -> bool:
+        """Whether blocks are held of which the engine believes that they are free."""
+        return bool(self._settled)
+
+    @property
+    def parked_requests(self) -> int:
+        """How many requests are over for the engine and have blocks here."""
+        return len(self._settled)
+
+    @property
+    def parked_blocks(self) -> int:
+        """How many blocks those are."""
+        return sum(len(self._held[request_id].blocks) for request_id in self._settled)
+
+    def hold(self, request_id: str, blocks: Sequence[Any]) -> None:
+        """The request's blocks are about to be registered. An id may come again: its blocks then leave together."""
+        self._pool.touch(blocks)
+        self._held.setdefault(request_id, _Held()).blocks.extend(blocks)
+        self._settled.discard(request_id)
+
+    def parked(self, request_id: str, ranks: Iterable[int]) -> None:
+        """These ranks gave the load up and say that it may still be written."""
+        if request_id in self._held:
+            self._held[request_id].parked.update(ranks)
+
+    def cleared(self, request_id: str, ranks: Iterable[int]) -> None:
+        """These ranks say that it no longer is."""
+        if request_id in self._held:
+            self._held[request_id].parked.difference_update(ranks)
+            self._release(request_id)
+
+    def settled(self, request_id: str) -> None:
+        """All ranks have reported the load as over, well or badly; the engine gives up its own reference."""
+        if request_id in self._held:
+            self._settled.add(request_id)
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        if request_id in self._settled and not self._held[request_id].parked:
+            self._settled.discard(request_id)
+            self._pool.free_blocks(reversed(self._held.pop(request_id).blocks))

@@ -1,0 +1,219 @@
+"""`kv_connector_extra_config` -> LayerPushConfig. Pure: no torch, no vLLM, no NIXL."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
+from layerpush.core.wire import MAX_RING_BYTES
+
+PushMode = Literal["layer", "chunk", "request"]
+"""How the KV cache of a request leaves P: layer by layer, chunk by chunk, or whole after prefill."""
+
+# What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
+UPSTREAM_KEYS = frozenset(
+    {
+        "backends",
+        "bidirectional_kv_xfer",
+        "decoder_kv_blocks_ttl",
+        "enforce_handshake_compat",
+        "engine_ttl",
+        "kv_lease_duration",
+        "kv_recompute_threshold",
+        "num_threads",
+        "push_registration_timeout",
+    }
+)
+
+
+class ConfigError(ValueError):
+    """A setting has a bad name or a bad value; the message names the setting, the value and the choices."""
+
+
+class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator can choose, the same on P and D; keys that concern only one side are ignored by the other."""
+
+    layerwise: Annotated[
+        bool,
+        Meta(
+            description="Push while prefill computes. `false`: whole requests after it, exactly as `NixlPushConnector`."
+        ),
+    ] = True
+    granularity: Annotated[
+        Literal["layer", "chunk"],
+        Meta(
+            description='`"layer"`: write each layer once it is computed. `"chunk"`: all layers after each engine step.'
+        ),
+    ] = "layer"
+    min_write_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Merge a request's ready layers into one WRITE up to this size; `0`: never merge on purpose.",
+        ),
+    ] = 262144
+    layerwise_min_tokens: Annotated[
+        int,
+        Meta(ge=0, description="Prompts with fewer tokens than this are pushed whole after prefill."),
+    ] = 0
+    packing: Annotated[
+        Literal["auto", "off", "gather", "packed"],
+        Meta(
+            description='Whether scattered blocks are put together before they are written: `"auto"`: where that is '
+            'estimated to be faster. `"gather"`: on P. `"packed"`: on P, and D takes them apart.'
+        ),
+    ] = "auto"
+    staging_bytes: Annotated[
+        int,
+        Meta(ge=0, le=MAX_RING_BYTES, description="Memory of each worker for that; `0`: none, so nothing is packed."),
+    ] = 67108864
+    trace_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Directory for one JSONL trace per worker, a line for each push on P and each load on D; "
+            "`null`: no trace.",
+        ),
+    ] = None
+    peer_timeout_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Seconds of silence after which D gives up the loads that it awaits from a P.",
+        ),
+    ] = 20
+    write_timeout_s: Annotated[
+        int,
+        Meta(ge=1, description="Seconds that one WRITE may take before P gives up the push that it belongs to."),
+    ] = 60
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
+        Meta(
+            description="Host names, IP addresses and networks (CIDR) that requests and peers may make this engine "
+            "connect to; `null`: any.",
+        ),
+    ] = None
+
+    @property
+    def mode(self) -> PushMode:
+        """How P pushes a request that does not choose for itself."""
+        return self.granularity if self.layerwise else "request"
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, object]) -> LayerPushConfig:
+        """Check vLLM's `kv_connector_extra_config` and take layerpush's own keys from it.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is no number.
+        """
+        rows = {row.key: row for row in documentation_rows()}
+        for key in extra:
+            if key not in rows and key not in UPSTREAM_KEYS:
+                raise ConfigError(_unknown_key(key, [*rows, *UPSTREAM_KEYS]))
+        own = {
+            key: _converted(key, value, rows[key].type, _annotations()[key])
+            for key, value in extra.items()
+            if key in rows
+        }
+        for entry in own.get("allowed_hosts") or ():
+            try:
+                check_entry(entry)
+            except HostError as error:
+                raise ConfigError(f"kv_connector_extra_config: 'allowed_hosts': {error}") from None
+        return cls(**own)
+
+
+class DocumentationRow(NamedTuple):
+    """One line of the configuration table."""
+
+    key: str
+    type: str
+    """The choices, as an operator reads them in JSON, e.g. `"layer" or "chunk"`."""
+    default: str
+    """As JSON."""
+    meaning: str
+
+
+def documentation_rows() -> Iterator[DocumentationRow]:
+    """The configuration table, in the order of the fields; the texts are the fields' own descriptions."""
+    for field in msgspec.structs.fields(LayerPushConfig):
+        annotation = _annotations()[field.name]
+        yield DocumentationRow(
+            field.name,
+            _choices(annotation),
+            msgspec.json.encode(field.default).decode(),
+            _meta(annotation).description or "",
+        )
+
+
+def documentation_table() -> str:
+    """`documentation_rows` as a Markdown table."""
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{row.key}` | {row.type} | `{row.default}` | {row.meaning} |" for row in documentation_rows()]
+    return "\n".join(lines) + "\n"
+
+
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(LayerPushConfig, include_extras=True)
+
+
+def _meta(annotation: Any) -> Meta:
+    meta: Meta = get_args(annotation)[1]
+    return meta
+
+
+def _choices(annotation: Any) -> str:
+    bare, meta = get_args(annotation)[:2]
+    words = []
+    for option in get_args(bare) if get_origin(bare) in (Literal, Union, types.UnionType) else (bare,):
+        if isinstance(option, str):
+            words.append(f'"{option}"')
+        elif option is int and meta.le is not None:
+            words.append(f"integer from {meta.ge} to {meta.le}")
+        elif option is int and meta.ge is not None:
+            words.append(f"integer >= {meta.ge}")
+        elif get_origin(option) is Annotated:
+            words.append("non-empty string")
+        elif get_origin(option) is tuple:
+            words.append("list of host names, IP addresses and networks")
+        else:
+            words.append({bool: "true or false", int: "integer", str: "string", type(None): "null"}[option])
+    return " or ".join(words)
+
+
+def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
+    try:
+        return msgspec.convert(value, annotation, strict=True)
+    except msgspec.ValidationError:
+        message = f"kv_connector_extra_config: {key!r} is {value!r} ({type(value).__name__}); choices: {choices}"
+        raise ConfigError(message + _hint(value, annotation)) from None
+
+
+def _hint(value: object, annotation: Any) -> str:
+    """What the writer probably meant, if that can be told."""
+    if not isinstance(value, str):
+        return ""
+    word = value.strip().lower()
+    for meant in ({"true": True, "false": False}.get(word), int(word) if word.isdecimal() else None, word, [word]):
+        try:
+            msgspec.convert(meant, annotation, strict=True)
+        except msgspec.ValidationError:
+            continue
+        if meant is not None:
+            quotes = " without quotes" if isinstance(meant, bool | int) else ""
+            return f"; write {msgspec.json.encode(meant).decode()}{quotes}"
+    options = [option for option in get_args(get_args(annotation)[0]) if isinstance(option, str)]
+    close = difflib.get_close_matches(word, options, n=1)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    choices = ", ".join(sorted(known))
+    return f"kv_connector_extra_config: unknown key {key!r}; {hint}layerpush's and vLLM's NIXL keys are: {choices}"

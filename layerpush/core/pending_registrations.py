@@ -1,0 +1,86 @@
+"""Registrations that came before their request. Pure; the writer thread owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerpush.core.wire import Registration
+
+KEPT = 4096
+KEPT_S = 480.0
+
+Key = tuple[str, str]
+
+
+class PendingRegistrations:
+    """Bounded in number and in time: what nobody asks for within ``kept_s`` seconds is forgotten.
+
+    ``is_for`` says whether a registration may mean a request. Of several that may, the newest does: a router that
+    tries again leaves older ones behind. Stock decode engines never withdraw those, so they end with it.
+    """
+
+    def __init__(self, is_for: Callable[[Registration, str], bool], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
+        self._is_for = is_for
+        self._kept = kept
+        self._kept_s = kept_s
+        self._entries: dict[Key, tuple[float, Registration]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def add(self, registration: Registration, now: float) -> list[Registration]:
+        """Keep a registration; returns those that had to go for it, too old or too many."""
+        self._entries.pop(registration.key, None)
+        self._entries[registration.key] = (now + self._kept_s, registration)
+        dropped = self.expire(now)
+        while len(self._entries) > self._kept:
+            dropped.append(self._entries.pop(next(iter(self._entries)))[1])
+        return dropped
+
+    def expire(self, now: float) -> list[Registration]:
+        """Forget and return what is too old."""
+        dropped = []
+        while self._entries:
+            key, (deadline, registration) = next(iter(self._entries.items()))
+            if deadline > now:
+                break
+            dropped.append(registration)
+            del self._entries[key]
+        return dropped
+
+    def take(self, request_id: str, now: float) -> Registration | None:
+        """The registration of this request: the one that names it exactly, else the newest that may mean it."""
+        meant = self.meaning(request_id, now)
+        if not meant:
+            return None
+        exact = [entry for entry in meant if request_id in (entry.request_id, entry.prefill_request_id)]
+        taken = (exact or meant)[-1]
+        for entry in meant:
+            if entry is taken or not entry.layerpush:
+                del self._entries[entry.key]
+        return taken
+
+    def meaning(self, request_id: str, now: float) -> list[Registration]:
+        """Every registration that may mean this request, oldest first."""
+        current = [entry for deadline, entry in self._entries.values() if deadline > now]
+        return [entry for entry in current if self._is_for(entry, request_id)]
+
+    def drop_if(self, condition: Callable[[Registration], bool]) -> list[Registration]:
+        """Forget and return every registration of which this is true."""
+        dropped = [entry for _, entry in self._entries.values() if condition(entry)]
+        for entry in dropped:
+            del self._entries[entry.key]
+        return dropped
+
+    def drop(self, key: Key) -> Registration | None:
+        """Forget a registration, and return it if it was kept."""
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry[1]
+
+    def drop_engine(self, engine_id: str) -> None:
+        """A decode engine has ended, and all that it asked for."""
+        for key in [key for key in self._entries if key[0] == engine_id]:
+            del self._entries[key]

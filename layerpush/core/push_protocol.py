@@ -1,0 +1,280 @@
+"""The protocol of one push: its states, what can happen to it, what it asks for, and which event leads where.
+
+``TRANSITIONS`` is the whole truth: every event that a state accepts and every state that it may lead to.
+``session.py`` is the machine that walks it, ``docs/design`` draws it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from layerpush.core.step_plan import ChunkPlan
+from layerpush.core.wire import Registration
+
+
+class State(enum.Enum):
+    WAITING = "prefill runs, no decode engine has registered"
+    CONNECTING = "registered, the handshake is under way"
+    STREAMING = "layers are written as they become ready"
+    REWINDING = "preempted: WRITEs of the old epoch must end first"
+    NOTIFYING = "everything landed, the completion is being sent"
+    NOTIFIED = "the decode engine knows; the scheduler still holds the request"
+    DEFERRED = "will be pushed whole when prefill has finished"
+    DELEGATED = "upstream's whole-request push has it"
+    DRAINING = "failed or aborted: WRITEs in flight must end first"
+    ABANDONED = "failed and drained; the scheduler still holds the request"
+    CLOSED = "nothing is left to do"
+
+
+class Event:
+    """What can happen to a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """The scheduler gave this step a chunk of the prompt."""
+
+    chunk: ChunkPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Event):
+    """A layer's KV of a chunk is in this engine's memory."""
+
+    epoch: int
+    chunk: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pump(Event):
+    """Everything known to be ready has been reported: post what is worth a WRITE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Event):
+    """A decode engine asks for this request."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Connected(Event):
+    """The decode engine is reachable and its blocks are laid out like ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Event):
+    """The decode engine is reachable but its blocks cannot be written layer by layer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Landed(Event):
+    """A WRITE is in the memory of every decode rank."""
+
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost(Event):
+    """A WRITE ended without landing, or was never posted."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """The push cannot go on: no handshake, no completion sent, broken bookkeeping."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Event):
+    """Every decode rank of this session has been sent its completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered(Event):
+    """Upstream's whole-request WRITEs have all ended; ``lost`` says why one of them did not land."""
+
+    lost: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn(Event):
+    """The decode engine wants its blocks back. ``busy``: upstream's whole-request WRITEs are on the wire."""
+
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """The scheduler took the request's blocks away; it will be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """The scheduler finished the request and holds its blocks under a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted(Event):
+    """The scheduler dropped the request and freed its blocks."""
+
+    reason: ClassVar[str] = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted(Event):
+    """The lease is over: the blocks are free."""
+
+    reason: ClassVar[str] = "its lease ran out"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Prompt blocks ``[first, end)`` of layers ``[layers.start, layers.stop)``, all of one KV cache group.
+
+    Of the prompt's blocks the decode engine has the first ``skipped`` already: it registered the others only.
+    """
+
+    layers: slice
+    group: int
+    first: int
+    end: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    skipped: int = 0
+
+    @property
+    def is_gapless(self) -> bool:
+        """Whether each of these blocks is to be written: none is a null block on either side."""
+        return len(self.source) == self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One WRITE to every decode rank of the session. ``size`` is in bytes of this engine's memory."""
+
+    id: int
+    epoch: int
+    chunk: int
+    size: int
+    segments: tuple[Segment, ...]
+
+
+class Action:
+    """What a session asks its writer to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(Action):
+    """Find the way to the decode engine; `Connected`, `Refused` or `Failed` follows."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Post(Action):
+    """Post one WRITE to every decode rank; `Landed` or `Lost` follows."""
+
+    write: Write
+
+
+@dataclass(frozen=True, slots=True)
+class Tell(Action):
+    """Send the one completion to every decode rank; `Told` or `Failed` follows."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate(Action):
+    """Hand the request to upstream's whole-request push, with the registration if one is known."""
+
+    registration: Registration | None
+
+
+@dataclass(frozen=True, slots=True)
+class Retract(Action):
+    """Tell the decode engine that this epoch's completion will never come.
+
+    ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again.
+    """
+
+    registration: Registration
+    epoch: int
+    reason: str
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Action):
+    """Report the request as sent: the scheduler may free its blocks."""
+
+
+class IllegalTransitionError(AssertionError):
+    """An event that the protocol does not allow in this state."""
+
+
+S = State
+_ANY_ENDING = {S.DRAINING, S.ABANDONED, S.CLOSED}
+_DROPPED = {S.DRAINING, S.CLOSED}
+_GIVEN_UP = {S.ABANDONED, S.CLOSED}
+
+TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
+    S.WAITING: {
+        Planned: {S.WAITING}, Ready: {S.WAITING}, Pump: {S.WAITING}, Preempted: {S.WAITING},
+        Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Failed: {S.ABANDONED},
+    },
+    S.CONNECTING: {
+        Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Pump: {S.CONNECTING}, Preempted: {S.CONNECTING},
+        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, Withdrawn: _GIVEN_UP,
+        Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+    },
+    S.STREAMING: {
+        Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING}, Pump: {S.STREAMING, S.NOTIFYING},
+        Landed: {S.STREAMING, S.NOTIFYING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, Withdrawn: _ANY_ENDING,
+        Preempted: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING}, Aborted: _DROPPED, Evicted: _DROPPED,
+    },
+    S.REWINDING: {
+        Planned: {S.REWINDING}, Ready: {S.REWINDING}, Pump: {S.REWINDING}, Preempted: {S.REWINDING},
+        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
+        Finished: {S.REWINDING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
+    },
+    S.NOTIFYING: {
+        Told: {S.NOTIFIED, S.CLOSED}, Failed: _GIVEN_UP,
+        Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+    },
+    S.NOTIFIED: {
+        Planned: {S.NOTIFIED}, Ready: {S.NOTIFIED}, Pump: {S.NOTIFIED}, Preempted: {S.NOTIFIED},
+        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+    },
+    S.DEFERRED: {
+        Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, Pump: {S.DEFERRED}, Preempted: {S.DEFERRED},
+        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, Withdrawn: {S.ABANDONED}, Aborted: {S.CLOSED},
+        Evicted: {S.CLOSED},
+    },
+    S.DELEGATED: {
+        Ready: {S.DELEGATED}, Pump: {S.DELEGATED}, Registered: {S.DELEGATED}, Delivered: {S.CLOSED},
+        Failed: {S.CLOSED}, Withdrawn: {S.DELEGATED, S.CLOSED}, Evicted: {S.CLOSED}, Aborted: {S.CLOSED},
+    },
+    S.DRAINING: {
+        Planned: {S.DRAINING}, Ready: {S.DRAINING}, Pump: {S.DRAINING}, Preempted: {S.DRAINING},
+        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
+        Finished: {S.DRAINING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
+    },
+    S.ABANDONED: {
+        Planned: {S.ABANDONED}, Ready: {S.ABANDONED}, Pump: {S.ABANDONED}, Preempted: {S.ABANDONED},
+        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+    },
+    S.CLOSED: {},
+}  # fmt: skip

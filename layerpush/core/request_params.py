@@ -1,0 +1,160 @@
+"""A request's `kv_transfer_params`, checked where the request comes in: they are whatever a client sent. Pure."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Literal, NoReturn, cast, get_args
+
+from layerpush.core.config import LayerPushConfig, PushMode
+from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
+
+__all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host_allowed"]
+
+KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+MODE = "layerpush_mode"
+"""The key with which a request chooses how P pushes it."""
+
+MAX_ID_CHARS = 1024
+MAX_PORT = 65535
+MAX_TP_SIZE = 1024
+MAX_PP_SIZE = 64
+MAX_CACHED_TOKENS = 2**31 - 1
+
+# What vLLM's engine, or its front end, needs of a D's request, and dies of in some versions when it is not so.
+_IDS = ("remote_engine_id", "remote_request_id")
+_SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
+_FROM_P = "; the router copies it from P's response"
+
+
+class ParamsError(ValueError):
+    """A request's `kv_transfer_params` cannot be used; the message names the key, the value and the remedy."""
+
+    def __init__(self, problem: str, key: str | None = None) -> None:
+        super().__init__(f"kv_transfer_params: {problem}")
+        self.parameter = "kv_transfer_params" if key is None else f"kv_transfer_params.{key}"
+
+
+def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
+    """Pass what an engine of this role can serve. Keys that nobody here reads are left alone: routers add some.
+
+    Raises:
+        ParamsError: a key that will be read is missing or bad, or this engine does not do what is asked.
+    """
+    if params is None:
+        return
+    if not isinstance(params, Mapping):
+        raise ParamsError(f"must be an object, not {_shown(params)}")
+    receives, sends = _flag(params, "do_remote_prefill"), _flag(params, "do_remote_decode")
+    if receives and sends:
+        _refuse(
+            "do_remote_prefill",
+            "is true, and so is 'do_remote_decode'; set 'do_remote_decode' on the prefill engine's request only",
+        )
+    if receives:
+        _check_role("do_remote_prefill", role, "kv_producer", "does not take KV cache; send the request to a decode")
+        _check_source(params, config)
+    if sends:
+        _check_role("do_remote_decode", role, "kv_consumer", "does not push KV cache; send the request to a prefill")
+        _check_mode(params.get(MODE))
+    if "_p_side_truncated" in params:
+        _refuse("_p_side_truncated", "is vLLM's own mark; leave it out")
+
+
+def chosen_mode(params: Mapping[str, object]) -> PushMode | None:
+    """How P is to push the request of these checked params; None: as its configuration says."""
+    return cast("PushMode | None", params.get(MODE))
+
+
+def _check_mode(mode: object) -> None:
+    choices = get_args(PushMode)
+    if mode is not None and mode not in choices:
+        _refuse(MODE, f"is {_shown(mode)}, must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_source(params: Mapping[object, object], config: LayerPushConfig) -> None:
+    """Where D is told that its KV cache comes from."""
+    mode = params.get("transfer_mode", "push")
+    if mode != "push":
+        _refuse("transfer_mode", f"is {_shown(mode)}, must be 'push': P's connector has to be a push connector")
+    for key in _IDS:
+        _check_id(key, _needed(params, key))
+    _check_host(_needed(params, "remote_host"), config)
+    _check_integer("remote_port", _needed(params, "remote_port"), 1, MAX_PORT)
+    _check_integer("tp_size", _needed(params, "tp_size"), 1, MAX_TP_SIZE)
+    for key, most in _SIZES.items():
+        if key in params:
+            _check_integer(key, params[key], 1, most)
+    cached = params.get("remote_prefill_cached_tokens")
+    if cached is not None:
+        _check_integer("remote_prefill_cached_tokens", cached, 0, MAX_CACHED_TOKENS)
+
+
+def _check_role(key: str, role: KvRole, excluded: KvRole, advice: str) -> None:
+    if role == excluded:
+        _refuse(key, f"is true, but this engine's kv_role is {role!r}: it {advice} engine")
+
+
+def _flag(params: Mapping[object, object], key: str) -> bool:
+    value = params.get(key)
+    if value is not None and not isinstance(value, bool):
+        _refuse(key, f"is {_shown(value)}, must be true or false")
+    return bool(value)
+
+
+def _needed(params: Mapping[object, object], key: str) -> object:
+    value = params.get(key)
+    if value is None:
+        _refuse(
+            key, ("is null" if key in params else "is missing") + f"; D needs it to reach the prefill engine{_FROM_P}"
+        )
+    return value
+
+
+def _check_id(key: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS or not value.isprintable():
+        _refuse(key, f"is {_shown(value)}, must be text of 1 to {MAX_ID_CHARS} printable characters{_FROM_P}")
+
+
+def _check_host(value: object, config: LayerPushConfig) -> None:
+    if not isinstance(value, str) or not is_host(value):
+        _refuse(
+            "remote_host",
+            f"is {_shown(value)}, must be a host name or an IP address of at most {MAX_HOST_CHARS} characters{_FROM_P}",
+        )
+    if not host_allowed(value, config.allowed_hosts):
+        _refuse(
+            "remote_host",
+            f"is {_shown(value)}, which is not in this engine's allowed_hosts; if it is a prefill engine of yours, add "
+            "it to 'allowed_hosts' in kv_connector_extra_config",
+        )
+
+
+def _check_integer(key: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        _refuse(key, f"is {_shown(value)}, must be an integer from {least} to {most}{_FROM_P}")
+
+
+def _refuse(key: str, problem: str) -> NoReturn:
+    raise ParamsError(f"{key!r} {problem}", key)
+
+
+def _shown(value: object) -> str:
+    """The value as far as a message can hold it, and its type."""
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out very long ones."""
+        return super().repr_int(x, level) if x.bit_length() <= 128 else f"{x.bit_length()} bits"
+
+
+_SHORT = _Short()

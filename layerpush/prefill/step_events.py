@@ -1,0 +1,228 @@
+"""From the forward pass to the writer: which layer of which step is ready.
+
+The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish``; it appends to a bounded queue and
+never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
+of the step covers whatever no hook reported.
+
+What takes a request's blocks away (abort, preemption, the end of a lease) must not queue behind steps that are still
+being computed: ``revoke`` takes effect at once. From then on ``is_void`` is true of everything that was armed for the
+request before, whether or not the writer has seen it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerpush.core.push_protocol import Aborted, Event, Evicted, Preempted
+from layerpush.core.step_plan import ChunkPlan, StepPlan
+
+QUEUE_LIMIT = 1 << 16
+
+
+class Fence(Protocol):
+    """A point in the compute stream."""
+
+    def passed(self) -> bool:
+        """Whether everything before it has been computed. Never blocks. Writer thread."""
+
+    def recycle(self) -> None:
+        """Give the fence back to its pool. Writer thread."""
+
+
+class FenceSource(Protocol):
+    def record(self) -> Fence | None:
+        """Mark this point of the current stream; None when what was called has been computed. Main thread."""
+
+
+class NoFences:
+    """For devices that compute before they return, as CPUs do."""
+
+    def record(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """A step with pushes begins. ``step`` counts the steps of this worker."""
+
+    step: int
+    chunks: tuple[ChunkPlan, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSaved:
+    layer: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The step's forward is over: every layer that was not reported is ready too."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The scheduler finished a request and holds its blocks for the push.
+
+    ``computed`` is the last step that was armed for it, 0 if none was; ``step`` is the last that was armed at all.
+    """
+
+    computed: int
+    step: int
+    request_id: str
+    blocks: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """``event`` takes a request's blocks away. ``armed`` is the first step that was armed for it, 0 if none was."""
+
+    request_id: str
+    event: Event
+    armed: int
+
+
+StepEvent = Armed | LayerSaved | Swept
+
+
+class StepEvents:
+    """``nudge`` is what every layer but a step's last does instead of ``wake``: the writer need not come at once.
+    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those.
+    """
+
+    def __init__(
+        self,
+        layer_index: dict[str, int],
+        wake: Callable[[], None],
+        fences: FenceSource,
+        *,
+        nudge: Callable[[], None] | None = None,
+        hooked: bool = True,
+    ) -> None:
+        self._hooked = hooked
+        self._layer_index = layer_index
+        self._layers = len(set(layer_index.values()))
+        self._to_come = 0
+        self._wake = wake
+        self._nudge = nudge or wake
+        self._fences = fences
+        self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
+        self._armed = False
+        self._step = 0
+        self._void: dict[str, int] = {}
+        self._revoked: deque[Revoked] = deque()
+        self._done: deque[Done] = deque()
+        self._first_step: dict[str, int] = {}
+        self._last_step: dict[str, int] = {}
+        self._void_lock = threading.Lock()  # held for a few dict operations, never across a call
+        self.dropped = 0
+
+    def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
+        """Announce a step before its first layer runs, and whose blocks it takes away. An empty step costs nothing."""
+        self.revoke(plan.preempted, aborted)
+        self._step += 1
+        self._armed = bool(plan.chunks)
+        self._to_come = self._layers
+        if plan.chunks:
+            for chunk in plan.chunks:
+                self._first_step.setdefault(chunk.request_id, self._step)
+                self._last_step[chunk.request_id] = self._step
+            self._put(Armed(self._step, plan.chunks, time.perf_counter()), None)
+
+    def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
+        """These requests lose their blocks before the next step runs. Main thread."""
+        for request_id in preempted:
+            self._revoke(request_id, Preempted())
+        for request_id in aborted:
+            self._last_step.pop(request_id, None)
+            self._revoke(request_id, Aborted())
+
+    def expire(self, request_id: str) -> None:
+        """The request's lease is over. Main thread, before its blocks are freed."""
+        self._revoke(request_id, Evicted())
+
+    def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+        """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
+        self._first_step.pop(request_id, None)
+        self._done.append(Done(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
+        self._wake()
+
+    def revoked(self) -> Iterator[Revoked]:
+        """Take what was revoked since the last call. Writer thread."""
+        while self._revoked:
+            yield self._revoked.popleft()
+
+    def is_void(self, request_id: str, step: int) -> bool:
+        """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
+        return self._void.get(request_id, 0) > step
+
+    def done(self, swept: int) -> list[Done]:
+        """Take the finished requests whose last step is ``swept`` or before. They need not wait for later steps,
+        but must not overtake their own: their KV is whole only after its sweep. Writer thread.
+        """
+        finished = [self._done.popleft() for _ in range(len(self._done))]
+        self._done.extend(late for late in finished if late.computed > swept)
+        return [done for done in finished if done.computed <= swept]
+
+    def forget_void(self) -> None:
+        """Forget what is void if every step and every revocation has been taken. Writer thread."""
+        with self._void_lock:
+            if not self._queue and not self._revoked and not self._done:
+                self._void.clear()
+
+    def layer_saved(self, name: str) -> None:
+        """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache."""
+        if not self._armed or not self._hooked:
+            return
+        index = self._layer_index.get(name)
+        if index is None:
+            return
+        if len(self._queue) >= QUEUE_LIMIT:
+            self.dropped += 1
+            return
+        self._to_come -= 1
+        urgently = self._to_come <= 0
+        self._put(
+            LayerSaved(index, time.perf_counter()), self._fences.record(), self._wake if urgently else self._nudge
+        )
+
+    def sweep(self) -> None:
+        if self._armed:
+            self._armed = False
+            self._put(Swept(time.perf_counter()), self._fences.record())
+
+    def take(self) -> Iterator[tuple[StepEvent, float]]:
+        """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached."""
+        while self._queue:
+            event, fence = self._queue[0]
+            at = event.at
+            if fence is not None:
+                if not fence.passed():
+                    return
+                fence.recycle()
+                at = time.perf_counter()
+            self._queue.popleft()
+            yield event, at
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._queue)
+
+    def _revoke(self, request_id: str, event: Event) -> None:
+        with self._void_lock:
+            self._void[request_id] = self._step + 1
+            self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))
+        self._wake()
+
+    def _put(self, event: StepEvent, fence: Fence | None, call: Callable[[], None] | None = None) -> None:
+        self._queue.append((event, fence))
+        if fence is None or len(self._queue) == 1:  # otherwise the writer is polling the fence before this one
+            (call or self._wake)()

@@ -1,0 +1,78 @@
+"""A prefill rank's pushes and WRITEs as metrics."""
+
+from __future__ import annotations
+
+from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.metrics.catalog import (
+    EXPOSED,
+    FAILED_WRITES,
+    FALLBACKS,
+    LAYERS_READY,
+    PUSHES,
+    TRANSFER,
+    WRITE_BYTES,
+    WRITE_DESCRIPTORS,
+    WRITE_ESTIMATE,
+    WRITE_LAYERS,
+    WRITE_SECONDS,
+    WRITES,
+)
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
+
+
+class PushMeter(PushCounters):
+    """Running totals that are recorded too. Writer thread only.
+
+    ``engine_fallback``: why this engine cannot push by layer or chunk.
+    """
+
+    def __init__(self, recorder: Recorder, *, engine_fallback: str | None) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._engine_fallback = engine_fallback
+
+    def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
+        super().landed(write, plan, whole=whole)
+        sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
+        if not whole:  # of these the regions are known instead
+            sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
+        if write.estimate_s is not None and write.t_planned is not None and write.t_landed is not None:
+            sizes += [(WRITE_ESTIMATE, write.estimate_s), (WRITE_SECONDS, write.t_landed - write.t_planned)]
+        self._recorder.count(WRITES, plan)
+        self._recorder.observe(*sizes)
+
+    def lost(self) -> None:
+        super().lost()
+        self._recorder.count(FAILED_WRITES)
+
+    def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:
+        super().closed(push, exposed_s, transfer_s)
+        self._recorder.count(PUSHES, self._outcome(push))
+        self._recorder.count(LAYERS_READY, "hooked", push.hooked_layers)
+        self._recorder.count(LAYERS_READY, "swept", push.swept_layers)
+        if push.fallback is not None:
+            self._recorder.count(FALLBACKS, self._reason(push.fallback))
+        if push.outcome == "completed":
+            self._recorder.observe((TRANSFER, transfer_s))
+            if exposed_s is not None:
+                self._recorder.observe((EXPOSED, exposed_s))
+
+    def _outcome(self, push: PushRecord) -> str:
+        if push.outcome == "failed" and push.decode_request_id is None:
+            return "unclaimed"
+        if push.outcome != "completed":
+            return push.outcome
+        if push.mode != "request":
+            return "layerwise"
+        if push.fallback is None:
+            return "whole"
+        return "late_registration" if push.fallback == LATE_REGISTRATION else "fallback"
+
+    def _reason(self, fallback: str) -> str:
+        if fallback == LATE_REGISTRATION:
+            return "late_registration"
+        if fallback == SHORT_PROMPT:
+            return "short_prompt"
+        return "engine" if fallback == self._engine_fallback else "decode_engine"

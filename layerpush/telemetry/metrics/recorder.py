@@ -1,0 +1,31 @@
+"""Where the writer thread records and the engine's main thread collects."""
+
+from __future__ import annotations
+
+import threading
+
+from layerpush.telemetry.metrics.catalog import NO_LABEL, Metric
+from layerpush.telemetry.metrics.tally import Tally
+
+
+class Recorder:
+    """Any thread. The lock is held for a few dict operations, never across a call to anybody else."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tally = Tally()
+
+    def count(self, metric: Metric, value: str = NO_LABEL, number: int = 1) -> None:
+        with self._lock:
+            self._tally.count(metric, value, number)
+
+    def observe(self, *observations: tuple[Metric, float]) -> None:
+        with self._lock:
+            for metric, value in observations:
+                self._tally.observe(metric, value)
+
+    def take(self) -> Tally:
+        """What was recorded since the last call; it is the caller's from now on."""
+        with self._lock:
+            taken, self._tally = self._tally, Tally()
+        return taken

@@ -1,0 +1,49 @@
+"""What peers and the wire do wrong, counted by kind and logged without flooding the log."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from layerpush.core.wire import one_line
+
+QUIET_S = 1.0
+MAX_KINDS = 64
+MAX_TEXT_CHARS = 2000
+OTHER = "other"
+
+
+@dataclass
+class _Kind:
+    silent_until: float = float("-inf")
+    suppressed: int = 0
+
+
+class PeerErrors:
+    """At most one line per kind in ``quiet_s`` seconds, which also says how many were left out since the last.
+
+    Kinds beyond ``max_kinds`` count as one kind, "other". A text may hold what a peer sent. Writer thread only.
+    """
+
+    def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S, max_kinds: int = MAX_KINDS) -> None:
+        self.counts: Counter[str] = Counter()
+        self._logger = logger
+        self._quiet_s = quiet_s
+        self._max_kinds = max_kinds
+        self._kinds: dict[str, _Kind] = {}
+
+    def add(self, kind: str, text: str, now: float) -> None:
+        """Something of this kind has gone wrong at time ``now``, in seconds."""
+        if kind not in self._kinds:
+            if len(self._kinds) >= self._max_kinds:
+                kind = OTHER
+            self._kinds.setdefault(kind, _Kind())
+        self.counts[kind] += 1
+        known = self._kinds[kind]
+        if now < known.silent_until:
+            known.suppressed += 1
+            return
+        more = f" ({known.suppressed} more like it since the last line)" if known.suppressed else ""
+        known.suppressed, known.silent_until = 0, now + self._quiet_s
+        self._logger.warning("layerpush: %s%s", one_line(text, MAX_TEXT_CHARS), more)

@@ -1,0 +1,102 @@
+"""An OpenTelemetry span of each push and each load, in the trace that the request's client began.
+
+vLLM makes one span per request, ``llm_request``, in its API server when the request is over. Ours lie beside it, below
+the same parent: what they would lie in is known to that process only. So there are spans for requests that came with a
+``traceparent`` header, as vLLM hands it on, and for no others: those would belong to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+
+logger = logging.getLogger("vllm.layerpush.spans")
+
+HEADERS_KEPT = 1 << 14
+QUIET_S = 60.0
+
+Headers = Mapping[str, str]
+Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
+"""Name, beginning and end in nanoseconds of Unix time, attributes, and the headers that name the trace."""
+
+
+class Spans:
+    """Remembers the headers of requests until their push or load is over."""
+
+    def __init__(self, emit: Emit, request_id_key: str) -> None:
+        self._emit = emit
+        self._request_id_key = request_id_key
+        self._headers: dict[str, Headers] = {}
+        self._peer_errors = PeerErrors(logger, QUIET_S)
+
+    def expect(self, headers: Mapping[str, Headers]) -> None:
+        """Requests of this engine that belong to a trace, by their ids. Main thread."""
+        self._headers.update(headers)
+        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
+            while len(self._headers) > HEADERS_KEPT:
+                self._headers.pop(next(iter(self._headers)), None)
+
+    def add(self, record: PushRecord | LoadRecord) -> None:
+        """It is over. A load whose blocks were set aside counts the first time. Writer thread."""
+        headers = self._headers.pop(record.request_id, None)
+        marks = [at for at in _marks(record) if at is not None]
+        if headers is None or not marks:
+            return
+        zero = time.time_ns() - round(1e9 * time.perf_counter())
+        start, end = (zero + round(1e9 * at) for at in (min(marks), max(marks)))
+        attributes = {self._request_id_key: record.request_id, **dict(_attributes(record))}
+        try:
+            self._emit(f"layerpush.{record.kind}", start, end, attributes, headers)
+        except Exception as error:  # noqa: BLE001  an exporter's defect costs a span, never a push
+            text = f"the span of {record.request_id} is lost: {type(error).__name__}: {error}"
+            self._peer_errors.add("span lost", text, time.perf_counter())
+
+
+class SpannedTrace(TraceFile):
+    """A trace whose records are exported as spans, too."""
+
+    def __init__(self, directory: str | None, engine_id: str, rank: int, spans: Spans) -> None:
+        super().__init__(directory, engine_id, rank)
+        self._spans = spans
+
+    def add(self, record: PushRecord | LoadRecord) -> None:
+        super().add(record)
+        self._spans.add(record)
+
+
+def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:
+    if isinstance(record, LoadRecord):
+        return record.t_awaited, record.t_registered, record.t_settled, record.t_reported
+    return record.t_registered, record.t_first_planned, record.t_last_ready, record.t_last_landed, record.t_notified
+
+
+def _attributes(record: PushRecord | LoadRecord) -> Iterator[tuple[str, str | int | float]]:
+    """Names without a standard have our prefix; what is not known is left out: None is no attribute."""
+    known: dict[str, str | int | float | None] = {
+        "engine_id": record.engine_id,
+        "rank": record.rank,
+        "outcome": record.outcome,
+        "reason": record.reason,
+    }
+    if isinstance(record, LoadRecord):
+        known["prefill_engine_id"] = record.prefill_engine_id
+        known["seconds_until_settled"] = _between(record.t_awaited, record.t_settled)
+    else:
+        known |= {"decode_engine_id": record.decode_engine_id, "mode": record.mode, "fallback": record.fallback}
+        known["tokens"] = record.tokens
+        known["prefill_seconds"] = _between(record.t_first_planned, record.t_last_ready)
+        known["exposed_seconds"] = _between(record.t_last_ready, record.t_last_landed)
+    for name, value in known.items():
+        if value is not None:
+            yield f"layerpush.{name}", value
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,206 @@
+"""The engines that this worker is connected to, or wants to be. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from layerpush.core.hosts import host_allowed
+from layerpush.core.liveness import Verdict
+from layerpush.transport.base import Transport, TransportError
+
+logger = logging.getLogger("vllm.layerpush.peers")
+
+RETRY_S = 1.0
+TRIES = 3
+
+Then = Callable[[str | None, float], None]
+"""Called with what went wrong, if anything, and the time."""
+Rank = tuple[int, int]
+"""An agent's (pipeline, tensor) parallel rank in its engine."""
+Probe = Callable[["str", "Rank", "Address", Callable[[Verdict, float], None]], None]
+"""Ask an engine's side channel about the agent of one of its ranks; the verdict, and when it came, follow on the writer
+thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine's side channel listens, and how many ranks stand behind it.
+
+    ``notify_only`` for a peer whose memory is never written: its descriptors are not prepared.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int = 1
+    notify_only: bool = False
+
+
+class Network(Protocol):
+    """What the worker knows of connections. Writer thread."""
+
+    def handshake(self, address: Address) -> Future[Any] | None:
+        """Start a handshake, or join one that runs; None when the engine is connected."""
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]:
+        """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
+
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
+        """Which rank of a connected engine the agent is; None if it is none."""
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
+
+    def task(self, task: Callable[[], None]) -> None:
+        """Have the writer thread do something soon. Any thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handshake:
+    pending: Future[Any]
+    address: Address
+
+
+@dataclass(slots=True)
+class _Retry:
+    due: float
+    attempt: Callable[[], None]
+
+
+class Connections:
+    """Connects, reconnects, and says things to every rank of an engine."""
+
+    def __init__(
+        self,
+        network: Network,
+        transport: Transport,
+        allowed_hosts: Iterable[str] | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._network = network
+        self._transport = transport
+        self._clock = clock
+        self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
+        self._addresses: dict[str, Address] = {}
+        self._shaking: dict[str, _Handshake] = {}
+        self._retries: list[_Retry] = []
+        self.on_lost: Callable[[str], None] = lambda _: None
+
+    def agents(self, engine_id: str) -> tuple[str, ...]:
+        return self._network.agents_of(engine_id)
+
+    def rank_of(self, engine_id: str, agent: str) -> Rank | None:
+        """Which rank of a connected engine the agent is; None if it is none."""
+        return self._network.rank_of(engine_id, agent)
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Every engine that was reached and has not been forgotten."""
+        return list(self._addresses.values())
+
+    def address(self, engine_id: str) -> Address | None:
+        """Where a connected engine was found: the handshake there has shown that it is this engine."""
+        return self._addresses.get(engine_id) if self.agents(engine_id) else None
+
+    def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
+        """Connect unless connected, then call ``then``, after a failure with what went wrong in the last try.
+
+        Who joins a connection need not know where the engine was found, but must agree on how many ranks it has.
+        """
+        if not host_allowed(address.host, self._allowed_hosts):
+            then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
+            return
+        try:
+            pending = self._network.handshake(address)
+        except Exception as error:  # noqa: BLE001  upstream's clean-up of stale engines may fail; so does this attempt
+            self._over(address, then, tries, f"{type(error).__name__}: {error}")
+            return
+        if pending is None:
+            then(_disagreement(self._addresses.setdefault(address.engine_id, address), address), now)
+            return
+        running = self._shaking.get(address.engine_id)
+        if running is None or running.pending is not pending:
+            running = self._shaking[address.engine_id] = _Handshake(pending, address)
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            reason = None if error is None else f"{type(error).__name__}: {error}"
+            self._network.task(partial(self._over, address, then, tries, reason, running))
+
+        pending.add_done_callback(done)
+
+    def say(self, address: Address, payload: bytes, now: float) -> None:
+        """Send a notification to every rank of an engine, connecting first if need be.
+
+        A connection that turns out to be gone is ``on_lost``'s to deal with. The peer asks again if it still cares.
+        """
+
+        def send(error: str | None, _: float) -> None:
+            if error is not None:
+                logger.warning("cannot answer engine %s: %s", address.engine_id, error)
+                return
+            reached = [self.notify(agent, payload) for agent in self.agents(address.engine_id)]
+            if not all(reached):
+                self.on_lost(address.engine_id)
+
+        self.reach(address, send, now, tries=1)
+
+    def notify(self, agent: str, payload: bytes) -> bool:
+        """Send to one agent; False if that cannot be done: its connection is gone, or it is none of ours."""
+        try:
+            self._transport.notify(agent, payload)
+        except TransportError as error:
+            logger.debug("cannot notify %s: %s", agent, error)
+            return False
+        return True
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the connection to an engine; the next ``reach`` makes a new one."""
+        self._addresses.pop(engine_id, None)
+        self._network.disconnect(engine_id)
+
+    def tick(self, now: float) -> None:
+        """Try again what is due."""
+        due = [retry for retry in self._retries if retry.due <= now]
+        self._retries = [retry for retry in self._retries if retry.due > now]
+        for retry in due:
+            retry.attempt()
+
+    @property
+    def is_retrying(self) -> bool:
+        return bool(self._retries)
+
+    def _over(
+        self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None
+    ) -> None:
+        now = self._clock()
+        if over is not None and self._shaking.get(address.engine_id) is over:
+            del self._shaking[address.engine_id]
+        if error is None:
+            assert over is not None
+            self._addresses[address.engine_id] = over.address
+            then(_disagreement(over.address, address), now)
+        elif tries <= 1:
+            then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
+        else:
+            due = now + RETRY_S
+            left = tries if over is not None and over.address != address else tries - 1  # somebody else's try
+            self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
+
+
+def _disagreement(found: Address, asked: Address) -> str | None:
+    """Why a connection is none for who asks, if it is not."""
+    stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations do not tell them
+    if found.tp_size == asked.tp_size and stages_agree:
+        return None
+    return (
+        f"engine {found.engine_id!r} is connected with tp_size {found.tp_size} and pp_size {found.pp_size},"
+        f" not with {asked.tp_size} and {asked.pp_size}"
+    )

@@ -1,0 +1,68 @@
+"""From a WRITE of prompt blocks to descriptor ids on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerpush.core.layout import CacheLayout, descriptor_ids, descriptor_offsets
+from layerpush.core.push_protocol import Write
+from layerpush.transport.base import DescriptorIds, Route
+
+
+@dataclass(frozen=True)
+class Link:
+    """A decode engine that this rank can write into.
+
+    ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
+    route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` says why its blocks
+    cannot be written layer by layer, None when they can. ``gathered`` is the route from our staging ring into its
+    cache, if there is one.
+    """
+
+    engine_id: str
+    routes: tuple[Route, ...]
+    region_blocks: tuple[int, ...]
+    share: float = 1.0
+    refusal: str | None = None
+    gathered: Route | None = None
+
+
+class DirectPlanner:
+    """Plans WRITEs straight from cache to cache, ids ascending so that neighbouring blocks merge into one transfer."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._expand = lru_cache(maxsize=64)(layout.expand)
+        self._local_offsets = descriptor_offsets(layout.region_blocks)
+        self._remote_offsets: dict[tuple[int, ...], NDArray[np.int32]] = {}
+
+    def descriptors(self, write: Write, link: Link) -> tuple[DescriptorIds, DescriptorIds]:
+        """Descriptor ids of ``write`` here and on the decode engine, pairwise.
+
+        Raises ``LookupError`` for a block outside its region, whose id would name another layer's block.
+        """
+        remote_offsets = self._remote_offsets.get(link.region_blocks)
+        if remote_offsets is None:
+            remote_offsets = self._remote_offsets[link.region_blocks] = descriptor_offsets(link.region_blocks)
+        local, remote = [], []
+        for part in write.segments:
+            slots = [slot for layer in self._layout.layers[part.layers] for slot in layer.slots]
+            source, target = self._expand(part.source), self._expand(part.target)
+            _check("this engine", source, slots, self._layout.region_blocks)
+            _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
+            local.append(descriptor_ids(self._local_offsets, slots, source))
+            remote.append(descriptor_ids(remote_offsets, slots, target))
+        return np.concatenate(local), np.concatenate(remote)
+
+
+def _check(where: str, blocks: NDArray[np.int32], slots: Sequence[int], region_blocks: Sequence[int]) -> None:
+    if not len(blocks):
+        return
+    limit = min(region_blocks[slot] for slot in slots)
+    if blocks.max() >= limit or blocks.min() < 0:
+        raise LookupError(f"block {blocks.max()} lies outside a region of {limit} blocks on {where}")

@@ -1,0 +1,235 @@
+"""WRITEs that go through staging memory: gathered here, and, if the decode engine unpacks, scattered there.
+
+    gather -> WRITE -> (gathered) over
+                    -> Unpack -> Unpacked (packed) over
+
+Writer thread only. Whatever happens, a span of our ring is free again only when nothing reads from it, and one of the
+decode engine's window only when nothing may write to it or read from it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import numpy as np
+
+from layerpush.core.layout import CacheLayout, descriptor_ids, descriptor_offsets
+from layerpush.core.push_protocol import Write
+from layerpush.core.wire import Part, Unpack, Window, encode
+from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.packing.cost_model import Plan
+from layerpush.transport.packing.memory import PIECE_BYTES, Copies, Staging, whole_pieces
+from layerpush.transport.packing.ring import Ring
+from layerpush.transport.packing.runs import slots_of
+
+logger = logging.getLogger("vllm.layerpush.packer")
+
+UNPACK_RETRY_S = 1.0
+
+
+class Stage(enum.Enum):
+    GATHERING = "blocks are copied into our ring"
+    WRITING = "on the wire"
+    UNPACKING = "in the decode engine's ring, on the way into its cache"
+    OVER = "nothing is left to do"
+
+
+@dataclass(slots=True)
+class PushWindow:
+    """A decode engine's window, what of it is in use, and the way into its ring."""
+
+    offer: Window
+    route: Route
+    request_id: str
+    spans: Ring = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = Ring(self.offer.size)
+
+
+@dataclass(slots=True, eq=False)
+class StagedWrite:
+    """One WRITE through staging memory, and its own handle. ``ours`` and ``theirs`` are the spans that it holds."""
+
+    number: int
+    plan: Plan
+    route: Route
+    local: DescriptorIds
+    remote: DescriptorIds
+    record: WriteRecord
+    ours: int | None
+    theirs: int | None = None
+    window: PushWindow | None = None
+    parts: tuple[Part, ...] = ()
+    copies: Copies = field(default_factory=Copies)
+    stage: Stage = Stage.GATHERING
+    handle: WriteHandle | None = None
+    began_at: float = 0.0
+    asked_at: float | None = None
+    ask_at: float = 0.0
+    refused: bool = False
+    halted: bool = False
+
+
+class Packer:
+    """``gathered`` names our ring as a list of descriptors of one kernel block each, ``pieces`` as one of pieces."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: CacheLayout,
+        staging: Staging,
+        block_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._staging = staging
+        self.block_bytes = block_bytes
+        self._clock = clock
+        self._expand = lru_cache(maxsize=64)(layout.expand)
+        self._numbers = 0
+        self._unpacking: dict[int, StagedWrite] = {}
+
+    def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
+        """Begin a WRITE of ``write`` to the decode engine's blocks ``remote``, gathered; None if there is no room."""
+        size = len(remote) * self.block_bytes
+        span = self._staging.ring.take(size, self.block_bytes)
+        if span is None:
+            return None
+        first = span // self.block_bytes
+        local = np.arange(first, first + len(remote), dtype=np.int32)
+        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, span), write)
+
+    def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
+        """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
+        held = whole_pieces(size)
+        theirs = window.spans.take(held, PIECE_BYTES)
+        if theirs is None:
+            return None
+        ours = self._staging.ring.take(held, PIECE_BYTES)
+        if ours is None:
+            window.spans.give(theirs)
+            return None
+        count = held // PIECE_BYTES
+        local = ours // PIECE_BYTES + np.arange(count, dtype=np.int32)
+        remote = (window.offer.offset + theirs) // PIECE_BYTES + np.arange(count, dtype=np.int32)
+        parts = tuple(
+            Part(part.layers.start, part.layers.stop, part.group, part.first - part.skipped, part.end - part.skipped)
+            for part in write.segments
+        )
+        staged = StagedWrite(
+            self._number(), Plan.PACKED, window.route, local, remote, record, ours, theirs, window, parts
+        )
+        return self._begin(staged, write)
+
+    def unpacked(self, agent: str, number: int, done: bool) -> StagedWrite | None:
+        """A decode rank gives back a part of its window: that of the WRITE that comes back, if one is over by that."""
+        staged = self._unpacking.get(number)
+        if staged is None or staged.route.agent != agent:
+            return None
+        del self._unpacking[number]
+        staged.stage, staged.refused = Stage.OVER, not done
+        return staged
+
+    def poll(self, staged: StagedWrite) -> WriteState:
+        """Make progress. Raises ``TransportError`` as a transport does."""
+        self._post_if_gathered(staged)
+        if staged.stage is Stage.WRITING:
+            state = self._transport.poll(staged.handle)
+            if state is not WriteState.LANDED:
+                return state
+            self._wrote(staged)
+        if staged.stage is Stage.UNPACKING and self._clock() >= staged.ask_at:
+            self._ask(staged)
+        if staged.refused:
+            raise TransportError("the decode engine did not unpack what it was sent")
+        return WriteState.LANDED if staged.stage is Stage.OVER else WriteState.PENDING
+
+    def halt(self, staged: StagedWrite) -> None:
+        """Nobody wants it any more: what is not on the wire yet will not be."""
+        staged.halted = staged.stage is Stage.GATHERING
+
+    def release(self, staged: StagedWrite) -> None:
+        """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
+        if staged.handle is not None:
+            self._transport.release(staged.handle)
+            staged.handle = None
+        self._unpacking.pop(staged.number, None)
+        self._free(staged)
+        if staged.theirs is not None and staged.window is not None:
+            staged.window.spans.give(staged.theirs)
+            staged.theirs = None
+
+    def _begin(self, staged: StagedWrite, write: Write) -> StagedWrite:
+        assert staged.ours is not None
+        offset, staged.began_at = staged.ours, time.perf_counter()
+        for part in write.segments:
+            blocks = self._expand(part.source)
+            staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
+            offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
+        try:
+            self._post_if_gathered(staged)  # on a CPU: the writer's next turn would come later than many a WRITE ends
+        except BaseException:  # nobody else would give the ring's span back
+            self.release(staged)
+            raise
+        return staged
+
+    def _post_if_gathered(self, staged: StagedWrite) -> None:
+        """What this raises comes when no copy runs any more."""
+        if staged.stage is not Stage.GATHERING or not staged.copies.are_over():
+            return
+        if staged.halted:
+            raise TransportError("the push ended before its blocks were written")
+        if staged.copies.failure is not None:
+            raise TransportError(f"blocks could not be gathered: {staged.copies.failure}")
+        staged.record.t_post = time.perf_counter()
+        staged.handle = self._transport.post_write(staged.route, staged.local, staged.remote)
+        staged.record.t_posted = time.perf_counter()
+        staged.stage = Stage.WRITING
+
+    def _wrote(self, staged: StagedWrite) -> None:
+        if staged.plan is Plan.PACKED:
+            staged.stage = Stage.UNPACKING
+            self._unpacking[staged.number] = staged
+        else:
+            staged.stage = Stage.OVER
+        self._free(staged)
+
+    def _ask(self, staged: StagedWrite) -> None:
+        """Once more every second: an answer that was lost must not keep the push for ever, and whether the decode
+        engine still lives shows only when it is spoken to.
+        """
+        assert staged.window is not None
+        assert staged.theirs is not None
+        now = self._clock()
+        staged.asked_at = staged.asked_at or now
+        staged.ask_at = now + UNPACK_RETRY_S
+        offset = staged.window.offer.offset + staged.theirs
+        message = Unpack(staged.window.request_id, staged.number, offset, staged.parts)
+        self._transport.notify(staged.route.agent, encode(message))
+
+    def _free(self, staged: StagedWrite) -> None:
+        """Give our own span back."""
+        if staged.ours is not None:
+            self._staging.ring.give(staged.ours)
+            staged.ours = None
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+
+def gathered_targets(layout: CacheLayout, write: Write, region_blocks: Sequence[int]) -> DescriptorIds:
+    """Descriptor ids of ``write`` on the decode engine, in the order in which its blocks are packed."""
+    offsets = descriptor_offsets(region_blocks)
+    ids = [
+        descriptor_ids(offsets, slots_of(layout, part.layers), layout.expand(part.target)) for part in write.segments
+    ]
+    return np.concatenate(ids)

@@ -1,0 +1,129 @@
+"""Staging memory beside a KV cache of tensors, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from layerpush.core.layout import BlockIds, CacheLayout, LayoutError
+from layerpush.transport.packing.memory import PIECE_BYTES, Copy, cool
+from layerpush.transport.packing.ring import Ring
+from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
+
+MAX_PROGRAMS = 64
+"""Of a copy on a GPU at a time: a part of its multiprocessors, for prefill and decode need the others."""
+RATE_BYTES = 4 << 20
+RATE_TRIES = 5
+
+
+def staging_memory(size: int, device: torch.device) -> torch.Tensor:
+    """``size`` bytes that begin where a piece may, their pages in place. Raises ``torch.OutOfMemoryError``."""
+    memory = torch.zeros(size + PIECE_BYTES, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % PIECE_BYTES :][:size]
+
+
+class TensorStaging:
+    """A `Staging`. ``slots`` are the cache's regions in descriptor order, each ``uint8 [blocks, block_bytes]``.
+
+    ``memory`` comes from ``staging_memory``. Raises ``LayoutError`` if regions differ in shape, or if it is too small.
+    """
+
+    def __init__(self, layout: CacheLayout, slots: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        order = [slot for layer in layout.layers for slot in layer.slots]
+        if len({(slots[slot].shape, slots[slot].stride()) for slot in order}) > 1:
+            raise LayoutError("the regions of the KV cache differ in the size or the number of their blocks")
+        if memory.numel() < 2 * slots[order[0]].shape[1]:
+            raise LayoutError(f"staging memory of {memory.numel()} bytes has no room for two blocks")
+        device = slots[order[0]].device
+        self._memory = memory
+        self.ring = Ring(memory.numel())
+        self.block_bytes: int = slots[order[0]].shape[1]
+        """Of a kernel block, in each region."""
+        self.base: int = memory.data_ptr()
+        """The address of the ring."""
+        self._table: LayerTable = layer_table([slots[slot] for slot in order])
+        ends = np.cumsum([0, *(len(layer.slots) for layer in layout.layers)]).tolist()
+        self._rows = [slice(start, end) for start, end in pairwise(ends)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
+        table, ids, packed = self._operands(layers, blocks, offset)
+        gather_blocks(table, ids, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
+        return self._begun(ids)
+
+    def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
+        table, ids, packed = self._operands(layers, blocks, offset)
+        scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
+        return self._begun(ids)
+
+    def copy_costs(self) -> tuple[float, float]:
+        """Seconds to copy anything between cache and ring, and for each byte of it: measured now, on scattered blocks
+        that were not touched lately, for so it will be. What the KV cache holds stays as it is.
+        """
+        self._compile_scatter()
+        count = max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
+        blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
+        tries = np.resize(blocks, (RATE_TRIES, count))
+        one = min(self._seconds(turn, ids[:1]) for turn, ids in enumerate(tries))
+        all_ = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
+        byte_s = max(all_ - one, 0.0) / max(count - 2, 1) / self.block_bytes
+        return max(one - self.block_bytes * byte_s, 0.0), byte_s
+
+    def _compile_scatter(self) -> None:
+        """In the middle of serving it would keep the writer thread, and the GIL, for seconds. Copies nothing."""
+        if self._stream is None:
+            return
+        nothing = torch.tensor([-1], dtype=torch.int32, device=self._table.device)
+        packed = self._memory[: self.block_bytes]
+        scatter_blocks(packed, nothing, self._table[0:1], stream=self._stream, max_programs=MAX_PROGRAMS)
+        self._stream.synchronize()
+
+    def _seconds(self, turn: int, ids: BlockIds) -> float:
+        """Gather these, each turn to another place."""
+        wanted, size = torch.from_numpy(ids).to(self._table.device), len(ids) * self.block_bytes
+        offset = turn % max(1, self.ring.capacity_bytes // size) * size
+        packed = self._memory[offset : offset + size]
+        cool()
+        start = time.perf_counter()
+        gather_blocks(self._table[0:1], wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
+        copy = self._begun(wanted)
+        while not copy.is_over():
+            time.sleep(0)
+        return time.perf_counter() - start
+
+    def _operands(self, layers: slice, blocks: BlockIds, offset: int) -> tuple[LayerTable, torch.Tensor, torch.Tensor]:
+        rows = slice(self._rows[layers.start].start, self._rows[layers.stop - 1].stop)
+        table = self._table[rows]
+        packed = self._memory[offset:][: len(table) * len(blocks) * self.block_bytes]
+        ids = torch.from_numpy(np.ascontiguousarray(blocks))
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                ids = ids.pin_memory().to(table.device, non_blocking=True)
+        return table, ids, packed
+
+    def _begun(self, ids: torch.Tensor) -> Copy:
+        if self._stream is None:
+            return _Done()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _Recorded(event, ids)
+
+
+class _Done:
+    def is_over(self) -> bool:
+        return True
+
+
+class _Recorded:
+    """Keeps the block ids alive for as long as the stream reads them."""
+
+    def __init__(self, event: torch.cuda.Event, ids: torch.Tensor) -> None:
+        self._event = event
+        self._ids = ids
+
+    def is_over(self) -> bool:
+        return bool(self._event.query())

@@ -1,0 +1,180 @@
+"""Packed blocks on a decode rank: offers windows of its staging ring, scatters what prefill ranks put there."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from layerpush.core.layout import CacheLayout
+from layerpush.core.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Window
+from layerpush.transport.packing.memory import PIECE_BYTES, Copies, Staging
+from layerpush.transport.packing.windows import Windows
+
+logger = logging.getLogger("vllm.layerpush.unpacker")
+
+ANSWERS_KEPT = 4096
+"""Of one agent: it cannot push another one's answers out."""
+AGENTS_KEPT = 1024
+
+
+class UnpackError(ValueError):
+    """What a prefill rank says that it has packed is not what this request may get. The text says why."""
+
+
+class Answer(NamedTuple):
+    """To be sent to ``agent``."""
+
+    agent: str
+    message: Unpacked
+
+
+@dataclass(slots=True)
+class _Scatter:
+    request_id: str
+    agent: str
+    number: int
+    copies: Copies
+
+
+class Unpacker:
+    """Writer thread only. ``ring`` is the address of the staging ring, on device ``device``."""
+
+    def __init__(
+        self, staging: Staging, windows: Windows, layout: CacheLayout, rank: int, ring: int, device: int
+    ) -> None:
+        self._staging = staging
+        self._windows = windows
+        self._layout = layout
+        self._offer = Window(
+            rank=rank,
+            ring=ring,
+            ring_size=staging.ring.capacity_bytes,
+            device=device,
+            offset=0,
+            size=windows.size,
+            layout=layout.digest,
+        )
+        self._expand = lru_cache(maxsize=64)(layout.expand)
+        self._running: list[_Scatter] = []
+        self._later: list[tuple[str, Callable[[], None]]] = []
+        self._answered: OrderedDict[str, OrderedDict[int, bool]] = OrderedDict()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running or self._later)
+
+    def after(self, request_id: str, call: Callable[[], None]) -> None:
+        """Do this when we write none of the request's blocks: at once, or in ``ended``."""
+        if self._is_unpacking(request_id):
+            self._later.append((request_id, call))
+        else:
+            call()
+
+    def offer(self, request_id: str) -> Window | None:
+        """A window for a request that is about to be registered."""
+        offset = self._windows.open(request_id)
+        if offset is None:
+            return None
+        offer = self._offer
+        return Window(
+            rank=offer.rank,
+            ring=offer.ring,
+            ring_size=offer.ring_size,
+            device=offer.device,
+            offset=offset,
+            size=offer.size,
+            layout=offer.layout,
+        )
+
+    def close(self, request_id: str) -> None:
+        """No prefill rank writes for the request any more."""
+        self._windows.close(request_id)
+
+    def unpack(self, agent: str, message: Unpack, registration: Registration) -> None:
+        """Begin to scatter; ``ended`` says when that is over. The same message again changes nothing.
+
+        Raises ``UnpackError``, when nothing has been scattered.
+        """
+        if self.again(agent, message) is not None or self._is_running(agent, message.number):
+            return
+        sizes = [self._size_of(part, registration) for part in message.parts]
+        if message.offset % PIECE_BYTES:
+            raise UnpackError(f"byte {message.offset} is not where a piece begins")
+        if not self._windows.holds(message.request_id, message.offset, sum(sizes)):
+            raise UnpackError(f"{sum(sizes)} bytes from {message.offset} on are not all in the window of the request")
+        blocks = [_blocks(part, registration) for part in message.parts]
+        scatter = _Scatter(message.request_id, agent, message.number, Copies())
+        self._windows.read_begun(message.request_id)
+        self._running.append(scatter)
+        offset = message.offset
+        for wanted, part, size in zip(blocks, message.parts, sizes, strict=True):
+            layers, ids = slice(part.first_layer, part.end_layer), self._expand(wanted)
+            scatter.copies.begin(partial(self._staging.scatter, layers, ids, offset))
+            offset += size
+
+    def again(self, agent: str, message: Unpack) -> Answer | None:
+        """What this message was answered with, if it was."""
+        done = self._answered.get(agent, OrderedDict()).get(message.number)
+        return None if done is None else Answer(agent, Unpacked(message.number, done))
+
+    def refuse(self, agent: str, message: Unpack) -> Answer | None:
+        """Nothing will be scattered for this message, unless it was before: then it is answered as it was. None: it is
+        being scattered.
+        """
+        if self._is_running(agent, message.number):
+            return None
+        return self.again(agent, message) or self._answer(agent, message.number, done=False)
+
+    def ended(self) -> list[Answer]:
+        """What has been scattered since the last call."""
+        running, over = self._running, list[_Scatter]()
+        self._running = []
+        for scatter in running:
+            (over if scatter.copies.are_over() else self._running).append(scatter)
+        for scatter in over:
+            self._windows.read_ended(scatter.request_id)
+            if scatter.copies.failure is not None:
+                logger.error("blocks of %s were not unpacked: %s", scatter.request_id, scatter.copies.failure)
+        waiting, self._later = self._later, []
+        for request_id, call in waiting:
+            self.after(request_id, call)
+        return [self._answer(scatter.agent, scatter.number, done=scatter.copies.failure is None) for scatter in over]
+
+    def _is_unpacking(self, request_id: str) -> bool:
+        return any(scatter.request_id == request_id for scatter in self._running)
+
+    def _is_running(self, agent: str, number: int) -> bool:
+        return any((scatter.agent, scatter.number) == (agent, number) for scatter in self._running)
+
+    def _size_of(self, part: Part, registration: Registration) -> int:
+        """Bytes of a part. Raises ``UnpackError`` if it is none of this registration."""
+        layers = self._layout.layers[part.first_layer : part.end_layer]
+        if part.end_layer > len(self._layout.layers) or not layers:
+            raise UnpackError(f"layers {part.first_layer}-{part.end_layer - 1} of {len(self._layout.layers)}")
+        if any(layer.group != part.group for layer in layers) or part.group >= len(registration.local_block_ids):
+            raise UnpackError(f"layers {part.first_layer}-{part.end_layer - 1} are not all of group {part.group}")
+        registered = len(registration.local_block_ids[part.group])
+        if not part.first < part.end <= registered:
+            raise UnpackError(f"blocks {part.first}-{part.end - 1} of {registered} that were registered")
+        return (part.end - part.first) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
+
+    def _answer(self, agent: str, number: int, *, done: bool) -> Answer:
+        answers = self._answered.setdefault(agent, OrderedDict())
+        answers[number] = done
+        self._answered.move_to_end(agent)
+        while len(answers) > ANSWERS_KEPT:
+            answers.popitem(last=False)
+        while len(self._answered) > AGENTS_KEPT:
+            self._answered.popitem(last=False)
+        return Answer(agent, Unpacked(number, done))
+
+
+def _blocks(part: Part, registration: Registration) -> tuple[int, ...]:
+    wanted = registration.local_block_ids[part.group][part.first : part.end]
+    if NULL_BLOCK in wanted:
+        raise UnpackError(f"blocks {part.first}-{part.end - 1} are not all this request's")
+    return wanted

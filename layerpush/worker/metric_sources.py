@@ -1,0 +1,74 @@
+"""What a worker and a scheduler look up when they report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from layerpush.telemetry.metrics.catalog import (
+    ACTIVE_PUSHES,
+    AWAITED_LOADS,
+    DROPPED_MESSAGES,
+    DROPPED_RECORDS,
+    PARKED_BLOCKS,
+    PARKED_REQUESTS,
+    PENDING_REGISTRATIONS,
+    RANKS,
+    RING_BYTES,
+    RING_USED_BYTES,
+    UNCLAIMED_PUSHES,
+)
+
+if TYPE_CHECKING:
+    from layerpush.core.block_holds import BlockHolds
+    from layerpush.decode.loads import Loads
+    from layerpush.prefill.registrations import Registrations
+    from layerpush.prefill.step_events import StepEvents
+    from layerpush.prefill.writer import PushWriter
+    from layerpush.telemetry.metrics.reporter import Reporter
+    from layerpush.telemetry.peer_errors import PeerErrors
+    from layerpush.telemetry.trace_file import TraceFile
+
+
+class StagingRing(Protocol):
+    """Memory that WRITEs are put together in, or land in. Any thread may look."""
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+
+def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
+    """All of a worker's: none, if it packs nothing."""
+    reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
+    reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))
+
+
+def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: PeerErrors) -> None:
+    reporter.level(RANKS, lambda: ranks)
+    reporter.level(AWAITED_LOADS, lambda: len(loads))
+    watch_complaints(reporter, peer_errors)
+
+
+def watch_writer(
+    reporter: Reporter, writer: PushWriter, desk: Registrations, capture: StepEvents, trace: TraceFile
+) -> None:
+    reporter.level(ACTIVE_PUSHES, lambda: writer.active)
+    reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
+    reporter.level(PENDING_REGISTRATIONS, lambda: desk.pending)
+    reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": capture.dropped})
+
+
+def watch_quarantine(reporter: Reporter, block_holds: BlockHolds) -> None:
+    reporter.level(PARKED_REQUESTS, lambda: block_holds.parked_requests)
+    reporter.level(PARKED_BLOCKS, lambda: block_holds.parked_blocks)
+
+
+def watch_complaints(reporter: Reporter, peer_errors: PeerErrors) -> None:
+    def totals() -> Mapping[str, int]:
+        counts = dict(peer_errors.counts)  # in one go: another thread may be adding a kind
+        return {kind.replace(" ", "_"): number for kind, number in counts.items()}
+
+    reporter.total(DROPPED_MESSAGES, totals)

@@ -1,0 +1,171 @@
+"""A worker's staging memory: made at start-up, known to NIXL, used by the packer of pushes and the unpacker of loads.
+
+Writer thread, but for ``allocate`` and ``build``, which run before there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from layerpush.compat.facts import engine_fallback, has_equal_blocks, slot_views
+from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.layout import CacheLayout, LayoutError
+from layerpush.core.wire import Unpacked, Window
+from layerpush.transport.base import Route
+from layerpush.transport.link import Link
+from layerpush.transport.packing.calibration import SCRATCH_PIECES
+from layerpush.transport.packing.cost_model import Costs
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import Packer
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
+from layerpush.transport.packing.unpacker import Unpacker
+from layerpush.transport.packing.windows import Windows
+
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
+
+logger = init_logger("vllm.layerpush.staging")
+
+WINDOWS = 8
+"""Requests that a decode rank unpacks for at a time."""
+
+
+class WorkerPacking:
+    """Without staging memory, or for a KV cache that cannot be packed, ``stager`` and ``unpacker`` stay None."""
+
+    def __init__(self, worker: VllmPushWorker, config: LayerPushConfig) -> None:
+        self.strategy: PackingStrategy | None = None
+        self.unpacker: Unpacker | None = None
+        self._worker = worker
+        self._config = config
+        self._memory: torch.Tensor | None = None
+        self._staging: TensorStaging | None = None
+        self._blocks: Any = None
+        self._pieces: Any = None
+        self._rings: dict[str, tuple[Window, Any]] = {}
+
+    @property
+    def engines_in_flight(self) -> set[str]:
+        """Decode engines that WRITEs are timed to. Any thread."""
+        return set() if self.strategy is None else self.strategy.engines_in_flight
+
+    @property
+    def rings(self) -> tuple[Any, ...]:
+        return () if self._staging is None else (self._staging.ring,)
+
+    def allocate(self, device: torch.device) -> None:
+        """Before the KV cache is registered: peers get to know of both at once."""
+        size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
+        if self._config.packing == "off" or not self._config.layerwise or not size:
+            return
+        if engine_fallback(self._worker) is not None:
+            return  # said elsewhere: nothing is pushed by layer
+        try:
+            self._memory = staging_memory(size, device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
+            logger.warning("layerpush packs nothing: no memory for staging_bytes=%d: %s", size, error)
+            return
+        try:
+            register_ring(self._worker, self._memory.data_ptr(), size, device.index or 0)
+        except Exception as error:  # noqa: BLE001  NIXL's; the KV cache may be registered all the same
+            logger.warning("layerpush packs nothing: staging memory cannot be registered: %s", error)
+            self._memory = None
+
+    def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
+        """When the KV cache is registered, and can be told apart by layer."""
+        if self._memory is None:
+            return
+        try:
+            views = slot_views(self._worker, kv_caches)
+            staging = TensorStaging(layout, views, self._memory)
+        except (LayoutError, ValueError) as error:
+            logger.info("layerpush packs nothing: %s", error)
+            return
+        try:
+            copy_s, byte_s = staging.copy_costs()
+        except Exception as error:  # noqa: BLE001  Triton's or a device's: whoever cannot copy does not pack
+            logger.warning("layerpush packs nothing: blocks cannot be copied on this device: %s", error)
+            return
+        costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
+        if staging.ring.take(SCRATCH_PIECES * PIECE_BYTES) is None:
+            logger.warning("layerpush packs nothing: staging_bytes=%d is too small", staging.ring.capacity_bytes)
+            return
+        worker, size = self._worker, staging.ring.capacity_bytes
+        try:
+            self._blocks = own_ring(worker, staging.base, size, staging.block_bytes)
+            self._pieces = own_ring(worker, staging.base, size, PIECE_BYTES)
+        except Exception as error:  # noqa: BLE001  NIXL's; the KV cache is registered all the same
+            logger.warning("layerpush packs nothing: NIXL does not know the staging memory: %s", error)
+            return
+        self._staging = staging
+        packer = Packer(worker.transport, layout, staging, staging.block_bytes)
+        assert self._config.packing != "off"
+        self.strategy = PackingStrategy(packer, layout, self._config.packing, costs)
+        windows = Windows(staging.ring, (size - SCRATCH_PIECES * PIECE_BYTES) // WINDOWS // PIECE_BYTES * PIECE_BYTES)
+        self.unpacker = Unpacker(staging, windows, layout, worker.tp_rank, staging.base, worker.device_id)
+
+    def with_gathering(self, link: Link) -> Link:
+        """``link``, with the way from our ring into the decode engine's cache if there is one."""
+        if self.strategy is None or link.refusal is not None or len(link.routes) != 1:
+            return link
+        if not has_equal_blocks(self._worker, link.engine_id):
+            return link
+        return replace(link, gathered=replace(link.routes[0], local_descriptors=self._blocks))
+
+    def ring_of(self, engine_id: str, agent: str, window: Window) -> Route | None:
+        """The way from our ring into a decode rank's; None if it cannot be written to."""
+        if self.strategy is None:
+            return None
+        known = self._rings.get(engine_id)
+        if known is None:
+            try:
+                handle = peer_ring(self._worker, agent, window)
+            except Exception as error:  # noqa: BLE001  NIXL's; its memory is not what it says, so nothing is packed for it
+                logger.warning("layerpush packs nothing for decode engine %s: %s", engine_id, error)
+                handle = None
+            known = self._rings[engine_id] = (window, handle)
+            if handle is not None:
+                ring = Route(agent, window.rank, self._pieces, handle)
+                self.strategy.calibrate(engine_id, self._worker.transport, ring)
+        offer, handle = known
+        if handle is None or (offer.ring, offer.ring_size, offer.device) != (
+            window.ring,
+            window.ring_size,
+            window.device,
+        ):
+            return None  # a process has one ring for as long as it lives: WRITEs may be on their way to the first
+        return Route(agent, window.rank, self._pieces, handle)
+
+    def unpacked(self, agent: str, message: Unpacked) -> None:
+        """A decode rank has answered."""
+        if self.strategy is not None:
+            self.strategy.unpacked(agent, message.number, message.done)
+
+    def disconnected(self, engine_id: str) -> None:
+        """What was known of a decode engine is void."""
+        if self.strategy is not None:
+            self.strategy.forget(engine_id)  # its WRITEs, before where they go
+        _, handle = self._rings.pop(engine_id, (None, None))
+        if handle is not None:
+            self._release(handle)
+
+    def close(self) -> None:
+        """Before NIXL goes."""
+        for engine_id in list(self._rings):
+            self.disconnected(engine_id)
+        for handle in (self._blocks, self._pieces):
+            if handle is not None:
+                self._release(handle)
+        self._blocks = self._pieces = None
+
+    def _release(self, handle: Any) -> None:
+        try:
+            release_ring(self._worker, handle)
+        except Exception as error:  # noqa: BLE001  NIXL's; it gives the list back with its agent
+            logger.warning("NIXL keeps a list of descriptors of a ring: %s", error)

@@ -1,0 +1,166 @@
+"""What the writer asks of its host, answered by vLLM's worker, the peers and the desk. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from layerpush.core.coverage import check_blocks
+from layerpush.core.layout import CacheLayout
+from layerpush.core.push_protocol import Retract
+from layerpush.core.wire import Registration, Window, encode_completion
+from layerpush.prefill.host import HandshakeError
+from layerpush.prefill.push import BlockIds
+from layerpush.prefill.registrations import Registrations, address_of
+from layerpush.prefill.writer import PushWriter
+from layerpush.transport.base import Route
+from layerpush.transport.connections import Connections
+from layerpush.transport.link import Link
+from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.writes import RankWrite
+
+logger = logging.getLogger("vllm.layerpush.worker")
+
+RESTARTED = "the decode engine was restarted after it had registered"
+
+
+class PushingWorker(Protocol):
+    """What vLLM's worker, as ``compat`` opens it up, can do for a push."""
+
+    world_size: int
+
+    def agents_of(self, engine_id: str) -> tuple[str, ...]: ...
+
+    def touch_engine(self, engine_id: str) -> None: ...
+
+    def link_to(self, engine_id: str) -> Link: ...
+
+    def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None: ...
+
+    def counts_blocks_like(self, engine_id: str) -> bool: ...
+
+    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None: ...
+
+    def ring_of(self, link: Link, window: Window) -> Route | None: ...
+
+    def report_sent(self, request_id: str) -> None: ...
+
+    def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None: ...
+
+
+class Guard(Protocol):
+    """Calls something that may fail: the request's push fails with it, the writer thread goes on."""
+
+    def __call__(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool: ...
+
+
+class WorkerHost:
+    """A ``Host``. ``writer`` and ``desk`` are set before anything is pushed; ``on_lost`` hears of lost engines."""
+
+    writer: PushWriter
+    desk: Registrations
+    layout: CacheLayout | None = None
+    """None: this worker packs nothing."""
+
+    def __init__(self, worker: PushingWorker, peers: Connections, guard: Guard, on_lost: Callable[[str], None]) -> None:
+        self._worker = worker
+        self._connections = peers
+        self._guard = guard
+        self._on_lost = on_lost
+        self._links: dict[str, Link] = {}
+
+    def connect(self, request_id: str, registration: Registration) -> Link | None:
+        engine_id = registration.decode_engine_id
+        if not self._worker.agents_of(engine_id):
+
+            def connected(error: str | None, _: float) -> None:
+                self.writer.reconnect(request_id, error)
+
+            self._connections.reach(address_of(registration), connected, time.perf_counter())
+            return None
+        obstacle = self._obstacle(registration)
+        if obstacle is not None:
+            raise HandshakeError(obstacle)
+        self._worker.touch_engine(engine_id)
+        link = self._links.get(engine_id)
+        if link is None:
+            link = self._links[engine_id] = self._worker.link_to(engine_id)
+            if link.refusal is not None:
+                logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
+        return link
+
+    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+            return None
+        offer = self.desk.window(registration, link.routes[0].agent)
+        if offer is None:
+            return None
+        if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
+            return None
+        ring = self._worker.ring_of(link, offer)
+        return None if ring is None else PushWindow(offer, ring, registration.request_id)
+
+    def disconnected(self, engine_id: str) -> None:
+        """What was known of the way to a decode engine is void."""
+        self._links.pop(engine_id, None)
+
+    def take_registration(self, request_id: str) -> Registration | None:
+        return self.desk.take(request_id, time.perf_counter())
+
+    def is_unwanted(self, request_id: str) -> bool:
+        return self.desk.is_unwanted(request_id, time.perf_counter())
+
+    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        def connected(error: str | None, _: float) -> None:
+            if not self.writer.is_delegated(request_id):
+                return
+            obstacle = error or self._obstacle(registration)
+            if obstacle is not None:
+                self.writer.fail(request_id, obstacle)
+                return
+            self._guard("a push", request_id, partial(self._push_whole, request_id, blocks, registration))
+
+        self._connections.reach(address_of(registration), connected, time.perf_counter())
+
+    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+        self._guard("a retraction", None, partial(self.desk.retract, retraction, withdrawn, time.perf_counter()))
+
+    def ended(self, request_id: str, failure: str | None) -> None:
+        self._guard("an ending", None, partial(self.desk.ended, request_id, failure, time.perf_counter()))
+
+    def peer_lost(self, decode_engine_id: str) -> None:
+        self._on_lost(decode_engine_id)
+
+    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+        self._worker.whole_write_ended(request_id, part, landed)
+
+    def completion(self, registration: Registration) -> bytes:
+        return encode_completion(registration.request_id, self._worker.world_size)
+
+    def release(self, request_id: str) -> None:
+        self._worker.report_sent(request_id)
+
+    def _obstacle(self, registration: Registration) -> str | None:
+        """Why nothing may be written to the engine that is connected under the registration's name."""
+        doom = self.desk.doom(registration.decode_engine_id)
+        if doom is not None:
+            return doom
+        return None if self.desk.is_current(registration) else RESTARTED
+
+    def _push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+        targets = registration.local_block_ids
+        self._worker.check_targets(registration.decode_engine_id, targets)
+        if self._worker.counts_blocks_like(registration.decode_engine_id):
+            check_blocks([len(group) for group in blocks], targets)
+        self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+
+
+def _fits(offer: Window) -> bool:
+    """Whether a window consists of whole pieces of its ring."""
+    return not (offer.offset % PIECE_BYTES or offer.size % PIECE_BYTES) and offer.offset + offer.size <= offer.ring_size

@@ -1,0 +1,174 @@
+"""The scheduler's half of an engine of either role: engine step -> StepPlan, and the pushes that it awaits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from layerpush.compat.facts import block_sizes, engine_fallback
+from layerpush.compat.metadata import LayerwiseMetadata
+from layerpush.compat.nixl_connector import NixlConnectorMetadata, NixlPushConnectorScheduler
+from layerpush.compat.requests import (
+    StagedRegistration,
+    awaits_scheduling,
+    is_streamed,
+    prompt_digest,
+    registration_timeout,
+    take_staged_registration,
+    withdraw_receive,
+)
+from layerpush.compat.spans import traces_requests
+from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import chosen_mode
+from layerpush.core.step_plan import PromptProgress, StepPlan
+from layerpush.core.unreported_aborts import NEXT_REPORT_S
+from layerpush.core.wire import PROTOCOL_VERSION
+from layerpush.decode.deadlines import AwaitedPushes
+from layerpush.decode.report import DecodeReport
+from layerpush.telemetry.metrics.reporter import Reporter
+from layerpush.worker.drop_invalid import RequestFilter
+from layerpush.worker.metric_sources import watch_complaints, watch_quarantine
+from layerpush.worker.side_channel import listen
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.layerpush.scheduler")
+
+
+class LayerwisePushScheduler(NixlPushConnectorScheduler):
+    """Upstream's push scheduler; a plan of every step for the workers; and an eye on every push that is awaited.
+
+    Runs in the scheduler's thread. ``bind`` comes before the first request.
+    """
+
+    _nixl_handshake_listener = staticmethod(listen)
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._config = config
+        self._block_sizes = block_sizes(kv_cache_config)
+        self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
+        self._prompt_digests: dict[str, str] = {}
+        self._traces_requests = traces_requests(vllm_config)
+        self._trace_headers: dict[str, Mapping[str, str]] = {}
+        self._awaited: AwaitedPushes | None = None
+        self._workers_settle_until = 0.0
+        assert vllm_config.kv_transfer_config is not None
+        self._doorkeeper = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
+        self.metrics = Reporter("scheduler")
+        watch_complaints(self.metrics, self._doorkeeper.peer_errors)
+        self._can_stream = engine_fallback(self) is None
+
+    def bind(self, block_pool: BlockPool) -> None:
+        """The pool that the engine's KV cache blocks come from."""
+        self._awaited = AwaitedPushes(registration_timeout(self), block_pool)
+        watch_quarantine(self.metrics, self._awaited.block_holds)
+
+    @property
+    def awaited(self) -> AwaitedPushes:
+        assert self._awaited is not None, "bind comes first"
+        return self._awaited
+
+    def on_new_request(self, request: Request) -> None:
+        self._doorkeeper.admit(request, time.perf_counter())
+        super().on_new_request(request)
+        if self._traces_requests and request.trace_headers and request.kv_transfer_params:
+            self._trace_headers[request.request_id] = dict(request.trace_headers)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        staged = take_staged_registration(self, request.request_id, blocks)
+        if staged is not None:
+            self._await(request, staged)
+        if not is_streamed(request):
+            return
+        if not request.num_preemptions and (digest := prompt_digest(self, request)) is not None:
+            self._prompt_digests[request.request_id] = digest
+        known = self._prompts.get(request.request_id)
+        if known is not None:
+            known[1].restart()
+            return
+        chosen = chosen_mode(request.kv_transfer_params)
+        long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
+        streams = self._can_stream and long_enough and (chosen or self._config.mode) != "request"
+        watched = self._can_stream and self._config.trace_dir is not None
+        if streams or watched or chosen is not None:
+            progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
+            self._prompts[request.request_id] = (request, progress)
+
+    def _await(self, request: Request, staged: StagedRegistration) -> None:
+        staged.message.update(
+            layerpush=PROTOCOL_VERSION,
+            prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
+            prompt_digest=prompt_digest(self, request),
+        )
+        self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, NixlConnectorMetadata)
+        cancelled = self.awaited.cancelled(time.perf_counter())
+        digests, self._prompt_digests = self._prompt_digests, {}
+        headers, self._trace_headers = self._trace_headers, {}
+        plan = self._plan(scheduler_output)
+        return LayerwiseMetadata.extending(metadata, plan, digests, cancelled, headers)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, DecodeReport)
+        self.awaited.reported(connector_output.finished_recving or (), report)
+        if report is not None and report.settling:  # a step of which nothing is reported does not come here
+            self._workers_settle_until = time.perf_counter() + NEXT_REPORT_S
+
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._prompts.pop(request.request_id, None)
+        never_registered = awaits_scheduling(request)
+        outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        if never_registered:
+            withdraw_receive(self, request.request_id)
+        self.awaited.finished(request.request_id)
+        return outcome
+
+    def has_pending_push_work(self) -> bool:
+        return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
+
+    @property
+    def _workers_settle(self) -> bool:
+        return time.perf_counter() < self._workers_settle_until
+
+    def _plan(self, output: SchedulerOutput) -> StepPlan:
+        if not self._prompts:
+            return StepPlan()
+        revoked = {request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts}
+        chunks = []
+        blocks = output.kv_connector_block_state
+        assert blocks is not None
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            known = self._prompts.get(request_id)
+            if known is None:
+                continue
+            request, progress = known
+            table = blocks.get_block_ids(request_id)
+            if table is None:
+                continue
+            tables = self.kv_cache_config.select_transfer_block_ids(table)
+            epoch = progress.epoch
+            chunk = progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables)
+            if progress.epoch != epoch:
+                revoked.add(request_id)
+            if chunk is not None:
+                chunks.append(chunk)
+        return StepPlan(tuple(chunks), tuple(revoked))

@@ -1,0 +1,165 @@
+"""Asks an engine's side channel whether the process that owned a NIXL agent is still there."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+
+from layerpush.compat.handshake import agent_of_handshake, handshake_query
+from layerpush.core.liveness import Verdict
+from layerpush.worker.zmtp import ZmtpError, ask
+
+logger = init_logger("vllm.layerpush.probe")
+
+TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 8 << 20
+MAX_PENDING = 256
+NO_SUCH_RANK = b""
+"""Our own listener's answer where its engine has fewer ranks than the one that was here before."""
+
+
+def probe(
+    host: str, port: int, agent_name: str, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S
+) -> Verdict:
+    """Returns within ``timeout_s``, raises nothing, and leaves nothing open, whatever the other end does.
+
+    The question is upstream's handshake query, which a stock engine answers too.
+    """
+    deadline = time.monotonic() + timeout_s
+    if not 0 < port < 1 << 16 or not agent_name:
+        return Verdict.UNKNOWN
+    try:
+        connection = _connect(host, port, deadline)
+    except ConnectionRefusedError:
+        return Verdict.ENDED
+    except (OSError, ValueError):  # the latter: a host that is none
+        return Verdict.UNKNOWN
+    try:
+        with connection:
+            parts = ask(connection, handshake_query(pp_rank, tp_rank), deadline, MAX_ANSWER_BYTES)
+        if parts == [NO_SUCH_RANK]:
+            return Verdict.ENDED
+        if len(parts) != 2:
+            return Verdict.UNKNOWN
+        named = agent_name.encode() in agent_of_handshake(parts[0])
+    except (OSError, ZmtpError, ValueError, RecursionError):
+        return Verdict.UNKNOWN
+    return Verdict.ALIVE if named else Verdict.ENDED
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    """The first of the host's addresses that lets us in. ``ConnectionRefusedError`` only if each of them refuses."""
+    failure: OSError = ConnectionRefusedError()
+    for family, kind, protocol, _, address in _addresses(host, port, deadline):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, ConnectionRefusedError):
+                failure = error
+        except BaseException:  # nobody else knows of the socket
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failure
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[Any]:
+    """As ZeroMQ looks them up: names as IPv4. A thread of its own asks for a name, since nothing can cut that short."""
+    try:
+        return socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except socket.gaierror:
+        pass
+    answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers.put(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM))
+        except (OSError, ValueError):
+            answers.put([])
+
+    threading.Thread(target=look_up, name="layerpush-lookup", daemon=True).start()
+    try:
+        found = answers.get(timeout=max(deadline - time.monotonic(), 0))
+    except queue.Empty:
+        raise TimeoutError from None
+    if not found:
+        raise OSError(f"no address of {host!r}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    key: Any
+    host: str
+    port: int
+    agent_name: str
+    tp_rank: int
+    pp_rank: int
+    on_verdict: Callable[[Any, Verdict], None]
+
+    def verdict(self) -> Verdict:
+        try:
+            return probe(self.host, self.port, self.agent_name, self.tp_rank, self.pp_rank)
+        except Exception:  # a defect costs this verdict; whoever asked must hear one, and the next probe asks again
+            logger.exception("layerpush: the probe of %s:%d failed", self.host, self.port)
+            return Verdict.UNKNOWN
+
+
+class Prober:
+    """Probes one after another on a thread of its own, which the first one starts."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(MAX_PENDING)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(
+        self,
+        key: Any,
+        host: str,
+        port: int,
+        agent_name: str,
+        tp_rank: int,
+        on_verdict: Callable[[Any, Verdict], None],
+        pp_rank: int = 0,
+    ) -> None:
+        """``on_verdict(key, verdict)`` follows on the prober's thread; at once, UNKNOWN, if too many wait already."""
+        job = _Job(key, host, port, agent_name, tp_rank, pp_rank, on_verdict)
+        with self._lock:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
+                self._thread.start()
+            try:
+                self._jobs.put_nowait(job)
+                return
+            except queue.Full:
+                pass
+        on_verdict(key, Verdict.UNKNOWN)
+
+    def close(self) -> None:
+        """No verdict comes any more, except that of the probe under way. Does not wait for it."""
+        with self._lock:
+            self._closed = True
+            while not self._jobs.empty():
+                self._jobs.get_nowait()
+            self._jobs.put_nowait(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.on_verdict(job.key, job.verdict())

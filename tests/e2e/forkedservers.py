@@ -1,0 +1,55 @@
+"""API servers from the fork server that engine hosts come from: one process of a test session imports vLLM."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+from pathlib import Path
+
+from layerpush.apps.demo import forkserver
+from layerpush.apps.demo.engines import EngineSpec
+from tests.e2e.enginehost import fork_server
+from tests.support import starts
+
+COLD = ("-m", "vllm.entrypoints.openai.api_server")
+START_S = 120.0
+
+
+class ForkedSpec(EngineSpec):
+    """A server that is forked. Not for one that has several API servers, or a namespace of its own."""
+
+    def command(self, port: int) -> list[str]:
+        words = super().command(port)
+        module = words.index(COLD[0])
+        assert tuple(words[module : module + 2]) == COLD
+        return [*words[: module - 1], *server_command(), *words[module + 2 :]]
+
+
+class ColdSpec(EngineSpec):
+    """A server that imports vLLM itself, three times."""
+
+    def command(self, port: int) -> list[str]:
+        starts.count_start()
+        return super().command(port)
+
+
+@functools.cache
+def server_command() -> list[str]:
+    """What stands for `python -m vllm.entrypoints.openai.api_server`. The first call starts the fork server."""
+    folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")
+    path = Path(folder.name) / "socket"
+    process = fork_server().Process(target=forkserver.serve, args=(str(path),), name="servers", daemon=True)
+    process.start()
+    _kept.extend((folder, process))
+    starts.add_source(lambda: forkserver.count_starts(path))
+    deadline = time.monotonic() + START_S
+    while not path.exists():
+        assert process.is_alive(), "the fork server has ended"
+        assert time.monotonic() < deadline, "the fork server does not start"
+        time.sleep(0.05)
+    return forkserver.command(path)
+
+
+_kept: list[object] = []
+"""Alive until the test session ends."""

@@ -1,0 +1,314 @@
+"""A network in memory, with real bytes and scripted faults: the whole double of `NixlTransport`.
+
+Two processes and a WRITE::
+
+    fabric = FakeFabric(Faults(hold_writes={0: 5}))
+    p, d = fabric.endpoint("P"), fabric.endpoint("D")
+    p.describe("kv", p_memory, offsets, length)
+    d.describe("kv", d_memory, offsets, length)
+    handle = p.post_write(Route("D", 0, "kv", "kv"), local_ids, remote_ids)   # p is a Transport
+
+Whose memory a WRITE may touch: `ownership`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
+from tests.support.ownership import Bytes, Descriptors, Owners, OwnershipError, Violation, common_owners
+from tests.support.transport_faults import Faults
+
+__all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "Faults", "OwnershipError", "Violation"]
+
+
+@dataclass(eq=False)
+class FakeWrite:
+    """One WRITE: what was asked for, and how far it is. Also its own handle."""
+
+    number: int
+    source: FakeTransport
+    target: FakeTransport
+    route: Route
+    local: DescriptorIds
+    remote: DescriptorIds
+    unmoved: list[int]
+    """Positions in ``local`` and ``remote`` that have not landed, in the order in which they will."""
+    meant_for: list[Owners]
+    """By position, for whom it is."""
+    polls_left: int
+    fails: bool
+    state: WriteState = WriteState.PENDING
+    lingers: int = 0
+    """Looks of the target during which it goes on after its source died."""
+
+    def __str__(self) -> str:
+        return f"WRITE {self.number} from {self.source.name!r} to {self.target.name!r}"
+
+    def progress(self) -> None:
+        """Land a share of what is left; the bytes are the source's of this moment, not of the post."""
+        if self.state is not WriteState.PENDING or not self.target.alive or self.target.frozen:
+            return
+        if self.polls_left == 1 and self.fails:
+            self.state = WriteState.FAILED
+            return
+        share = -(-len(self.unmoved) // self.polls_left)
+        for position in self.unmoved[:share]:
+            self._land(position)
+        del self.unmoved[:share]
+        self.polls_left -= 1
+        if self.polls_left == 0:
+            self.state = WriteState.LANDED
+
+    def _land(self, position: int) -> None:
+        meant_for, route = self.meant_for[position], self.route
+        local, remote = int(self.local[position]), int(self.remote[position])
+        source = self.source.touch(route.local_descriptors, local, meant_for, f"{self} reads from")
+        self.target.touch(route.remote_descriptors, remote, meant_for, f"{self} lands in")[:] = source
+
+
+@dataclass
+class _Notification:
+    sender: str
+    payload: bytes
+    looks_in_vain: int
+
+
+class FakeFabric:
+    """The endpoints, the faults, and a record of what happened. Any thread may use its endpoints.
+
+    Deterministic: the same calls with the same ``seed`` and faults give the same landings. When ``strict``, the first
+    violation raises ``OwnershipError`` where it happens, and again from every later call: no ``except`` hides it.
+    """
+
+    def __init__(self, faults: Faults | None = None, seed: int = 0, *, strict: bool = False) -> None:
+        self.faults = faults or Faults()
+        self.random = random.Random(seed)
+        self.strict = strict
+        self.writes: list[FakeWrite] = []
+        """Every WRITE that was posted, in order."""
+        self.violations: list[Violation] = []
+        self.reached: Counter[str] = Counter()
+        """How many moments there were, by name: the number of the next one."""
+        self.lock = threading.RLock()
+        self._endpoints: dict[str, FakeTransport] = {}
+        self._lingering: list[FakeWrite] = []
+
+    def endpoint(self, name: str) -> FakeTransport:
+        """A new process of this name; one that died before is replaced, with none of its descriptors."""
+        if name in self._endpoints and self._endpoints[name].alive:
+            raise ValueError(f"endpoint {name!r} exists")
+        self._endpoints[name] = FakeTransport(self, name)
+        return self._endpoints[name]
+
+    def kill(self, name: str, lingers: int = 0) -> None:
+        """The process dies: nothing lands there any more, and peers that ask are told so.
+
+        What it had posted goes on for as many looks of its target at its notifications: bytes that wait in a socket.
+        """
+        with self.lock:
+            dead = self._endpoints[name]
+            dead.alive = False
+            for write in self.writes:
+                if write.source is dead and write.state is WriteState.PENDING and lingers:
+                    write.lingers = lingers
+                    self._lingering.append(write)
+
+    def restart(self, name: str) -> FakeTransport:
+        """The process dies, and another one takes its name. Peers must ``forget`` the old one to reach it."""
+        self.kill(name)
+        return self.endpoint(name)
+
+    def freeze(self, name: str) -> None:
+        """The process stops, or its link is cut: WRITEs to it stay ``PENDING`` and nobody is told."""
+        self._endpoints[name].frozen = True
+
+    def thaw(self, name: str) -> None:
+        self._endpoints[name].frozen = False
+
+    def settle(self) -> None:
+        """Land everything that was released too early, as a network would in the end."""
+        with self.lock:
+            self.require_sound()
+            for endpoint in self._endpoints.values():
+                if endpoint.alive:
+                    endpoint.progress_released(to_the_end=True)
+
+    def peer(self, name: str) -> FakeTransport:
+        if name not in self._endpoints:
+            raise TransportError(f"no endpoint {name!r}")
+        if not self._endpoints[name].alive:
+            raise PeerLostError(f"endpoint {name!r} is dead")
+        return self._endpoints[name]
+
+    def reach(self, moment: str) -> int:
+        """Count a moment, run what was scripted for it, return its number."""
+        number = self.reached[moment]
+        self.reached[moment] += 1
+        action = self.faults.at.get((moment, number))
+        if action is not None:
+            action(self)
+        return number
+
+    def accuse(self, violation: Violation) -> None:
+        self.violations.append(violation)
+        self.require_sound()
+
+    def require_sound(self) -> None:
+        """Raise the first violation, on a strict fabric. Worth a call at the end of a test."""
+        if self.strict and self.violations:
+            raise OwnershipError(self.violations[0])
+
+    def progress_lingering(self, target: FakeTransport) -> None:
+        for write in self._lingering:
+            if write.target is target:
+                write.progress()
+                write.lingers -= 1
+        self._lingering = [write for write in self._lingering if write.lingers and write.target.alive]
+
+
+class FakeTransport:
+    """One process on the fabric: a `Transport`, plus the memory that it registered."""
+
+    def __init__(self, fabric: FakeFabric, name: str) -> None:
+        self.fabric, self.name = fabric, name
+        self.alive, self.frozen = True, False
+        self.descriptors: dict[Hashable, Descriptors] = {}
+        self._connections: dict[str, FakeTransport] = {}
+        self._live: set[FakeWrite] = set()
+        self._released: list[FakeWrite] = []
+        self._inbox: list[_Notification] = []
+
+    def describe(self, key: Hashable, memory: Bytes, offsets: Sequence[int], length: int) -> Descriptors:
+        """Register pieces of ``memory``, shared and not copied, as the descriptor list that routes call ``key``."""
+        self.descriptors[key] = Descriptors(memory, offsets, length)
+        return self.descriptors[key]
+
+    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
+        fabric = self.fabric
+        with fabric.lock:
+            self._require_running()
+            number = fabric.reach("post")
+            target = self._peer(route.agent)
+            ours, theirs = self._pick(route.local_descriptors, local), target._pick(route.remote_descriptors, remote)
+            if len(local) != len(remote) or ours.length != theirs.length:
+                raise TransportError("the two sides of a WRITE differ in count or in length")
+            if number in fabric.faults.fail_posts:
+                raise TransportError(f"post {number} fails as scripted")
+            unmoved = fabric.random.sample(range(len(local)), len(local))
+            meant_for = [
+                common_owners(ours.owners(source), theirs.owners(sink))
+                for source, sink in zip(local.tolist(), remote.tolist(), strict=True)
+            ]
+            polls = 1 + fabric.faults.hold_writes.get(number, fabric.random.randint(0, 2))
+            fails = number in fabric.faults.fail_writes
+            write = FakeWrite(
+                number, self, target, route, local.copy(), remote.copy(), unmoved, meant_for, polls, fails
+            )
+            fabric.writes.append(write)
+            self._live.add(write)
+            self._accuse_strays(write)
+            return write
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        with self.fabric.lock:
+            self._require_running()
+            write = self._require_live(handle)
+            self.fabric.reach("poll")
+            self.progress_released()
+            write.progress()
+            if write.state is WriteState.PENDING and not write.target.alive:
+                raise PeerLostError(f"endpoint {write.target.name!r} died under a WRITE")
+            return write.state
+
+    def release(self, handle: WriteHandle) -> None:
+        with self.fabric.lock:
+            write = self._require_live(handle)
+            self._live.remove(write)
+            if write.state is WriteState.PENDING:
+                self._released.append(write)
+
+    def notify(self, agent: str, payload: bytes) -> None:
+        with self.fabric.lock:
+            self._require_running()
+            number, faults = self.fabric.reach("notify"), self.fabric.faults
+            inbox = self._peer(agent)._inbox
+            looks_in_vain = faults.delay_notifications.get(number, 0)
+            copies = 0 if number in faults.drop_notifications else 2 if number in faults.duplicate_notifications else 1
+            place = 0 if number in faults.reorder_notifications else len(inbox)
+            inbox[place:place] = [_Notification(self.name, payload, looks_in_vain) for _ in range(copies)]
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with self.fabric.lock:
+            self._require_running()
+            self.fabric.progress_lingering(self)
+            self.progress_released()
+            arrived = [(note.sender, note.payload) for note in self._inbox if note.looks_in_vain == 0]
+            self._inbox = [note for note in self._inbox if note.looks_in_vain > 0]
+            for note in self._inbox:
+                note.looks_in_vain -= 1
+            return arrived
+
+    def forget(self, agent: str) -> None:
+        """Drop the connection to a peer, as `remove_remote_agent` does; the next call goes to whoever has its name."""
+        self._connections.pop(agent, None)
+
+    def touch(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> Bytes:
+        """A piece of memory that a WRITE reads or lands in, and a violation if it is no longer the WRITE's to touch."""
+        descriptors = self.descriptors[key]
+        if meant_for and not descriptors.lets(index, meant_for):  # for nobody: accused when it was posted
+            self._accuse(key, index, meant_for, deed)
+        return descriptors.pieces[index]
+
+    def progress_released(self, to_the_end: bool = False) -> None:
+        """Releasing a WRITE in flight does not stop it: it goes on whenever this process makes progress."""
+        for write in self._released:
+            for _ in range(write.polls_left if to_the_end else 1):
+                write.progress()
+        self._released = [write for write in self._released if write.state is WriteState.PENDING]
+
+    def _accuse_strays(self, write: FakeWrite) -> None:
+        """A piece that goes from one owner's memory to another's, or that is nobody's."""
+        for position, meant_for in enumerate(write.meant_for):
+            if meant_for:
+                continue
+            source, target = int(write.local[position]), int(write.remote[position])
+            owners = self.descriptors[write.route.local_descriptors].owners(source)
+            if owners:
+                write.target._accuse(write.route.remote_descriptors, target, owners, f"{write} is posted for")
+            else:
+                self._accuse(write.route.local_descriptors, source, owners, f"{write} is posted from")
+
+    def _accuse(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> None:
+        owners = self.descriptors[key].owners(index)
+        self.fabric.accuse(Violation(self.name, key, index, deed, meant_for, owners))
+
+    def _peer(self, name: str) -> FakeTransport:
+        """Who had this name when it was first spoken to: a new process of that name is a stranger."""
+        if name not in self._connections:
+            self._connections[name] = self.fabric.peer(name)
+        peer = self._connections[name]
+        if not peer.alive:
+            raise PeerLostError(f"endpoint {name!r} is dead")
+        return peer
+
+    def _pick(self, key: Hashable, ids: DescriptorIds) -> Descriptors:
+        if key not in self.descriptors:
+            raise TransportError(f"{self.name!r} has no descriptor list {key!r}")
+        if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= len(self.descriptors[key].pieces):
+            raise TransportError(f"descriptor ids do not fit the list {key!r} of {self.name!r}")
+        return self.descriptors[key]
+
+    def _require_running(self) -> None:
+        self.fabric.require_sound()
+        if not self.alive:
+            raise RuntimeError(f"endpoint {self.name!r} is dead: it makes no calls")
+
+    def _require_live(self, handle: WriteHandle) -> FakeWrite:
+        if not isinstance(handle, FakeWrite) or handle not in self._live:
+            raise TransportError(f"{handle!r} was released, or is no WRITE of this transport")
+        return handle
