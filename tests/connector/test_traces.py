@@ -153,7 +153,7 @@ def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
     mode: str,
     reason: str | None,
 ) -> None:
-    for place in ("layerpush.compat.engine_fallback", "layerpush.compat.facts.engine_fallback"):
+    for place in ("layerpush.worker.packing.engine_fallback", "layerpush.compat.facts.engine_fallback"):
         monkeypatch.setattr(place, lambda _: "it is so")
     whole(*pair(engine, tmp_path, configured), mode, reason)
 
