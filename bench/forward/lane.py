@@ -37,8 +37,8 @@ STREAMS = {"layer": True, "chunk": True, "request": False}
 class Kept(PushMeter):
     """Counts as a worker's, and keeps what it counts. Writer thread; others read while nothing is pushed."""
 
-    def __init__(self, recorder: Recorder, *, by_layer: bool) -> None:
-        super().__init__(recorder, by_layer=by_layer, engine_fallback=None)
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder, engine_fallback=None)
         self.records: list[WriteRecord] = []
         self.pushes: list[PushRecord] = []
 
@@ -72,7 +72,7 @@ class Lane:
     ) -> None:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
-        self.kept = Kept(Recorder(), by_layer=streams)
+        self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         self.capture = StepEvents(layout.index_of, pusher.wake, fences, nudge=pusher.nudge)
         self.host = PairHost(reach, transport)

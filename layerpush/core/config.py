@@ -13,6 +13,9 @@ from msgspec import Meta
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
 from layerpush.core.wire import MAX_RING_BYTES
 
+PushMode = Literal["layer", "chunk", "request"]
+"""How the KV cache of a request leaves P: layer by layer, chunk by chunk, or whole after prefill."""
+
 # What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
     {
@@ -95,6 +98,11 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             "connect to; `null`: any.",
         ),
     ] = None
+
+    @property
+    def mode(self) -> PushMode:
+        """How P pushes a request that does not choose for itself."""
+        return self.granularity if self.layerwise else "request"
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> LayerPushConfig:

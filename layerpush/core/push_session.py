@@ -57,7 +57,7 @@ class Session:
         self.withdrawn = False
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
-        self._policy = policy
+        self.policy = policy
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
         self._aligned = False
@@ -125,7 +125,7 @@ class Session:
         if self.state is S.DELEGATED:
             actions.append(Delegate(event.registration))
             return S.DELEGATED
-        if not self._policy.streams:
+        if not self.policy.streams:
             return S.DEFERRED
         actions.append(Connect(event.registration))
         return S.CONNECTING
@@ -205,10 +205,10 @@ class Session:
         return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
 
     def _pump(self, actions: list[Action]) -> None:
-        while len(self.in_flight) < self._policy.max_in_flight:
+        while len(self.in_flight) < self.policy.max_in_flight:
             segments = self._ready_blocks.pending()
             size = self._ready_blocks.size(segments)
-            worth_it = self._policy.by_layer and size >= max(1, self._policy.min_write_bytes)
+            worth_it = self.policy.by_layer and size >= max(1, self.policy.min_write_bytes)
             if not segments or not (self._ready_blocks.chunk_is_whole or worth_it):
                 return
             self._ready_blocks.take()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, cast, get_args
 
-from layerpush.core.config import LayerPushConfig
+from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
 
-__all__ = ["KvRole", "ParamsError", "check_params", "host_allowed"]
+__all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host_allowed"]
 
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+MODE = "layerpush_mode"
+"""The key with which a request chooses how P pushes it."""
 
 MAX_ID_CHARS = 1024
 MAX_PORT = 65535
@@ -54,8 +57,20 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
         _check_source(params, config)
     if sends:
         _check_role("do_remote_decode", role, "kv_consumer", "does not push KV cache; send the request to a prefill")
+        _check_mode(params.get(MODE))
     if "_p_side_truncated" in params:
         _refuse("_p_side_truncated", "is vLLM's own mark; leave it out")
+
+
+def chosen_mode(params: Mapping[str, object]) -> PushMode | None:
+    """How P is to push the request of these checked params; None: as its configuration says."""
+    return cast("PushMode | None", params.get(MODE))
+
+
+def _check_mode(mode: object) -> None:
+    choices = get_args(PushMode)
+    if mode is not None and mode not in choices:
+        _refuse(MODE, f"is {_shown(mode)}, must be one of {', '.join(map(repr, choices))}")
 
 
 def _check_source(params: Mapping[object, object], config: LayerPushConfig) -> None:

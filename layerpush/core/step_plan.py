@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from layerpush.core.config import PushMode
+
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables: it holds nobody's KV and is never sent."""
 
@@ -32,7 +34,7 @@ class ChunkPlan:
     ``index`` counts the chunks of an epoch. The step computes tokens ``[start, end)``; ``groups`` holds the blocks
     that are complete after it and were not before, including prefix-cache hits, which the previous step may still
     be computing. The last chunk also holds the partly filled last block. A chunk that does not ``streams`` is only
-    watched: its prompt is pushed whole.
+    watched: its prompt is pushed whole. ``mode`` is what the request chose; None: the engine's configuration decides.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class ChunkPlan:
     prompt_tokens: int
     groups: tuple[GroupSlice, ...]
     streams: bool = True
+    mode: PushMode | None = None
 
     @property
     def final(self) -> bool:
@@ -67,6 +70,7 @@ class PromptProgress:
     request_id: str
     block_sizes: tuple[int, ...]
     streams: bool = True
+    mode: PushMode | None = None
     epoch: int = 0
     chunks: int = 0
     planned_tokens: int = 0
@@ -102,7 +106,15 @@ class PromptProgress:
             groups.append(GroupSlice(first, tuple(table[first:upto]), total))
             self.planned_blocks[group] = upto
         chunk = ChunkPlan(
-            self.request_id, self.epoch, self.chunks, start, end, prompt_tokens, tuple(groups), self.streams
+            self.request_id,
+            self.epoch,
+            self.chunks,
+            start,
+            end,
+            prompt_tokens,
+            tuple(groups),
+            self.streams,
+            self.mode,
         )
         self.chunks += 1
         self.planned_tokens = end

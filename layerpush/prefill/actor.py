@@ -11,7 +11,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
+from layerpush.core.config import PushMode
 from layerpush.core.coverage import MismatchError
 from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
 from layerpush.core.layout import CacheLayout
@@ -90,17 +92,21 @@ class PushActor(PushTable):
         self._pace = LayerInterval()
         self._later: deque[tuple[Push, Registration | None]] = deque()
 
-    def _open(self, request_id: str, streams: bool) -> Push:
-        fallback = self._identity.fallback
-        if not streams and self._policy.streams:
-            fallback = SHORT_PROMPT
-        policy = self._policy if streams else Policy(streams=False)
+    def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
+        """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
+        mode, policy = chosen or self._identity.mode, self._policy
+        fallback = self._identity.fallback if mode != "request" else None
+        if chosen is not None:
+            by_key = chosen != "request" and fallback is None
+            policy = replace(policy, by_layer=chosen == "layer", streams=by_key)
+        if not streams and policy.streams:
+            policy, fallback = Policy(streams=False), SHORT_PROMPT
         session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
         record = PushRecord(
             request_id=request_id,
             engine_id=self._identity.engine_id,
             rank=self._identity.rank,
-            mode=self._identity.mode,
+            mode=mode,
             fallback=fallback,
         )
         push = self._pushes[request_id] = Push(session, record)

@@ -59,7 +59,8 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes: for records and log lines. ``mode`` is what the configuration asks for."""
+    """Who writes: for records and log lines. ``mode`` is what the configuration asks for where a request does not
+    choose, ``fallback`` why this engine cannot push by layer or chunk."""
 
     engine_id: str
     rank: int

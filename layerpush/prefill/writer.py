@@ -74,7 +74,8 @@ class PushWriter(PushActor):
         """
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
-        return self._pace.seconds if self._policy.by_layer else LONGEST_S
+        by_layer = any(push.session.policy.by_layer for push, _ in self._step)
+        return self._pace.seconds if by_layer else LONGEST_S
 
     def keeps_pace(self, patience: float) -> bool:
         """Whether who sleeps for so many seconds need not be woken for each layer."""
@@ -211,7 +212,7 @@ class PushWriter(PushActor):
             if push is None:
                 if chunk.index > 0:
                     continue
-                push = self._open(chunk.request_id, chunk.streams)
+                push = self._open(chunk.request_id, chunk.streams, chunk.mode)
             self._dispatch(push, Planned(chunk))
             push.planned(chunk, event.step, at)
             self._step.append((push, chunk))

@@ -22,6 +22,7 @@ from layerpush.compat.requests import (
 )
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION
@@ -68,9 +69,7 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
         self._doorkeeper = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
         watch_complaints(self.metrics, self._doorkeeper.peer_errors)
-        can_stream = engine_fallback(self) is None
-        self._streams = config.layerwise and can_stream
-        self._plans = can_stream and (config.layerwise or config.trace_dir is not None)
+        self._can_stream = engine_fallback(self) is None
 
     def bind(self, block_pool: BlockPool) -> None:
         """The pool that the engine's KV cache blocks come from."""
@@ -97,15 +96,16 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
             return
         if not request.num_preemptions and (digest := prompt_digest(self, request)) is not None:
             self._prompt_digests[request.request_id] = digest
-        if not self._plans:
-            return
         known = self._prompts.get(request.request_id)
         if known is not None:
             known[1].restart()
             return
-        streams = self._streams and request.num_prompt_tokens >= self._config.layerwise_min_tokens
-        if streams or self._config.trace_dir is not None:
-            progress = PromptProgress(request.request_id, self._block_sizes, streams)
+        chosen = chosen_mode(request.kv_transfer_params)
+        long_enough = request.num_prompt_tokens >= self._config.layerwise_min_tokens
+        streams = self._can_stream and long_enough and (chosen or self._config.mode) != "request"
+        watched = self._can_stream and self._config.trace_dir is not None
+        if streams or watched or chosen is not None:
+            progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
             self._prompts[request.request_id] = (request, progress)
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:

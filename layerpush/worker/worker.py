@@ -126,7 +126,7 @@ class LayerwisePushWorker(VllmPushWorker):
         fences = fences_for(device_of(kv_caches))
         self._step_events = StepEvents(layout.index_of, self._wake, fences, nudge=self._nudge, hooked=hooked)
         self._writer = PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.granularity if config.layerwise else "request", fallback),
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
             layout,
             Policy(
                 by_layer=config.granularity == "layer",
@@ -138,7 +138,7 @@ class LayerwisePushWorker(VllmPushWorker):
             self._host,
             self._trace,
             config.write_timeout_s,
-            PushMeter(self.metrics.recorder, by_layer=config.layerwise, engine_fallback=fallback),
+            PushMeter(self.metrics.recorder, engine_fallback=fallback),
             self._staging.strategy,
         )
         self._registrations = Registrations(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from layerpush.compat.busy_wait import VARIABLE, wanted
 from layerpush.core.config import ConfigError, LayerPushConfig
-from layerpush.core.request_params import ParamsError, check_params
+from layerpush.core.request_params import KvRole, ParamsError, check_params
 
 BAD_SETTINGS: tuple[Mapping[str, object], ...] = (
     {"granularity": "block"},
@@ -52,16 +52,18 @@ BAD_REQUESTS: tuple[Mapping[str, object], ...] = (
     {**_GOOD_REQUEST, "remote_host": "192.168.0.1"},
     {"do_remote_decode": True},
 )
+BAD_FOR_P: Mapping[str, object] = {"do_remote_decode": True, "layerpush_mode": "Layer"}
 
 
 def bad_requests() -> str:
-    """One line per bad request to a D that allows hosts in 10.0.0.0/8, as its client gets it."""
+    """One line per bad request to a D that allows hosts in 10.0.0.0/8, and to a P, as its client gets it."""
     config = LayerPushConfig.from_extra_config({"allowed_hosts": ["10.0.0.0/8"]})
     check_params(_GOOD_REQUEST, "kv_consumer", config)
     messages = []
-    for params in BAD_REQUESTS:
+    requests: list[tuple[Mapping[str, object], KvRole]] = [(params, "kv_consumer") for params in BAD_REQUESTS]
+    for params, role in [*requests, (BAD_FOR_P, "kv_producer")]:
         try:
-            check_params(params, "kv_consumer", config)
+            check_params(params, role, config)
         except ParamsError as error:
             messages.append(str(error))
         else:

@@ -121,8 +121,9 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
-    def prefill(self, request_id: str, tokens: int) -> Request:
-        return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    def prefill(self, request_id: str, tokens: int, mode: str | None = None) -> Request:
+        chosen = {} if mode is None else {"layerpush_mode": mode}
+        return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False, **chosen})
 
     def decode_from(self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None) -> Request:
         """``prefill_id`` is what the router believes that the prefill engine calls it."""

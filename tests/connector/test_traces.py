@@ -11,21 +11,30 @@ import pytest
 from layerpush.apps.tracing.breakdown import break_down
 from layerpush.apps.tracing.perfetto import chrome_trace
 from layerpush.apps.tracing.requests import TraceSet, read_traces
-from tests.connector.engine import LAYERS, Engine
+from tests.connector.engine import LAYERS, Engine, holds_prompt
 from tests.connector.test_lifecycle import STEPS, TOKENS, Build, ends_well, registered, run, step_until
+from tests.contract.waiting import until
 from tests.unit.test_trace_perfetto import check
 
 
-@pytest.fixture
-def traced(engine: Build, tmp_path: Path) -> tuple[Engine, Engine, Callable[[], TraceSet]]:
-    p, d = (engine(role, {"trace_dir": str(tmp_path)}) for role in ("kv_producer", "kv_consumer"))
+def pair(
+    engine: Build, folder: Path, prefill: dict[str, object] | None = None, layout: str = "LBHNC"
+) -> tuple[Engine, Engine, Callable[[], TraceSet]]:
+    where = {"trace_dir": str(folder)}
+    p = engine("kv_producer", {**where, **(prefill or {})}, layout=layout)
+    d = engine("kv_consumer", where, layout=layout)
 
     def read() -> TraceSet:
         for one in (p, d):
             one.worker.connector_worker._trace.close()
-        return read_traces([tmp_path])
+        return read_traces([folder])
 
     return p, d, read
+
+
+@pytest.fixture
+def traced(engine: Build, tmp_path: Path) -> tuple[Engine, Engine, Callable[[], TraceSet]]:
+    return pair(engine, tmp_path)
 
 
 def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
@@ -89,3 +98,76 @@ def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], 
     (request,) = read().requests
     (load,) = request.loads
     assert (load.outcome, load.t_parked, request.pushes) == ("cancelled", None, [])
+
+
+@pytest.mark.parametrize("configured", [{}, {"granularity": "chunk"}, {"layerwise": False}], ids=str)
+def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: dict[str, object]) -> None:
+    """On one P. The request that does not choose goes as the configuration says."""
+    p, d, read = pair(engine, tmp_path, {"min_write_bytes": 0, **configured})
+    modes = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer"}
+    for name, mode in modes.items():
+        d.decode_from(p, name, TOKENS)
+        d.step()
+        blocks = d.blocks(name)
+        registered(p)
+        p.prefill(name, TOKENS, mode)
+        for _ in range(STEPS):
+            landed = p.writer.counters.writes
+            p.step(between=lambda _: until(lambda: mode != "layer" or p.writer.counters.writes > landed))  # noqa: B023
+        step_until(p, d, done=lambda: name in d.received and name in p.sent)  # noqa: B023
+        assert holds_prompt(d, blocks, TOKENS)
+        until(lambda: len(p.writer) == 0)
+
+    pushes = [request.pushes[0] for request in read().requests]
+    default = "request" if configured.get("layerwise") is False else configured.get("granularity", "layer")
+    assert [(push.request_id, push.mode) for push in pushes] == [
+        (name, mode or default) for name, mode in modes.items()
+    ]
+    assert [push.fallback for push in pushes] == [None] * len(modes)
+    _, whole, by_chunk, by_layer = pushes
+    assert len(whole.writes) == 1
+    assert {write.layers for write in by_chunk.writes} == {(0, LAYERS - 1)}
+    assert len(by_layer.writes) > STEPS
+    for push in (by_chunk, by_layer):
+        assert push.writes[0].t_post < push.t_last_ready  # type: ignore[operator]
+    assert whole.writes[0].t_post > whole.t_last_ready  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("layer", "cannot be told apart"), ("chunk", "cannot be told apart"), ("request", None)]
+)
+def test_a_cache_that_cannot_be_told_apart_by_layer_goes_whole(
+    engine: Build, tmp_path: Path, configured: dict[str, object], mode: str, reason: str | None
+) -> None:
+    whole(*pair(engine, tmp_path, configured, layout="BHLNC"), mode, reason)
+
+
+@pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
+@pytest.mark.parametrize(("mode", "reason"), [("layer", "it is so"), ("request", None)])
+def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
+    engine: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    configured: dict[str, object],
+    mode: str,
+    reason: str | None,
+) -> None:
+    for module in ("worker.scheduler", "worker.packing", "compat.facts"):
+        monkeypatch.setattr(f"layerpush.{module}.engine_fallback", lambda _: "it is so")
+    whole(*pair(engine, tmp_path, configured), mode, reason)
+
+
+def whole(p: Engine, d: Engine, read: Callable[[], TraceSet], mode: str, reason: str | None) -> None:
+    """A request that chose ``mode`` is pushed whole; its record, and the metrics, say why if it wanted otherwise."""
+    d.decode_from(p, "r-1", TOKENS)
+    d.step()
+    registered(p)
+    p.prefill("r-1", TOKENS, mode)
+    run(p, STEPS)
+    ends_well(p, d)
+    (request,) = read().requests
+    (push,) = request.pushes
+    assert (push.mode, len(push.writes)) == ("request", 1)
+    assert (reason or "") in (push.fallback or "")
+    assert (reason is None) == (push.fallback is None) == (not p.writer.counters.fallbacks)

@@ -35,9 +35,13 @@ class Handoff:
     p: EngineHost
     d: EngineHost
     max_tokens: int = MAX_TOKENS
+    mode: str | None = None
+    """What P's request says of itself."""
 
     def to_p(self) -> Request:
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if self.mode is not None:
+            params["layerpush_mode"] = self.mode
         return Request(self.request_id, self.token_ids, params, max_tokens=1)
 
     def to_d(self, params: dict[str, Any] | None = None) -> Request:
@@ -107,6 +111,7 @@ def send(
     *,
     after_steps: int = 2,
     max_tokens: int = MAX_TOKENS,
+    mode: str | None = None,
 ) -> Handoff:
     """Start one handoff.
 
@@ -116,7 +121,7 @@ def send(
     late: P has finished, D gets P's params (sequential dispatch).
     together: both at once, as a proxy does (concurrent dispatch).
     """
-    handoff = Handoff(new_id(), token_ids, p, d, max_tokens)
+    handoff = Handoff(new_id(), token_ids, p, d, max_tokens, mode)
     match order:
         case "early":
             d.add(handoff.to_d())

@@ -63,6 +63,8 @@ BAD_AT_P: list[tuple[str, Any]] = [
     ("do_remote_prefill", True),
     ("do_remote_prefill", {}),
     ("_p_side_truncated", True),
+    ("layerpush_mode", "Layer"),
+    ("layerpush_mode", 1),
 ]
 
 

@@ -40,6 +40,24 @@ def test_granularity_chunk(fleet: Fleet, reference: Reference, order: Order) -> 
             assert write["layers"] == [0, engines.LAYERS - 1], "a chunk was not written with all its layers"
 
 
+@pytest.mark.parametrize("configured", [engines.P_LAYER, engines.P_WHOLE], ids=lambda spec: spec.name)
+def test_requests_choose_their_mode(fleet: Fleet, reference: Reference, configured: EngineSpec) -> None:
+    """One P, three modes side by side; a request that does not choose goes as the configuration says."""
+    p, d = fleet.get(configured, engines.D_LAYER)
+    default = "layer" if configured is engines.P_LAYER else "request"
+    for number, length in enumerate((1500, 1025)):
+        for mode in ("layer", "request", "chunk", None):
+            handoff = send(p, d, prompt(length, seed=24 + number), "early", mode=mode)
+            check(handoff.outcome(), reference)
+            if (mode or default) != "request":
+                check_streamed(handoff, mode=mode or default)
+            else:
+                push = handoff.push()
+                check_completed(push, length)
+                assert (push.mode, push.fallback, len(push.writes)) == ("request", None, 1)
+                assert push.writes_before_last_ready == 0
+
+
 def test_small_layers_are_merged_up_to_the_floor(fleet: Fleet, reference: Reference) -> None:
     """A chunk's layer is 128 KiB here, so a floor of 256 KiB joins two at least."""
     p, d = fleet.get(engines.P_MERGING, engines.D_LAYER)

@@ -45,7 +45,7 @@ class Metered:
 
     def __init__(self, faults: Faults | None = None, registered: bool = True, policy: Policy | None = None) -> None:
         self.recorder = Recorder()
-        meter = PushMeter(self.recorder, by_layer=True, engine_fallback=None)
+        meter = PushMeter(self.recorder, engine_fallback=None)
         self.rig, self.prompt = Rig(faults, policy=policy, counters=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
         self.wanted = self.rig.asks(self.prompt, self.rig.decoder())
         if registered:
@@ -211,20 +211,12 @@ def record(outcome: str, mode: str, fallback: str | None = None, *, registered: 
 )
 def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | None) -> None:
     recorder = Recorder()
-    PushMeter(recorder, by_layer=True, engine_fallback=ENGINE_FALLBACK).closed(push)
+    PushMeter(recorder, engine_fallback=ENGINE_FALLBACK).closed(push)
     tally = recorder.take()
     assert pushes(tally) == {outcome: 1}
     assert outcome in PUSHES.values
     assert tally.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})
     assert reason is None or reason in FALLBACKS.values
-
-
-def test_whole_requests_are_no_fallback_where_they_are_asked_for() -> None:
-    recorder = Recorder()
-    PushMeter(recorder, by_layer=False, engine_fallback=ENGINE_FALLBACK).closed(
-        record("completed", "request", ENGINE_FALLBACK)
-    )
-    assert recorder.take().counters == {PUSHES.key: {"whole": 1}}
 
 
 def push_of() -> Push:

@@ -160,6 +160,13 @@ def test_a_request_that_is_only_watched_says_so() -> None:
     assert not watched.streams
 
 
+def test_every_chunk_has_the_mode_that_its_request_chose() -> None:
+    plain, chosen = PromptProgress("p-1", (16,)), PromptProgress("p-2", (16,), mode="chunk")
+    assert [part.mode for part in (plain.advance(0, 32, 64, [[1, 2]]),) if part] == [None]
+    chunks = [chosen.advance(start, 32, 64, [[1, 2, 3, 4]]) for start in (0, 32)]
+    assert [part.mode for part in chunks if part] == ["chunk", "chunk"]
+
+
 @pytest.mark.parametrize(("chunks", "preempted", "truth"), [((), (), False), ((), ("p-1",), True)])
 def test_an_empty_step_plan_is_false(chunks: tuple[ChunkPlan, ...], preempted: tuple[str, ...], truth: bool) -> None:
     assert bool(StepPlan(chunks, preempted)) is truth

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from layerpush.core.config import PushMode
+from layerpush.core.fallbacks import SHORT_PROMPT
 from layerpush.core.push_policy import Policy
+from layerpush.core.step_plan import StepPlan
+from layerpush.prefill.host import Identity
+from layerpush.prefill.layer_interval import LONGEST_S
 from layerpush.transport.fake import Faults
 from layerpush.transport.link import Link
 from tests.unit.writer_rig import Prompt, Rig
@@ -227,6 +232,76 @@ def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:
     assert decoder.holds(prompt, wanted, rig.layers)
     rig.assert_clean()
     assert rig.trace.records[0].fallback == "its block size is 8 tokens, ours 4"
+
+
+UNABLE = "the KV cache is staged in a host buffer"
+
+
+@pytest.mark.parametrize("configured", ["layer", "chunk", "request"])
+def test_requests_choose_how_they_are_pushed(configured: PushMode) -> None:
+    """Whatever the engine does with the others; the record, its counters and the WRITEs are the request's own."""
+    policy = Policy(by_layer=configured == "layer", streams=configured != "request")
+    rig = Rig(policy=policy, engine=Identity("P", 0, configured))
+    decoder = rig.decoder()
+    chosen: dict[str, PushMode | None] = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer"}
+    modes = [mode or configured for mode in chosen.values()]
+    for number, (name, mode) in enumerate(chosen.items()):
+        prompt = Prompt(name, TOKENS, list(range(1 + 8 * number, 9 + 8 * number)), mode, streams=mode != "request")
+        wanted = rig.host.pending[name] = rig.asks(prompt, decoder, first=1 + 8 * number)
+        if mode is None:
+            prompt.progress.streams = configured != "request"
+        rig.step((prompt, 9))
+        rig.step((prompt, 13))
+        rig.settle()
+        assert (len(rig.fabric.writes) > 0) == (modes[number] != "request"), f"{name} before its prefill has ended"
+        rig.finish(prompt)
+        rig.settle()
+        assert decoder.holds(prompt, wanted, rig.layers)
+        writes = {"layer": 2 * rig.layers, "chunk": 2, "request": 1}[modes[number]]
+        assert len(rig.fabric.writes) == writes, f"{name} by {modes[number]}"
+        rig.fabric.writes.clear()
+
+    assert [(record.mode, record.fallback) for record in rig.trace.records] == [(mode, None) for mode in modes]
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(("mode", "fallback"), [("layer", UNABLE), ("chunk", UNABLE), ("request", None)])
+def test_an_engine_that_cannot_push_by_layer_says_why_where_a_request_asks_for_it(
+    mode: PushMode, fallback: str | None
+) -> None:
+    rig = Rig(policy=Policy(streams=False), engine=Identity("P", 0, "request", UNABLE))
+    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
+    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.step((prompt, TOKENS))
+    assert rig.fabric.writes == []
+    rig.finish(prompt)
+    rig.settle()
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert [(record.mode, record.fallback) for record in rig.trace.records] == [("request", fallback)]
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(("mode", "fallback"), [(None, SHORT_PROMPT), ("layer", SHORT_PROMPT), ("request", None)])
+def test_a_short_prompt_goes_whole_whatever_it_chose(mode: PushMode | None, fallback: str | None) -> None:
+    rig = Rig()
+    prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
+    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.step((prompt, TOKENS))
+    rig.finish(prompt)
+    rig.settle()
+    assert [(record.mode, record.fallback) for record in rig.trace.records] == [("request", fallback)]
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize(("mode", "by_layer"), [("layer", True), ("chunk", False), ("request", False)])
+def test_layers_are_looked_for_as_often_as_the_requests_of_a_step_need(mode: PushMode, by_layer: bool) -> None:
+    rig = Rig(policy=Policy(by_layer=not by_layer))
+    rig.step((prompt_of(), 9))
+    prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
+    rig.capture.arm(StepPlan((prompt.chunk(9),)))
+    rig.writer.turn()
+    assert rig.writer.pace is not None
+    assert (rig.writer.pace < LONGEST_S) == by_layer
 
 
 def test_the_record_tells_the_story() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import Retract
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
@@ -54,11 +55,13 @@ class Prompt:
     name: str
     tokens: int
     table: list[int]
+    mode: PushMode | None = None
+    streams: bool = True
     progress: PromptProgress = field(init=False)
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.progress = PromptProgress(self.name, (BLOCK_SIZE,))
+        self.progress = PromptProgress(self.name, (BLOCK_SIZE,), self.streams, self.mode)
 
     @property
     def blocks(self) -> list[int]:
@@ -252,6 +255,7 @@ class Rig:
         seed: int = 0,
         write_timeout_s: float = math.inf,
         counters: PushCounters | None = None,
+        engine: Identity | None = None,
         strategy: Callable[[Rig], PackingStrategy] | None = None,
     ) -> None:
         self.layout = layout_of([0] * layers, P_BLOCKS, BLOCK_BYTES)
@@ -262,9 +266,8 @@ class Rig:
         self.host = ScriptedHost(self)
         self.trace = KeptRecords()
         self.capture = StepEvents(self.layout.index_of, lambda: None, NoFences())
-        identity = Identity("P", 0, "layer")
         self.writer = PushWriter(
-            identity,
+            engine or Identity("P", 0, "layer"),
             self.layout,
             policy or Policy(),
             self.p,

@@ -75,7 +75,7 @@ PUSHES = Metric(
     "outcome",
     {
         "layerwise": "completed; pushed while prefill ran",
-        "whole": "completed; pushed whole because the configuration says so (`layerwise: false`)",
+        "whole": "completed; pushed whole as the configuration (`layerwise: false`) or the request asks",
         "fallback": "completed; pushed whole because it could not be pushed by layer, or the prompt was short",
         "late_registration": "completed; pushed whole because D registered only after prefill had finished",
         "failed": "D was not told that it is complete; the log says why",

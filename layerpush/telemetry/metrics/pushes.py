@@ -25,13 +25,12 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 class PushMeter(PushCounters):
     """Running totals that are recorded too. Writer thread only.
 
-    ``by_layer``: the engine is to push by layer; ``engine_fallback``: why it cannot.
+    ``engine_fallback``: why this engine cannot push by layer or chunk.
     """
 
-    def __init__(self, recorder: Recorder, *, by_layer: bool, engine_fallback: str | None) -> None:
+    def __init__(self, recorder: Recorder, *, engine_fallback: str | None) -> None:
         super().__init__()
         self._recorder = recorder
-        self._by_layer = by_layer
         self._engine_fallback = engine_fallback
 
     def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
@@ -53,7 +52,7 @@ class PushMeter(PushCounters):
         self._recorder.count(PUSHES, self._outcome(push))
         self._recorder.count(LAYERS_READY, "hooked", push.hooked_layers)
         self._recorder.count(LAYERS_READY, "swept", push.swept_layers)
-        if self._by_layer and push.fallback is not None:
+        if push.fallback is not None:
             self._recorder.count(FALLBACKS, self._reason(push.fallback))
         if push.outcome == "completed":
             self._recorder.observe((TRANSFER, transfer_s))
@@ -67,7 +66,7 @@ class PushMeter(PushCounters):
             return push.outcome
         if push.mode != "request":
             return "layerwise"
-        if push.fallback is None or not self._by_layer:
+        if push.fallback is None:
             return "whole"
         return "late_registration" if push.fallback == LATE_REGISTRATION else "fallback"
 
