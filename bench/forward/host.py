@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from bench.pair.reach import DECODE, Reach
-from layerpush.core.push_protocol import Retract, Segment, Write
+from layerpush.core.push_protocol import WHOLE, ReportFailure, Segment, Write
 from layerpush.core.wire import Registration, encode_completion
-from layerpush.prefill.push import BlockIds
-from layerpush.prefill.writer import PushWriter
+from layerpush.prefill.push import Push
 from layerpush.transport.base import Transport
 from layerpush.transport.link import Link
-from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.writes import Outbox, RankWrite
+from layerpush.transport.writes import Transfer, Writes
 
 
 class PairHost:
@@ -20,12 +19,10 @@ class PairHost:
     of the requests that it ``expects``.
     """
 
-    writer: PushWriter
-
     def __init__(self, reach: Reach, transport: Transport) -> None:
         self._reach = reach
         self._transport = transport
-        self._outbox = Outbox(transport, reach.cache.layout)
+        self._writes = Writes(transport, reach.cache.layout)
         self._pending: dict[str, Registration] = {}
         self._delegated: dict[str, Registration] = {}
         self._unknown: set[str] = set()
@@ -46,11 +43,8 @@ class PairHost:
         if not self._unknown:
             self.all_known.set()
 
-    def connect(self, request_id: str, registration: Registration) -> Link:  # noqa: ARG002
-        return self._reach.link
-
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:  # noqa: ARG002
-        return self._reach.window(registration)
+    def connect(self, push: Push, registration: Registration) -> Link:  # noqa: ARG002
+        return replace(self._reach.link, window=self._reach.window(registration))
 
     def take_registration(self, request_id: str) -> Registration | None:
         return self._pending.pop(request_id, None)
@@ -58,21 +52,19 @@ class PairHost:
     def is_unwanted(self, request_id: str) -> bool:  # noqa: ARG002
         return False
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+    def delegate(self, push: Push, registration: Registration) -> None:
         """As a stock connector does after prefill: one WRITE of all blocks in all layers, from cache to cache."""
         layout = self._reach.cache.layout
-        (sources,), (targets,) = blocks, registration.local_block_ids
+        (sources,), (targets,) = push.blocks, registration.local_block_ids
         every = slice(0, len(layout.layers))
         part = Segment(every, 0, 0, len(targets), tuple(sources), targets)
-        posted = self._outbox.post(Write(0, 0, 0, len(targets) * sum(layout.layer_bytes), (part,)), self._reach.link)
-        self._delegated[request_id] = registration
-        for rank_write in posted.parts:
-            self.writer.adopt(request_id, rank_write, DECODE, registration.request_id)
-        if posted.lost is not None:
-            self.writer.fail(request_id, posted.lost)
+        whole = Write(WHOLE.id, 0, 0, len(targets) * sum(layout.layer_bytes), (part,))
+        self._delegated[push.request_id] = registration
+        for transfer in self._writes.post(whole, self._reach.link):
+            push.adopt(transfer, DECODE, registration.request_id)
 
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:  # noqa: ARG002
-        self.problems.append(f"{retraction.registration.request_id}: {retraction.reason}")
+    def report_failure(self, report: ReportFailure) -> None:
+        self.problems.append(f"{report.registration.request_id}: {report.reason}")
 
     def ended(self, request_id: str, failure: str | None) -> None:
         if failure is not None:
@@ -84,7 +76,7 @@ class PairHost:
     def peer_lost(self, decode_engine_id: str) -> None:
         self.problems.append(f"the connection to {decode_engine_id} is lost")
 
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:  # noqa: ARG002
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
         registration = self._delegated.pop(request_id)
         if landed:
             self._transport.notify(DECODE, self.completion(registration))

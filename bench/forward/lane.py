@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -78,7 +79,7 @@ class Lane:
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
-        self.writer = self.host.writer = PushWriter(
+        self.writer = PushWriter(
             Identity("P", 0, mode),
             layout,
             policy,
@@ -86,7 +87,8 @@ class Lane:
             self.capture,
             self.host,
             TraceFile(None, "P", 0),
-            counters=self.kept,
+            write_timeout_s=math.inf,
+            meter=self.kept,
             strategy=self.strategy,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import permutations
 from multiprocessing.connection import Connection
 
@@ -24,11 +24,12 @@ from bench.push.points import Point, draw
 from layerpush.core.push_protocol import Segment, Write
 from layerpush.core.wire import Unpacked, read
 from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.transport.base import WriteState
 from layerpush.transport.link import DirectPlanner
 from layerpush.transport.packing.cost_model import Plan
-from layerpush.transport.packing.packer import PushWindow
+from layerpush.transport.packing.packer import PushWindow, StagedWrite
 from layerpush.transport.packing.runs import shape_of
-from layerpush.transport.writes import Outbox, PostedWrite
+from layerpush.transport.writes import Transfer, Writes
 
 DRAWS = 2
 """Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
@@ -36,18 +37,18 @@ LAND_TIMEOUT_S = 20.0
 
 
 class Desk:
-    """One geometry: the ways to D, and an outbox for each plan."""
+    """One geometry: the ways to D, and `Writes` for each plan."""
 
     def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int, pause: float) -> None:
         self.reach = Reach(end, decode, block_bytes, layers)
         self.cache, self.link = self.reach.cache, self.reach.link
         layout = self.cache.layout
         self.strategy = self.reach.strategy("auto")
-        self.outboxes = {
-            "direct": Outbox(end.transport, layout),
-            "gathered": Outbox(end.transport, layout, self.reach.strategy("gather")),
-            "packed": Outbox(end.transport, layout, self.reach.strategy("packed")),
-            AUTO: Outbox(end.transport, layout, self.strategy),
+        self.writes = {
+            "direct": Writes(end.transport, layout),
+            "gathered": Writes(end.transport, layout, self.reach.strategy("gather")),
+            "packed": Writes(end.transport, layout, self.reach.strategy("packed")),
+            AUTO: Writes(end.transport, layout, self.strategy),
         }
         self.reach.calibrate(self.strategy, pause)
 
@@ -120,18 +121,18 @@ class PrefillEnd(PrefillSide):
         self._end.ring.fill_(POISON)
         settle(self._end.device)
         self._decode.recv()
-        write, outbox = self._write(point, chosen), desk.outboxes[way]
+        write, link = self._write(point, chosen), replace(desk.link, window=window)
         start = time.perf_counter()
-        posted = outbox.post(write, desk.link, window)
-        records = [part.record for part in posted.parts]
-        self._land(desk, outbox, posted, start)
+        (transfer,) = desk.writes[way].post(write, link)
+        state = self._state_at_end(desk, transfer, start)
+        desk.writes[way].release(transfer)
         took = time.perf_counter() - start
-        if posted.lost is not None:
-            raise RuntimeError(f"{way}, {point}: {posted.lost}")
+        if state is not WriteState.LANDED:
+            raise RuntimeError(f"{way}, {point}: a WRITE was lost")
         self._check(Check(chosen), f"{way}, {point}")
-        return took, records[0].t_posted - start, records[0].plan
+        return took, transfer.record.t_posted - start, transfer.record.plan
 
-    def _land(self, desk: Desk, outbox: Outbox, posted: PostedWrite, start: float) -> None:
+    def _state_at_end(self, desk: Desk, transfer: Transfer, start: float) -> WriteState:
         """As a writer's turns do: it sleeps, takes what has arrived, looks at its WRITEs."""
         while True:
             time.sleep(self._pause)
@@ -139,11 +140,12 @@ class PrefillEnd(PrefillSide):
                 message = read(payload)
                 if isinstance(message, Unpacked):
                     desk.strategy.unpacked(agent, message.number, message.done)
-            if outbox.poll(posted):
-                return
+            state = transfer.poll()
+            if state is not WriteState.PENDING:
+                return state
             if time.perf_counter() - start > LAND_TIMEOUT_S:
-                stages = [part.staged.stage.value if part.staged else "on the wire" for part in posted.parts]
-                raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stages}")
+                stage = transfer.stage.value if isinstance(transfer, StagedWrite) else "on the wire"
+                raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stage}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from layerpush.transport.connections import Address, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -71,7 +71,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     # What a subclass adds.
 
-    def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
+    def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         """Upstream posted one WRITE of a whole-request push. Writer thread."""
         raise NotImplementedError
 
@@ -255,15 +255,15 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def failed(self, request_id: str) -> None:
         self._failed_recv_reqs.put(request_id)
 
-    def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         """Account for one of upstream's WRITEs as upstream would, while its handle is still valid."""
         if landed:
             try:
-                telemetry = self.nixl_wrapper.get_xfer_telemetry(part.handle)
+                telemetry = self.nixl_wrapper.get_xfer_telemetry(transfer.handle)
             except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed
                 logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
                 return
-            part.record.descriptors, part.record.bytes = telemetry.descCount, telemetry.totalBytes
+            transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes
             self._telemetry.append(telemetry)
             return
         self.xfer_stats.record_failed_transfer()
@@ -335,7 +335,9 @@ class VllmPushWorker(NixlPushConnectorWorker):
             )
             name = _agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)])
             self.transport.adopt(handle, post, name, read_spec.remote_rank)
-            self.whole_write_posted(request_id, RankWrite(handle, record), dst_engine_id, remote_request_id)
+            self.whole_write_posted(
+                request_id, Transfer(self.transport, record, handle), dst_engine_id, remote_request_id
+            )
         elif error is not None:  # it could not even be prepared, and upstream would go on regardless
             raise TransportError(f"a WRITE could not be prepared: {error}") from error
         return None

@@ -1,7 +1,7 @@
 """The protocol of one push: its states, what can happen to it, what it asks for, and which event leads where.
 
 ``TRANSITIONS`` is the whole truth: every event that a state accepts and every state that it may lead to.
-``session.py`` is the machine that walks it, ``docs/design`` draws it.
+``push_session.py`` is the machine that walks it, ``docs/design`` draws it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
@@ -24,6 +24,7 @@ class State(enum.Enum):
     NOTIFIED = "the decode engine knows; the scheduler still holds the request"
     DEFERRED = "will be pushed whole when prefill has finished"
     DELEGATED = "upstream's whole-request push has it"
+    WRITING_WHOLE = "upstream's whole-request WRITEs are on the wire"
     DRAINING = "failed or aborted: WRITEs in flight must end first"
     ABANDONED = "failed and drained; the scheduler still holds the request"
     CLOSED = "nothing is left to do"
@@ -50,7 +51,7 @@ class Ready(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Pump(Event):
+class PostReady(Event):
     """Everything known to be ready has been reported: post what is worth a WRITE."""
 
 
@@ -96,22 +97,18 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Event):
+class Notified(Event):
     """Every decode rank of this session has been sent its completion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered(Event):
-    """Upstream's whole-request WRITEs have all ended; ``lost`` says why one of them did not land."""
-
-    lost: str | None = None
+class WholePosted(Event):
+    """Upstream's whole-request push has put a WRITE on the wire: `Landed` or `Lost` of ``WHOLE`` follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawn(Event):
-    """The decode engine wants its blocks back. ``busy``: upstream's whole-request WRITEs are on the wire."""
-
-    busy: bool = False
+class CancelledByD(Event):
+    """The decode engine wants its blocks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ class Aborted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted(Event):
+class LeaseExpired(Event):
     """The lease is over: the blocks are free."""
 
     reason: ClassVar[str] = "its lease ran out"
@@ -161,13 +158,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One WRITE to every decode rank of the session. ``size`` is in bytes of this engine's memory."""
+    """One WRITE to every decode rank of the session: what is to be written, and in which order WRITEs were asked for.
+
+    ``size`` is in bytes of this engine's memory.
+    """
 
     id: int
     epoch: int
     chunk: int
     size: int
     segments: tuple[Segment, ...]
+
+
+WHOLE = Write(-1, 0, 0, 0, ())
+"""Stands for upstream's WRITEs of a whole request, of which a session knows only whether they are on the wire."""
+
+Outcome = Literal["pending", "completed", "cancelled", "failed"]
 
 
 class Action:
@@ -189,8 +195,8 @@ class Post(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Tell(Action):
-    """Send the one completion to every decode rank; `Told` or `Failed` follows."""
+class Notify(Action):
+    """Send the one completion to every decode rank; `Notified` or `Failed` follows."""
 
     registration: Registration
 
@@ -203,25 +209,23 @@ class Delegate(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Retract(Action):
+class ReportFailure(Action):
     """Tell the decode engine that this epoch's completion will never come.
 
-    ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again.
+    ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again. ``cancelled``: it has asked
+    for them.
     """
 
     registration: Registration
     epoch: int
     reason: str
     drained: bool
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Action):
     """Report the request as sent: the scheduler may free its blocks."""
-
-
-class IllegalTransitionError(AssertionError):
-    """An event that the protocol does not allow in this state."""
 
 
 S = State
@@ -231,50 +235,54 @@ _GIVEN_UP = {S.ABANDONED, S.CLOSED}
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.WAITING: {
-        Planned: {S.WAITING}, Ready: {S.WAITING}, Pump: {S.WAITING}, Preempted: {S.WAITING},
-        Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Planned: {S.WAITING}, Ready: {S.WAITING}, PostReady: {S.WAITING}, Preempted: {S.WAITING},
+        Registered: {S.CONNECTING, S.DEFERRED}, Finished: {S.DELEGATED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
         Failed: {S.ABANDONED},
     },
     S.CONNECTING: {
-        Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, Pump: {S.CONNECTING}, Preempted: {S.CONNECTING},
-        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, Withdrawn: _GIVEN_UP,
-        Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Planned: {S.CONNECTING}, Ready: {S.CONNECTING}, PostReady: {S.CONNECTING}, Preempted: {S.CONNECTING},
+        Connected: {S.STREAMING}, Refused: {S.DEFERRED, S.DELEGATED}, Failed: _GIVEN_UP, CancelledByD: _GIVEN_UP,
+        Finished: {S.CONNECTING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.STREAMING: {
-        Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING}, Pump: {S.STREAMING, S.NOTIFYING},
-        Landed: {S.STREAMING, S.NOTIFYING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, Withdrawn: _ANY_ENDING,
-        Preempted: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING}, Aborted: _DROPPED, Evicted: _DROPPED,
+        Planned: {S.STREAMING, S.REWINDING}, Ready: {S.STREAMING}, PostReady: {S.STREAMING, S.NOTIFYING},
+        Landed: {S.STREAMING, S.NOTIFYING}, Lost: _ANY_ENDING, Failed: _ANY_ENDING, CancelledByD: _ANY_ENDING,
+        Preempted: {S.STREAMING, S.REWINDING}, Finished: {S.STREAMING}, Aborted: _DROPPED, LeaseExpired: _DROPPED,
     },
     S.REWINDING: {
-        Planned: {S.REWINDING}, Ready: {S.REWINDING}, Pump: {S.REWINDING}, Preempted: {S.REWINDING},
-        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
-        Finished: {S.REWINDING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
+        Planned: {S.REWINDING}, Ready: {S.REWINDING}, PostReady: {S.REWINDING}, Preempted: {S.REWINDING},
+        Landed: {S.REWINDING, S.STREAMING}, Lost: _ANY_ENDING, Failed: {S.DRAINING}, CancelledByD: {S.DRAINING},
+        Finished: {S.REWINDING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
     S.NOTIFYING: {
-        Told: {S.NOTIFIED, S.CLOSED}, Failed: _GIVEN_UP,
-        Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Notified: {S.NOTIFIED, S.CLOSED}, Failed: _GIVEN_UP,
+        Preempted: {S.STREAMING}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.NOTIFIED: {
-        Planned: {S.NOTIFIED}, Ready: {S.NOTIFIED}, Pump: {S.NOTIFIED}, Preempted: {S.NOTIFIED},
-        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Planned: {S.NOTIFIED}, Ready: {S.NOTIFIED}, PostReady: {S.NOTIFIED}, Preempted: {S.NOTIFIED},
+        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.DEFERRED: {
-        Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, Pump: {S.DEFERRED}, Preempted: {S.DEFERRED},
-        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, Withdrawn: {S.ABANDONED}, Aborted: {S.CLOSED},
-        Evicted: {S.CLOSED},
+        Planned: {S.DEFERRED}, Ready: {S.DEFERRED}, PostReady: {S.DEFERRED}, Preempted: {S.DEFERRED},
+        Finished: {S.DELEGATED}, Failed: {S.ABANDONED}, CancelledByD: {S.ABANDONED}, Aborted: {S.CLOSED},
+        LeaseExpired: {S.CLOSED},
     },
     S.DELEGATED: {
-        Ready: {S.DELEGATED}, Pump: {S.DELEGATED}, Registered: {S.DELEGATED}, Delivered: {S.CLOSED},
-        Failed: {S.CLOSED}, Withdrawn: {S.DELEGATED, S.CLOSED}, Evicted: {S.CLOSED}, Aborted: {S.CLOSED},
+        Ready: {S.DELEGATED}, PostReady: {S.DELEGATED}, Registered: {S.DELEGATED}, WholePosted: {S.WRITING_WHOLE},
+        Failed: {S.CLOSED}, CancelledByD: {S.CLOSED}, LeaseExpired: {S.CLOSED}, Aborted: {S.CLOSED},
+    },
+    S.WRITING_WHOLE: {
+        WholePosted: {S.WRITING_WHOLE}, Landed: {S.CLOSED}, Lost: {S.CLOSED}, Failed: {S.DRAINING},
+        CancelledByD: {S.DRAINING}, LeaseExpired: {S.DRAINING}, Aborted: {S.DRAINING},
     },
     S.DRAINING: {
-        Planned: {S.DRAINING}, Ready: {S.DRAINING}, Pump: {S.DRAINING}, Preempted: {S.DRAINING},
-        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING}, Withdrawn: {S.DRAINING},
-        Finished: {S.DRAINING}, Aborted: {S.DRAINING}, Evicted: {S.DRAINING},
+        Planned: {S.DRAINING}, Ready: {S.DRAINING}, PostReady: {S.DRAINING}, Preempted: {S.DRAINING},
+        Landed: _ANY_ENDING, Lost: _ANY_ENDING, Failed: {S.DRAINING}, CancelledByD: {S.DRAINING},
+        Finished: {S.DRAINING}, Aborted: {S.DRAINING}, LeaseExpired: {S.DRAINING},
     },
     S.ABANDONED: {
-        Planned: {S.ABANDONED}, Ready: {S.ABANDONED}, Pump: {S.ABANDONED}, Preempted: {S.ABANDONED},
-        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, Evicted: {S.CLOSED},
+        Planned: {S.ABANDONED}, Ready: {S.ABANDONED}, PostReady: {S.ABANDONED}, Preempted: {S.ABANDONED},
+        Finished: {S.CLOSED}, Aborted: {S.CLOSED}, LeaseExpired: {S.CLOSED},
     },
     S.CLOSED: {},
 }  # fmt: skip

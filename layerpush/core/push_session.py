@@ -6,33 +6,35 @@ raises ``IllegalTransitionError``.
 
 The invariants, each enforced where it matters:
 
-- a block is posted once an epoch and only after its layer is ready (``_pump``);
+- a block is posted once an epoch and only after its layer is ready (``_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - the decode engine is told once, and only with full coverage (``_settle``);
 - a session that failed, was aborted or withdrawn ends only after its WRITEs have ended (``DRAINING``), and only then
-  says that it has drained (``_retract``).
+  says that it has drained (``_report``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import Coverage, CoverageError
+from layerpush.core.machine import IllegalTransitionError, Machine
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import (
     TRANSITIONS,
+    WHOLE,
     Action,
     Connect,
     Delegate,
     Event,
-    IllegalTransitionError,
+    Notify,
+    Outcome,
     Post,
     Release,
-    Retract,
+    ReportFailure,
     State,
-    Tell,
     Write,
 )
 from layerpush.core.ready_blocks import ReadyBlocks
@@ -41,47 +43,27 @@ from layerpush.core.wire import Registration
 S = State
 
 
-class Session:
+class Session(Machine[State, Event, Action]):
     """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
+
+    TRANSITIONS: ClassVar = TRANSITIONS
 
     def __init__(
         self, request_id: str, layer_groups: Sequence[int], layer_bytes: Sequence[int], policy: Policy
     ) -> None:
-        self.request_id = request_id
-        self.state = State.WAITING
+        super().__init__(request_id, State.WAITING)
         self.registration: Registration | None = None
+        self.outcome: Outcome = "pending"
         self.failure: str | None = None
-        self.cancelled = False
-        self.finished = False
-        self.told = False
-        self.withdrawn = False
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
         self.policy = policy
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
-        self._aligned = False
         self._coverage: Coverage | None = None
+        self._cancelled = False
+        self._finished = False
         self._dropped = False
-
-    def handle(self, event: Event) -> list[Action]:
-        """Apply one event. Raises ``MismatchError`` for what the decode engine asks, ``IllegalTransitionError`` and
-        ``CoverageError`` for what should never happen. ``Failed`` must follow then.
-        """
-        allowed = TRANSITIONS[self.state].get(type(event))
-        if allowed is None:
-            raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
-        actions: list[Action] = []
-        state = _HANDLERS[type(event)](self, event, actions)
-        if state not in allowed:
-            raise IllegalTransitionError(
-                f"{self.request_id}: {type(event).__name__} led from {self.state.name} to {state.name}"
-            )
-        self.state = state
-        return actions
-
-    def accepts(self, event: type[Event]) -> bool:
-        return event in TRANSITIONS[self.state]
 
     @property
     def all_ready(self) -> bool:
@@ -91,10 +73,7 @@ class Session:
     def _rewind(self, epoch: int) -> None:
         self.epoch = epoch
         self._ready_blocks.rewind()
-        self._cover()
-
-    def _cover(self) -> None:
-        if self._aligned:
+        if self._coverage is not None:
             self._coverage = Coverage(self._ready_blocks.wanted)
 
     def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
@@ -112,10 +91,10 @@ class Session:
             self._ready_blocks.ready(event.chunk, event.layer)
         return self.state
 
-    def _on_pump(self, _: push_protocol.Pump, actions: list[Action]) -> State:
+    def _on_post_ready(self, _: push_protocol.PostReady, actions: list[Action]) -> State:
         if self.state is not S.STREAMING:
             return self.state
-        self._pump(actions)
+        self._post_ready(actions)
         return self._settle(actions)
 
     def _on_registered(self, event: push_protocol.Registered, actions: list[Action]) -> State:
@@ -133,12 +112,11 @@ class Session:
     def _on_connected(self, _: push_protocol.Connected, __: list[Action]) -> State:
         assert self.registration is not None
         self._ready_blocks.align(self.registration.local_block_ids)
-        self._aligned = True
-        self._cover()
+        self._coverage = Coverage(self._ready_blocks.wanted)
         return S.STREAMING
 
     def _on_refused(self, _: push_protocol.Refused, actions: list[Action]) -> State:
-        if not self.finished:
+        if not self._finished:
             return S.DEFERRED
         actions.append(Delegate(self.registration))
         return S.DELEGATED
@@ -147,6 +125,9 @@ class Session:
         write = self.in_flight.pop(event.write)
         if self.state is S.DRAINING:
             return self._drained(actions)
+        if self.state is S.WRITING_WHOLE:
+            self._conclude("completed")
+            return self._release(actions)
         if self.state is S.REWINDING:
             return self.state if self.in_flight else S.STREAMING
         assert self._coverage is not None
@@ -162,24 +143,18 @@ class Session:
     def _on_failed(self, event: push_protocol.Failed, actions: list[Action]) -> State:
         return self._fail(event.reason, actions)
 
-    def _on_withdrawn(self, event: push_protocol.Withdrawn, actions: list[Action]) -> State:
-        self.cancelled = self.cancelled or self.failure is None
-        self.failure = self.failure or "the decode engine withdrew its registration"
-        self.withdrawn = True
-        if event.busy:
-            return S.DELEGATED
-        return S.DRAINING if self.in_flight else self._drained(actions)
-
-    def _on_told(self, _: push_protocol.Told, actions: list[Action]) -> State:
-        self.told = True
-        return self._release(actions) if self.finished else S.NOTIFIED
-
-    def _on_delivered(self, event: push_protocol.Delivered, actions: list[Action]) -> State:
-        if event.lost is None and not self.withdrawn:
-            self.told = True
-            return self._release(actions)
-        self.failure = self.failure or event.lost
+    def _on_cancelled(self, _: push_protocol.CancelledByD, actions: list[Action]) -> State:
+        self._cancelled = True
+        self._conclude("cancelled", "the decode engine withdrew its registration")
         return self._drained(actions)
+
+    def _on_notified(self, _: push_protocol.Notified, actions: list[Action]) -> State:
+        self._conclude("completed")
+        return self._release(actions) if self._finished else S.NOTIFIED
+
+    def _on_whole_posted(self, _: push_protocol.WholePosted, __: list[Action]) -> State:
+        self.in_flight[WHOLE.id] = WHOLE
+        return S.WRITING_WHOLE
 
     def _on_preempted(self, _: push_protocol.Preempted, __: list[Action]) -> State:
         if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
@@ -187,7 +162,7 @@ class Session:
         return self._restart(self.epoch + 1)
 
     def _on_finished(self, _: push_protocol.Finished, actions: list[Action]) -> State:
-        self.finished = True
+        self._finished = True
         if self.state in (S.WAITING, S.DEFERRED):
             actions.append(Delegate(self.registration))
             return S.DELEGATED
@@ -195,16 +170,12 @@ class Session:
             return self._release(actions)
         return self.state
 
-    def _on_dropped(self, event: push_protocol.Aborted | push_protocol.Evicted, actions: list[Action]) -> State:
+    def _on_dropped(self, event: push_protocol.Aborted | push_protocol.LeaseExpired, actions: list[Action]) -> State:
         self._dropped = True
-        if not self.told and self.failure is None:
-            self.cancelled = isinstance(event, push_protocol.Aborted)
-            self.failure = event.reason
-        if self.in_flight:
-            return S.DRAINING
+        self._conclude("cancelled" if isinstance(event, push_protocol.Aborted) else "failed", event.reason)
         return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
 
-    def _pump(self, actions: list[Action]) -> None:
+    def _post_ready(self, actions: list[Action]) -> None:
         while len(self.in_flight) < self.policy.max_in_flight:
             segments = self._ready_blocks.pending()
             size = self._ready_blocks.size(segments)
@@ -228,7 +199,7 @@ class Session:
         assert self.registration is not None
         if not self._coverage.full:
             raise CoverageError(f"{self.request_id}: every WRITE landed but not every block is covered")
-        actions.append(Tell(self.registration))
+        actions.append(Notify(self.registration))
         return S.NOTIFYING
 
     def _restart(self, epoch: int) -> State:
@@ -238,44 +209,48 @@ class Session:
         return S.STREAMING if self.state is S.NOTIFYING else self.state
 
     def _fail(self, reason: str, actions: list[Action]) -> State:
-        if self.in_flight and self.failure is None:
-            self._retract(reason, actions, drained=False)
-        self.failure = self.failure or reason
-        return S.DRAINING if self.in_flight else self._drained(actions)
+        if self.in_flight and self.outcome == "pending":
+            self._report(reason, actions, drained=False)
+        self._conclude("failed", reason)
+        return self._drained(actions)
+
+    def _conclude(self, outcome: Outcome, failure: str | None = None) -> None:
+        """How this push has ended: the first word stands."""
+        if self.outcome == "pending":
+            self.outcome, self.failure = outcome, failure
 
     def _drained(self, actions: list[Action]) -> State:
         """No completion will come. With WRITEs still on the wire nothing is said yet."""
         if self.in_flight:
             return S.DRAINING
-        self._retract(self.failure or "", actions, drained=True)
+        self._report(self.failure or "", actions, drained=True)
         if self._dropped:
             return S.CLOSED
-        return self._release(actions) if self.finished else S.ABANDONED
+        return self._release(actions) if self._finished else S.ABANDONED
 
-    def _retract(self, reason: str, actions: list[Action], *, drained: bool) -> None:
+    def _report(self, reason: str, actions: list[Action], *, drained: bool) -> None:
         if self.registration is not None:
-            actions.append(Retract(self.registration, self.epoch, reason, drained))
+            actions.append(ReportFailure(self.registration, self.epoch, reason, drained, self._cancelled))
 
     def _release(self, actions: list[Action]) -> State:
         actions.append(Release())
         return S.CLOSED
 
-
-_HANDLERS: Mapping[type[Event], Callable[[Session, Any, list[Action]], State]] = {
-    push_protocol.Planned: Session._on_planned,
-    push_protocol.Ready: Session._on_ready,
-    push_protocol.Pump: Session._on_pump,
-    push_protocol.Registered: Session._on_registered,
-    push_protocol.Connected: Session._on_connected,
-    push_protocol.Refused: Session._on_refused,
-    push_protocol.Landed: Session._on_landed,
-    push_protocol.Lost: Session._on_lost,
-    push_protocol.Failed: Session._on_failed,
-    push_protocol.Withdrawn: Session._on_withdrawn,
-    push_protocol.Told: Session._on_told,
-    push_protocol.Delivered: Session._on_delivered,
-    push_protocol.Preempted: Session._on_preempted,
-    push_protocol.Finished: Session._on_finished,
-    push_protocol.Aborted: Session._on_dropped,
-    push_protocol.Evicted: Session._on_dropped,
-}
+    HANDLERS: ClassVar = {
+        push_protocol.Planned: _on_planned,
+        push_protocol.Ready: _on_ready,
+        push_protocol.PostReady: _on_post_ready,
+        push_protocol.Registered: _on_registered,
+        push_protocol.Connected: _on_connected,
+        push_protocol.Refused: _on_refused,
+        push_protocol.Landed: _on_landed,
+        push_protocol.Lost: _on_lost,
+        push_protocol.Failed: _on_failed,
+        push_protocol.CancelledByD: _on_cancelled,
+        push_protocol.Notified: _on_notified,
+        push_protocol.WholePosted: _on_whole_posted,
+        push_protocol.Preempted: _on_preempted,
+        push_protocol.Finished: _on_finished,
+        push_protocol.Aborted: _on_dropped,
+        push_protocol.LeaseExpired: _on_dropped,
+    }

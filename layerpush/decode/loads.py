@@ -31,7 +31,7 @@ from layerpush.core.wire import (
     encode_registration,
 )
 from layerpush.decode.load import Awaited, LoadHost
-from layerpush.telemetry.counters import LoadCounters
+from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address, Connections, Probe
@@ -64,11 +64,11 @@ class Loads:
         world_size: int,
         patience_s: float,
         forget: Callable[[str], bool],
-        counters: LoadCounters | None = None,
+        meter: LoadMeter,
         keep: Callable[[LoadRecord], None] = lambda _: None,
     ) -> None:
         self.unpacker: Unpacker | None = None
-        self.counters = counters or LoadCounters()
+        self._meter = meter
         self._own_engine_id = engine_id
         self._connections = peers
         self._watch = watch
@@ -123,7 +123,7 @@ class Loads:
 
     def refuse(self, request_id: str, reason: str, now: float) -> None:
         """A request that cannot even be registered."""
-        self.counters.ended("refused")
+        self._meter.ended("refused")
         record = self._record(request_id, now)
         record.settled("failed", reason, now)
         self._report(record, partial(self._loads.failed, request_id))
@@ -300,16 +300,16 @@ class Loads:
                     payload = encode(cancel) if awaited.session.speaks(agent) else encode_quietly(cancel)
                     self._send(awaited.address.engine_id, agent, payload, now)
             case Succeed():
-                self.counters.ended("loaded", now - awaited.since)
+                self._meter.ended("loaded", now - awaited.since)
                 record.settled("completed", None, now)
                 self._report(record, partial(self._loads.loaded, awaited.completions))
             case GiveUp(reason):
-                self.counters.ended("aborted" if awaited.dropped else "failed", now - awaited.since)
+                self._meter.ended("aborted" if awaited.dropped else "failed", now - awaited.since)
                 record.settled(lost, reason, now)
                 self._log_failure(awaited, reason, "")
                 self._report(record, partial(self._loads.failed, request_id))
             case Park(reason):
-                self.counters.ended("parked", now - awaited.since)
+                self._meter.ended("parked", now - awaited.since)
                 self._log_failure(awaited, reason, "; its blocks are set aside until that engine answers or ends")
                 record.settled(lost, reason, now)
                 record.t_parked = now
@@ -379,10 +379,10 @@ class Loads:
             case liveness.StartProbe(engine_id, agent):
                 self._start_probe(engine_id, agent)
             case liveness.ReportSilent(agent, reason):
-                self.counters.peer_lost("silent")
+                self._meter.peer_lost("silent")
                 self._tell_all(agent, load_protocol.Silent(agent, reason), now)
             case liveness.ReportGone(agent, reason):
-                self.counters.peer_lost("gone")
+                self._meter.peer_lost("gone")
                 self._tell_all(agent, load_protocol.Gone(agent, reason), now)
                 self._forget_dead_engine_of(agent)
             case liveness.Reconnect(engine_id):

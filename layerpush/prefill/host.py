@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Registration
-from layerpush.prefill.push import BlockIds
 from layerpush.transport.link import Link
-from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
+
+if TYPE_CHECKING:
+    from layerpush.prefill.push import Push
 
 
 class HandshakeError(RuntimeError):
@@ -18,16 +19,14 @@ class HandshakeError(RuntimeError):
 
 
 class Host(Protocol):
-    """What a writer needs from the worker that it serves. Called on the writer thread."""
+    """What pushes need from the worker that they run in. Called on the writer thread."""
 
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
-        """The way to a decode engine; None while the handshake runs (``PushWriter.reconnect`` follows).
+    def connect(self, push: Push, registration: Registration) -> Link | None:
+        """The way to a decode engine, with the window that it offers this request, if we can write there; None while
+        the handshake runs (``Push.reconnect`` follows).
 
         Raises ``HandshakeError``; whatever is raised ends the push.
         """
-
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:
-        """Where packed blocks may go, if the decode engine unpacks and we can write there. Raises nothing."""
 
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
@@ -35,11 +34,11 @@ class Host(Protocol):
     def is_unwanted(self, request_id: str) -> bool:
         """Whether the registration of this request came and was withdrawn before the request was there."""
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+    def delegate(self, push: Push, registration: Registration) -> None:
         """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
 
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
-        """Tell the decode engine that no completion will come; ``withdrawn``: as it asked for. Raises nothing."""
+    def report_failure(self, report: ReportFailure) -> None:
+        """Tell the decode engine that no completion will come. Raises nothing."""
 
     def ended(self, request_id: str, failure: str | None) -> None:
         """A request's push is over here, or never began; ``failure`` says why no completion was sent."""
@@ -47,7 +46,7 @@ class Host(Protocol):
     def peer_lost(self, decode_engine_id: str) -> None:
         """The connection to a decode engine is gone. Raises nothing."""
 
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         """One of upstream's WRITEs is over; its handle is still valid."""
 
     def completion(self, registration: Registration) -> bytes:

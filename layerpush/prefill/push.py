@@ -1,54 +1,115 @@
-"""One push on one prefill rank: its session, its link, its WRITEs and its record. Owned by the writer thread."""
+"""One push on one prefill rank: a session, its WRITEs on the wire, and its record. Writer thread only.
+
+A ``Push`` is all that this rank does for one request. ``PushWriter`` opens it, holds it in its table, and tells it what
+the scheduler, the forward pass, decode engines and upstream's push have done. The push makes an event of that and gives
+the event to its session (``handle``). The session answers with actions, and the push does them at once: ``ACTIONS`` has
+one method for each. What comes of an action is the next event, often within the same call.
+
+Who owns what:
+
+- The session decides. Only it writes its fields; the push reads them.
+- The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer has it ``poll`` them each turn.
+  A WRITE to several decode ranks is over, for the session, when the last of its transfers is.
+- The record says what happened and when. It goes to the trace when the push is closed.
+- What all pushes of a rank use is in ``Shared``.
+
+How it ends: ``fail`` is for whatever goes wrong outside the session, and may come at any time. When the session is
+``CLOSED`` and no WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted earlier,
+when its blocks are released: an engine that knows of that may stop stepping, and reporting.
+
+Other threads may ask ``in_flight`` and read the session's ``state``, ``registration`` and ``outcome``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
-from layerpush.core.push_protocol import Retract, State
+from layerpush.core.coverage import MismatchError
+from layerpush.core.fallbacks import LATE_REGISTRATION
+from layerpush.core.push_protocol import (
+    WHOLE,
+    Action,
+    CancelledByD,
+    Connect,
+    Connected,
+    Delegate,
+    Event,
+    Failed,
+    Landed,
+    Lost,
+    Notified,
+    Notify,
+    Post,
+    PostReady,
+    Refused,
+    Registered,
+    Release,
+    ReportFailure,
+    State,
+    WholePosted,
+)
 from layerpush.core.push_session import Session
 from layerpush.core.step_plan import ChunkPlan
+from layerpush.core.wire import Registration
+from layerpush.prefill.host import Host
+from layerpush.prefill.step_events import StepEvents
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
+from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteState
 from layerpush.transport.link import Link
-from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.writes import PostedWrite, RankWrite
+from layerpush.transport.writes import Transfer, Writes
+
+logger = logging.getLogger("vllm.layerpush.writer")
 
 BlockIds = tuple[list[int], ...]
 
 
-@dataclass(slots=True)
-class Push:
-    session: Session
-    record: PushRecord
-    link: Link | None = None
-    window: PushWindow | None = None
-    writes: list[PostedWrite] = field(default_factory=list)
-    delegated: PostedWrite | None = None
-    blocks: BlockIds | None = None
-    step: int = 0
-    dirty: bool = True
-    withdrawn: bool = False
-    overdue: bool = False
-    retraction: Retract | None = None
-    registered_at: float | None = None
-    finished_at: float | None = None
-    busy_since: float | None = None
-    transfer_s: float = 0.0
-    """How long at least one WRITE was on its way, in seconds."""
-    accounted: bool = False
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the pushes of one rank share. A WRITE on the wire for more than ``write_timeout_s`` seconds is overdue.
+    ``take_revoked`` hears of what the scheduler has taken back, ``closed`` of a push that is over.
+    """
 
-    @property
-    def request_id(self) -> str:
-        return self.session.request_id
+    writes: Writes
+    transport: Transport
+    step_events: StepEvents
+    host: Host
+    trace: TraceFile
+    meter: PushMeter
+    write_timeout_s: float
+    take_revoked: Callable[[], None]
+    closed: Callable[[Push], None]
+
+
+class Push:
+    def __init__(self, session: Session, record: PushRecord, shared: Shared) -> None:
+        self.session = session
+        self.record = record
+        self.request_id = session.request_id
+        self.transfers: list[Transfer] = []
+        self.blocks: BlockIds = ()
+        self.step = 0
+        """The last step that computed a chunk of it."""
+        self.dirty = True
+        """Whether anything has happened since the session last looked for blocks to post."""
+        self.finished_at: float | None = None
+        self.busy_since: float | None = None
+        self.transfer_s = 0.0
+        """How long at least one WRITE was on its way, in seconds."""
+        self._shared = shared
+        self._link: Link | None = None
+        self._losses: dict[int, _Loss] = {}
 
     @property
     def in_flight(self) -> bool:
-        return bool(self.writes or self.delegated is not None)
-
-    @property
-    def parts(self) -> list[RankWrite]:
-        """Every WRITE on the wire."""
-        posted = [*self.writes, self.delegated] if self.delegated is not None else self.writes
-        return [part for write in posted for part in write.parts]
+        """Whether a WRITE reads from the request's blocks. Any thread."""
+        return bool(self.transfers)
 
     @property
     def awaits_peer(self) -> bool:
@@ -60,6 +121,11 @@ class Push:
         return self.session.state in (State.WAITING, State.DELEGATED) and self.session.registration is None
 
     @property
+    def is_delegated(self) -> bool:
+        """Whether it is upstream's to push whole, and no WRITE is posted yet."""
+        return self.session.state is State.DELEGATED
+
+    @property
     def exposed_s(self) -> float | None:
         """Seconds from when nothing but the transfer was missing until the completion was sent; a whole request's
         rides on its last WRITE. None if either is not known.
@@ -69,18 +135,32 @@ class Push:
         done = record.t_last_landed if record.t_notified is None else record.t_notified
         if ready is None or done is None:
             return None
-        return max(0.0, done - max(ready, ready if self.registered_at is None else self.registered_at))
+        return max(0.0, done - max(ready, ready if record.t_registered is None else record.t_registered))
 
-    def posting(self, at: float) -> None:
-        """A WRITE is posted, beside which others may be in flight. Seconds."""
-        if self.busy_since is None:
-            self.busy_since = at
+    # What happens to it.
 
-    def ended(self, at: float) -> None:
-        """A WRITE has ended, perhaps the last one in flight. Seconds."""
-        if self.busy_since is not None and not self.in_flight:
-            self.transfer_s += at - self.busy_since
-            self.busy_since = None
+    def handle(self, event: Event) -> None:
+        """Give an event to the session, and do what it answers. Raises nothing: what goes wrong ends the push."""
+        if type(event) is not PostReady:
+            self.dirty = True
+        try:
+            if self.session.state is not State.CLOSED:
+                self._act(event)
+        except MismatchError as error:
+            self.fail(str(error))
+        except Exception as error:  # a broken invariant or a failing host ends this push, never the writer thread
+            logger.exception("push of %s failed on %s", self.request_id, type(event).__name__)
+            self.fail(f"{type(error).__name__}: {error}")
+        self._close_if_over()
+
+    def fail(self, reason: str) -> None:
+        """End a push for good. What its decode engine hears of it is the session's to say, after the last WRITE."""
+        session = self.session
+        if session.accepts(Failed):
+            if session.failure is None and WHOLE.id not in self._losses:
+                self._log_failure(logging.ERROR, reason)
+            self._act(Failed(reason))
+        self._close_if_over()
 
     def planned(self, chunk: ChunkPlan, step: int, at: float) -> None:
         """Note in the record that a step took up a chunk."""
@@ -93,3 +173,227 @@ class Push:
         record.tokens = chunk.prompt_tokens
         first, end = chunk.groups[0].first, chunk.groups[0].end
         record.chunks.append(ChunkRecord(first, end, at))
+
+    def register(self, registration: Registration) -> None:
+        """A decode engine asks for the request."""
+        self.record.t_registered = time.perf_counter()
+        self.handle(Registered(registration))
+
+    def reconnect(self, error: str | None) -> None:
+        """The handshake that ``Host.connect`` started is over."""
+        if self.session.state is not State.CONNECTING:
+            return
+        if error is not None:
+            self.fail(f"handshake with the decode engine failed: {error}")
+        elif self.session.registration is not None:
+            self._connect(Connect(self.session.registration))
+
+    def adopt(self, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
+        """Upstream has posted one of its whole-request WRITEs."""
+        self.record.decode_engine_id, self.record.decode_request_id = decode_engine_id, decode_request_id
+        self._on_the_wire(transfer)
+        self.handle(WholePosted())
+
+    def poll(self) -> None:
+        """Make progress on each WRITE on the wire, and fail if one is overdue. Raises what a transport must not."""
+        for transfer in list(self.transfers):
+            if self.session.failure is not None:
+                transfer.halt()
+            try:
+                state = transfer.poll()
+                error = TransportError("a WRITE ended in an error") if state is WriteState.FAILED else None
+            except TransportError as failure:
+                state, error = WriteState.FAILED, failure
+            if state is not WriteState.PENDING:
+                self._ended(transfer, error)
+        since = min((transfer.record.t_posted for transfer in self.transfers), default=math.inf)
+        timeout_s = self._shared.write_timeout_s
+        if self.session.failure is None and time.perf_counter() - since >= timeout_s:
+            self.fail(f"a WRITE is on the wire for more than {timeout_s:g} s (write_timeout_s)")
+
+    # What its session asks for.
+
+    def _act(self, event: Event) -> None:
+        for action in self.session.handle(event):
+            self.ACTIONS[type(action)](self, action)
+
+    def _connect(self, action: Connect) -> None:
+        registration = action.registration
+        self.record.decode_request_id = registration.request_id
+        self.record.decode_engine_id = registration.decode_engine_id
+        try:
+            link = self._link = self._shared.host.connect(self, registration)
+        except Exception as error:  # noqa: BLE001  no handshake, or a host that fails: either way this push cannot go on
+            self.fail(f"{type(error).__name__}: {error}")
+            return
+        if link is None:
+            return
+        if link.refusal is not None:
+            self.record.fallback = link.refusal
+            self.handle(Refused(link.refusal))
+        else:
+            self.handle(Connected())
+
+    def _post(self, action: Post) -> None:
+        assert self._link is not None
+        write = action.write
+        try:
+            for transfer in self._shared.writes.post(write, self._link):
+                self._on_the_wire(transfer)
+        except Exception as error:  # noqa: BLE001  whatever went wrong, the session must hear that this WRITE is lost
+            self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
+            self._shared.meter.lost()
+        self._end_write(write.id)
+
+    def _notify(self, action: Notify) -> None:
+        shared, registration = self._shared, action.registration
+        if shared.step_events.is_void(self.request_id, self.step):
+            shared.take_revoked()
+            return
+        assert self._link is not None
+        payload = shared.host.completion(registration)
+        try:
+            for route in self._link.routes:
+                shared.transport.notify(route.agent, payload)
+        except TransportError as error:
+            if isinstance(error, PeerLostError):
+                shared.host.peer_lost(registration.decode_engine_id)
+            self.fail(f"the completion could not be sent: {error}")
+            return
+        self.record.t_notified = time.perf_counter()
+        self.handle(Notified())
+
+    def _delegate(self, action: Delegate) -> None:
+        host, record, registration = self._shared.host, self.record, action.registration
+        if registration is None:
+            registration = host.take_registration(self.request_id)
+            if registration is not None:
+                self._claim(registration)
+            elif host.is_unwanted(self.request_id) and self.is_unclaimed:
+                self.handle(CancelledByD())
+            return
+        record.decode_request_id = registration.request_id
+        record.decode_engine_id = registration.decode_engine_id
+        if record.mode != "request" and record.fallback is None:
+            record.fallback = LATE_REGISTRATION
+        record.mode = "request"
+        host.delegate(self, registration)
+
+    def _report_failure(self, action: ReportFailure) -> None:
+        self._shared.host.report_failure(action)
+
+    def _release(self, _: Release) -> None:
+        self._account()
+        self._shared.host.release(self.request_id)
+
+    ACTIONS: ClassVar[dict[type[Action], Callable[..., None]]] = {
+        Connect: _connect,
+        Post: _post,
+        Notify: _notify,
+        Delegate: _delegate,
+        ReportFailure: _report_failure,
+        Release: _release,
+    }
+
+    def _claim(self, registration: Registration) -> None:
+        """Take up a registration that came before prefill had ended, unless the push has ended meanwhile."""
+        if self.is_unclaimed:
+            self.register(registration)
+            return
+        reason = self.session.failure or "the prefill request has ended"
+        self._shared.host.report_failure(ReportFailure(registration, self.session.epoch, reason, drained=True))
+
+    # Its WRITEs.
+
+    def _on_the_wire(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+        self.posting(transfer.record.t_post)
+        if self._shared.trace.enabled:
+            self.record.writes.append(transfer.record)
+
+    def _ended(self, transfer: Transfer, error: TransportError | None) -> None:
+        """A WRITE to one decode rank has landed, or not."""
+        shared, record, whole = self._shared, transfer.record, transfer.write == WHOLE.id
+        self.transfers.remove(transfer)
+        if error is None:
+            record.t_landed = self.record.t_last_landed = time.perf_counter()
+        else:
+            self._note_loss(transfer.write, str(error), isinstance(error, PeerLostError))
+        if whole:
+            self._whole_write_ended(transfer, landed=error is None)
+        if error is None:
+            shared.meter.landed(record, record.plan, whole=whole)
+        elif not transfer.halted:
+            shared.meter.lost()
+        shared.writes.release(transfer)
+        self.ended(time.perf_counter())
+        self._end_write(transfer.write)
+
+    def _whole_write_ended(self, transfer: Transfer, *, landed: bool) -> None:
+        if not landed:
+            why = self._losses[WHOLE.id].reason
+            decode_id = self.record.decode_request_id
+            logger.error("whole-request push of %s to %s failed: %s", self.request_id, decode_id, why)
+        try:
+            self._shared.host.whole_write_ended(self.request_id, transfer, landed)
+        except Exception as error:  # noqa: BLE001  upstream's accounts may fail; the session must hear of the end
+            self._note_loss(WHOLE.id, f"{type(error).__name__}: {error}", peer_lost=False)
+
+    def _note_loss(self, write: int, reason: str, peer_lost: bool) -> None:
+        known = self._losses.setdefault(write, _Loss(reason))
+        known.peer_lost |= peer_lost
+
+    def _end_write(self, write: int) -> None:
+        """Tell the session of the end of a WRITE, if none of its transfers is on the wire any more."""
+        if any(transfer.write == write for transfer in self.transfers):
+            return
+        loss = self._losses.pop(write, None)
+        if loss is None:
+            self.handle(Landed(write))
+            return
+        if loss.peer_lost and self.record.decode_engine_id is not None:
+            self._shared.host.peer_lost(self.record.decode_engine_id)
+        if write != WHOLE.id:  # the first one says it
+            self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
+        self.handle(Lost(write, loss.reason))
+
+    def posting(self, at: float) -> None:
+        """A WRITE is posted, beside which others may be in flight. Seconds."""
+        if self.busy_since is None:
+            self.busy_since = at
+
+    def ended(self, at: float) -> None:
+        """A WRITE has ended, perhaps the last one in flight. Seconds."""
+        if self.busy_since is not None and not self.in_flight:
+            self.transfer_s += at - self.busy_since
+            self.busy_since = None
+
+    # Its end.
+
+    def _log_failure(self, level: int, reason: str) -> None:
+        logger.log(
+            level,
+            "push of %s to %s failed: %s; its completion will not be sent",
+            self.request_id,
+            self.record.decode_request_id,
+            reason,
+        )
+
+    def _close_if_over(self) -> None:
+        if self.session.state is State.CLOSED and not self.in_flight:
+            self._account()
+            self._shared.closed(self)
+
+    def _account(self) -> None:
+        """Count a push that has ended, once. Before the engine hears of it: it may stop stepping, and reporting."""
+        if self.record.outcome == "pending":
+            self.record.outcome, self.record.reason = self.session.outcome, self.session.failure
+            self._shared.meter.closed(self.record, self.exposed_s, self.transfer_s)
+
+
+@dataclass(slots=True)
+class _Loss:
+    """Why a WRITE did not land: the first reason, and whether the connection was lost on any rank."""
+
+    reason: str
+    peer_lost: bool = False

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from layerpush.core.bounded_dict import Asked, BoundedDict
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, Window, encode
 from layerpush.prefill.writer import PushWriter
@@ -165,7 +165,7 @@ class Registrations:
         asked = self._asked.get(registration.key)
         return asked.windows.get(agent) if asked is not None and asked.is_for(registration) else None
 
-    def retract(self, retraction: Retract, withdrawn: bool, now: float) -> None:
+    def retract(self, retraction: ReportFailure, withdrawn: bool, now: float) -> None:
         """Pass on that a completion will never come."""
         registration = retraction.registration
         if not registration.layerpush:

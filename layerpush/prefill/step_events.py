@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerpush.core.push_protocol import Aborted, Event, Evicted, Preempted
+from layerpush.core.push_protocol import Aborted, Event, LeaseExpired, Preempted
 from layerpush.core.step_plan import ChunkPlan, StepPlan
 
 QUEUE_LIMIT = 1 << 16
@@ -47,7 +47,7 @@ class NoFences:
 
 
 @dataclass(frozen=True, slots=True)
-class Armed:
+class StepStarted:
     """A step with pushes begins. ``step`` counts the steps of this worker."""
 
     step: int
@@ -62,14 +62,14 @@ class LayerSaved:
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class StepEnded:
     """The step's forward is over: every layer that was not reported is ready too."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RequestFinished:
     """The scheduler finished a request and holds its blocks for the push.
 
     ``computed`` is the last step that was armed for it, 0 if none was; ``step`` is the last that was armed at all.
@@ -83,14 +83,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """``event`` takes a request's blocks away. ``armed`` is the first step that was armed for it, 0 if none was."""
+    """``event`` takes a request's blocks away. ``started`` is the first step that was armed for it, 0 if none was."""
 
     request_id: str
     event: Event
-    armed: int
+    started: int
 
 
-StepEvent = Armed | LayerSaved | Swept
+StepEvent = StepStarted | LayerSaved | StepEnded
 
 
 class StepEvents:
@@ -119,7 +119,7 @@ class StepEvents:
         self._step = 0
         self._void: dict[str, int] = {}
         self._revoked: deque[Revoked] = deque()
-        self._done: deque[Done] = deque()
+        self._finished: deque[RequestFinished] = deque()
         self._first_step: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._void_lock = threading.Lock()  # held for a few dict operations, never across a call
@@ -135,7 +135,7 @@ class StepEvents:
             for chunk in plan.chunks:
                 self._first_step.setdefault(chunk.request_id, self._step)
                 self._last_step[chunk.request_id] = self._step
-            self._put(Armed(self._step, plan.chunks, time.perf_counter()), None)
+            self._put(StepStarted(self._step, plan.chunks, time.perf_counter()), None)
 
     def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
         """These requests lose their blocks before the next step runs. Main thread."""
@@ -147,12 +147,12 @@ class StepEvents:
 
     def expire(self, request_id: str) -> None:
         """The request's lease is over. Main thread, before its blocks are freed."""
-        self._revoke(request_id, Evicted())
+        self._revoke(request_id, LeaseExpired())
 
     def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
         """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
         self._first_step.pop(request_id, None)
-        self._done.append(Done(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
+        self._finished.append(RequestFinished(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
         self._wake()
 
     def revoked(self) -> Iterator[Revoked]:
@@ -164,18 +164,18 @@ class StepEvents:
         """Whether the blocks that ``step`` worked on have been taken from the request since. Any thread."""
         return self._void.get(request_id, 0) > step
 
-    def done(self, swept: int) -> list[Done]:
+    def finished(self, swept: int) -> list[RequestFinished]:
         """Take the finished requests whose last step is ``swept`` or before. They need not wait for later steps,
         but must not overtake their own: their KV is whole only after its sweep. Writer thread.
         """
-        finished = [self._done.popleft() for _ in range(len(self._done))]
-        self._done.extend(late for late in finished if late.computed > swept)
-        return [done for done in finished if done.computed <= swept]
+        taken = [self._finished.popleft() for _ in range(len(self._finished))]
+        self._finished.extend(late for late in taken if late.computed > swept)
+        return [done for done in taken if done.computed <= swept]
 
     def forget_void(self) -> None:
         """Forget what is void if every step and every revocation has been taken. Writer thread."""
         with self._void_lock:
-            if not self._queue and not self._revoked and not self._done:
+            if not self._queue and not self._revoked and not self._finished:
                 self._void.clear()
 
     def layer_saved(self, name: str) -> None:
@@ -197,7 +197,7 @@ class StepEvents:
     def sweep(self) -> None:
         if self._armed:
             self._armed = False
-            self._put(Swept(time.perf_counter()), self._fences.record())
+            self._put(StepEnded(time.perf_counter()), self._fences.record())
 
     def take(self) -> Iterator[tuple[StepEvent, float]]:
         """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached."""

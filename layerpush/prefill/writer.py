@@ -1,7 +1,22 @@
-"""The one thread that talks to the transport: takes in what has happened, and has sessions walk on.
+"""The pushes of one prefill rank, and a turn of the writer thread: take in what has happened, look, post.
 
-Every method runs on the writer thread. Nothing here knows vLLM: what only the engine's worker can do is behind
-``Host``, what arrives from the forward pass comes through ``Capture``.
+``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
+``turn``, sleeps for ``patience`` seconds at most, and calls it again. A turn
+
+1. takes what the forward pass and the scheduler have left in ``StepEvents``: steps, layers, requests that are over;
+2. has each push poll its WRITEs;
+3. has each push that streams post what is ready.
+
+It iterates; what an event means to a push is the push's affair. What else comes for a push (a registration, a cancel,
+a handshake's end, upstream's WRITEs) comes by its request id through a method here, between turns, on the same thread.
+
+Rules of waking and sleeping: a layer does not wake the writer while it is going to look soon enough by itself.
+``pace`` says how soon that is, as long as a step is being computed, and ``keeps_pace`` whether a sleep is that short.
+A step's last layer, its end, and whatever takes blocks away wake it at once.
+
+Nothing here knows vLLM: what only the engine's worker can do is behind ``Host``. Every method runs on the writer
+thread, but for ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may ask those. A push
+that is over may stay in the table for a moment.
 """
 
 from __future__ import annotations
@@ -9,23 +24,36 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from layerpush.core.config import PushMode
+from layerpush.core.fallbacks import SHORT_PROMPT
+from layerpush.core.layout import CacheLayout
+from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import (
-    Evicted,
+    Aborted,
+    CancelledByD,
     Finished,
+    LeaseExpired,
     Planned,
-    Pump,
+    PostReady,
+    Preempted,
     Ready,
-    Retract,
     State,
-    Withdrawn,
 )
+from layerpush.core.push_session import Session
+from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
-from layerpush.prefill.actor import PushActor
-from layerpush.prefill.layer_interval import LONGEST_S
-from layerpush.prefill.push import BlockIds, Push
-from layerpush.prefill.step_events import Armed, LayerSaved
-from layerpush.transport.writes import PostedWrite, RankWrite
+from layerpush.prefill.host import Host, Identity
+from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
+from layerpush.prefill.push import BlockIds, Push, Shared
+from layerpush.prefill.step_events import LayerSaved, StepEvents, StepStarted
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import PushRecord
+from layerpush.transport.base import Transport
+from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.writes import Transfer, Writes
 
 logger = logging.getLogger("vllm.layerpush.writer")
 
@@ -34,22 +62,166 @@ WRITE_POLL_S = 300e-6
 PEER_POLL_S = 1e-3
 RELEASE_RETRY_S = 1.0
 
+_REVOKED = {Preempted: "preempted", Aborted: "aborted", LeaseExpired: "evicted"}
 
-class PushWriter(PushActor):
-    """What a worker calls, and the writer thread's turn."""
+
+class PushWriter:
+    """See the module's text. A WRITE that is on the wire for more than ``write_timeout_s`` seconds fails its push."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        layout: CacheLayout,
+        policy: Policy,
+        transport: Transport,
+        step_events: StepEvents,
+        host: Host,
+        trace: TraceFile,
+        write_timeout_s: float,
+        meter: PushMeter,
+        strategy: PackingStrategy | None = None,
+    ) -> None:
+        self._identity = identity
+        self._layout = layout
+        self._policy = policy
+        self._step_events = step_events
+        self._host = host
+        self._trace = trace
+        self._strategy = strategy
+        self._writes = Writes(transport, layout, strategy)
+        self._shared = Shared(
+            self._writes,
+            transport,
+            step_events,
+            host,
+            trace,
+            meter,
+            write_timeout_s,
+            self._take_revoked,
+            self._closed,
+        )
+        self._pushes: dict[str, Push] = {}
+        self._layer_groups = tuple(layer.group for layer in layout.layers)
+        self._step: list[tuple[Push, ChunkPlan]] = []
+        self._step_layers: set[int] = set()
+        self._current = self._swept = 0
+        self._layer_interval = LayerInterval()
+
+    # The turn.
 
     def turn(self) -> None:
         """Take in what the forward pass reported, see what landed, post what is ready."""
-        self._absorb()
+        self._take_step_events()
         self._poll()
         if self._strategy is not None:
             self._strategy.turn(quiet=not self._pushes)
-        while self._later:
-            self._claim(*self._later.popleft())
         for push in list(self._pushes.values()):
             if push.dirty and push.session.state is State.STREAMING:
                 push.dirty = False
-                self._dispatch(push, Pump())
+                push.handle(PostReady())
+
+    def _take_step_events(self) -> None:
+        self._take_revoked()
+        for event, at in self._step_events.take():
+            if isinstance(event, LayerSaved):
+                self._layer_interval.layer_ready(at)
+                if event.layer not in self._step_layers:
+                    self._layer_ready(event.layer, at, hooked=True)
+            elif isinstance(event, StepStarted):
+                self._begin_step(event, at)
+            else:
+                for layer in range(len(self._layer_groups)):
+                    if layer not in self._step_layers:
+                        self._layer_ready(layer, at, hooked=False)
+                self._step, self._swept = [], self._current
+        for done in self._step_events.finished(self._swept):
+            if not self._step_events.is_void(done.request_id, done.step):
+                self._finished(done.request_id, done.blocks)
+        self._step_events.forget_void()
+
+    def _take_revoked(self) -> None:
+        for revoked in self._step_events.revoked():
+            request_id, event = revoked.request_id, revoked.event
+            push = self._pushes.get(request_id)
+            if push is None and isinstance(event, Aborted | LeaseExpired):
+                if revoked.started > self._current:
+                    push = self._open(request_id, streams=True)  # dropped before its first step was seen: it counts
+                else:
+                    self._host.ended(request_id, event.reason)
+            if push is not None and push.session.accepts(type(event)):
+                logger.info("push of %s: %s", request_id, _REVOKED[type(event)])
+                push.handle(event)
+
+    def _begin_step(self, event: StepStarted, at: float) -> None:
+        self._take_revoked()
+        self._current = event.step
+        self._step, self._step_layers = [], set()
+        self._layer_interval.step_begins()
+        for chunk in event.chunks:
+            if self._step_events.is_void(chunk.request_id, event.step):
+                continue
+            push = self._pushes.get(chunk.request_id)
+            if push is None:
+                if chunk.index > 0:
+                    continue
+                push = self._open(chunk.request_id, chunk.streams, chunk.mode)
+            push.handle(Planned(chunk))
+            push.planned(chunk, event.step, at)
+            self._step.append((push, chunk))
+            if push.session.state is State.WAITING:
+                registration = self._host.take_registration(push.request_id)
+                if registration is not None:
+                    push.register(registration)
+
+    def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
+        self._step_layers.add(layer)
+        for push, chunk in self._step:
+            if push.session.accepts(Ready):
+                push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
+                push.handle(Ready(chunk.epoch, chunk.index, layer))
+
+    def _finished(self, request_id: str, blocks: BlockIds) -> None:
+        """The scheduler finished a request and holds ``blocks`` for its push."""
+        push = self._pushes.get(request_id) or self._open(request_id, streams=False)
+        push.blocks, push.finished_at = blocks, time.perf_counter()
+        push.handle(Finished())
+
+    def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
+        """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
+        mode, policy = chosen or self._identity.mode, self._policy
+        fallback = self._identity.fallback if mode != "request" else None
+        if chosen is not None:
+            by_key = chosen != "request" and fallback is None
+            policy = replace(policy, by_layer=chosen == "layer", streams=by_key)
+        if not streams and policy.streams:
+            policy, fallback = Policy(streams=False), SHORT_PROMPT
+        session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
+        record = PushRecord(
+            request_id=request_id,
+            engine_id=self._identity.engine_id,
+            rank=self._identity.rank,
+            mode=mode,
+            fallback=fallback,
+        )
+        push = self._pushes[request_id] = Push(session, record, self._shared)
+        return push
+
+    def _closed(self, push: Push) -> None:
+        if self._pushes.get(push.request_id) is push:
+            del self._pushes[push.request_id]
+            self._trace.add(push.record)
+            self._host.ended(push.request_id, push.session.failure)
+
+    def _poll(self) -> None:
+        self._writes.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
+        for push in list(self._pushes.values()):
+            if push.in_flight:
+                try:
+                    push.poll()
+                except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
+                    push.fail(f"{type(error).__name__}: {error}")
+
+    # How long to sleep.
 
     @property
     def patience(self) -> float | None:
@@ -65,7 +237,7 @@ class PushWriter(PushActor):
             return PEER_POLL_S if pace is None else min(PEER_POLL_S, pace)
         if pace is not None:
             return pace
-        return RELEASE_RETRY_S if self._outbox.has_leftovers else None
+        return RELEASE_RETRY_S if self._writes.has_leftovers else None
 
     @property
     def pace(self) -> float | None:
@@ -75,7 +247,7 @@ class PushWriter(PushActor):
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
         by_layer = any(push.session.policy.by_layer for push, _ in self._step)
-        return self._pace.seconds if by_layer else LONGEST_S
+        return self._layer_interval.seconds if by_layer else LONGEST_S
 
     def keeps_pace(self, patience: float) -> bool:
         """Whether who sleeps for so many seconds need not be woken for each layer."""
@@ -86,86 +258,58 @@ class PushWriter(PushActor):
     def _has_urgent_writes(self) -> bool:
         """Whether a push may be over, or go on, as soon as a WRITE has ended."""
         computed = {push.request_id for push, _ in self._step}
-        for push in self._pushes.values():
-            if push.in_flight and (push.request_id not in computed or any(part.staged for part in push.parts)):
-                return True
-        return False
+        return any(
+            push.in_flight
+            and (push.request_id not in computed or any(transfer.needs_polling for transfer in push.transfers))
+            for push in self._pushes.values()
+        )
 
-    @property
-    def engines_in_flight(self) -> set[str]:
-        timed = set() if self._strategy is None else self._strategy.engines_in_flight
-        return super().engines_in_flight | timed
+    # What comes for a push between turns.
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
-        self._registered(self._pushes[request_id], registration)
+        self._pushes[request_id].register(registration)
 
     def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
         """The decode engine wants the blocks of its registration ``key`` back.
 
-        True when nothing of it is or will be on the wire; else ``Host.retract`` says so later.
+        True when nothing of it is or will be on the wire; else ``Host.report_failure`` says so later.
         """
         push = self._pushes.get(request_id)
         if push is None or push.session.registration is None or push.session.registration.key != key:
             return True
-        if not push.session.accepts(Withdrawn):
+        if not push.session.accepts(CancelledByD):
             return not push.in_flight
-        push.withdrawn = True
-        self._dispatch(push, Withdrawn(busy=push.delegated is not None))
+        push.handle(CancelledByD())
         return False
-
-    def reconnect(self, request_id: str, error: str | None) -> None:
-        """The handshake that ``Host.connect`` started is over."""
-        push = self._pushes.get(request_id)
-        if push is None or push.session.state is not State.CONNECTING:
-            return
-        if error is not None:
-            self._fail(push, f"handshake with the decode engine failed: {error}")
-        elif push.session.registration is not None:
-            self._connect(push, push.session.registration)
-
-    def finished(self, request_id: str, blocks: BlockIds) -> None:
-        """The scheduler finished a request and holds ``blocks`` for its push."""
-        push = self._pushes.get(request_id)
-        if push is None:
-            push = self._open(request_id, streams=False)
-        push.blocks, push.finished_at = blocks, time.perf_counter()
-        self._dispatch(push, Finished())
 
     def evicted(self, request_id: str) -> None:
         """The main thread has reported the request as sent, or its lease is over."""
         push = self._pushes.get(request_id)
         if push is not None:
-            self._dispatch(push, Evicted())
+            push.handle(LeaseExpired())
 
     def fail(self, request_id: str, reason: str) -> None:
         """Something outside the session went wrong for good."""
         push = self._pushes.get(request_id)
         if push is not None:
-            self._fail(push, reason)
+            push.fail(reason)
 
     def fail_engine(self, decode_engine_id: str, reason: str) -> None:
         """A decode engine is gone: what it asked for needs no writing any more."""
         for push in list(self._pushes.values()):
             registration = push.session.registration
-            if registration is not None and registration.decode_engine_id == decode_engine_id and not push.session.told:
-                self._fail(push, reason)
+            if registration is not None and registration.decode_engine_id == decode_engine_id:
+                push.fail(reason)
 
     def fail_all(self, reason: str) -> None:
-        for request_id in list(self._pushes):
-            self.fail(request_id, reason)
+        for push in list(self._pushes.values()):
+            push.fail(reason)
 
-    def adopt(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_request_id: str) -> None:
+    def adopt(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_request_id: str) -> None:
         """Watch one of upstream's whole-request WRITEs."""
-        push = self._pushes.get(request_id)
-        if push is None:
-            push = self._open(request_id, streams=False)
-        push.delegated = push.delegated or PostedWrite(-1, [])
-        push.delegated.parts.append(part)
-        push.posting(part.record.t_post)
-        push.record.decode_engine_id, push.record.decode_request_id = decode_engine_id, decode_request_id
-        if self._trace.enabled:
-            push.record.writes.append(part.record)
+        push = self._pushes.get(request_id) or self._open(request_id, streams=False)
+        push.adopt(transfer, decode_engine_id, decode_request_id)
 
     def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
         """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
@@ -176,76 +320,66 @@ class PushWriter(PushActor):
             listen()
             self._poll()
             time.sleep(WRITE_POLL_S)
-        left = [part for push in self._pushes.values() for part in push.parts]
-        for part in left:
-            self._outbox.release(part)
+        left = [transfer for push in self._pushes.values() for transfer in push.transfers]
+        for transfer in left:
+            self._writes.release(transfer)
         return len(left)
 
-    def _absorb(self) -> None:
-        self._absorb_revoked()
-        for event, at in self._step_events.take():
-            if isinstance(event, Armed):
-                self._begin_step(event, at)
-            elif isinstance(event, LayerSaved):
-                self._pace.layer_ready(at)
-                if event.layer not in self._step_layers:
-                    self._layer_ready(event.layer, at, hooked=True)
-            else:
-                for layer in range(len(self._layer_groups)):
-                    if layer not in self._step_layers:
-                        self._layer_ready(layer, at, hooked=False)
-                self._step, self._swept = [], self._current
-        for done in self._step_events.done(self._swept):
-            if not self._step_events.is_void(done.request_id, done.step):
-                self.finished(done.request_id, done.blocks)
-        self._step_events.forget_void()
+    # What others may ask.
 
-    def _begin_step(self, event: Armed, at: float) -> None:
-        self._absorb_revoked()
-        self._current = event.step
-        self._step, self._step_layers = [], set()
-        self._pace.step_begins()
-        for chunk in event.chunks:
-            if self._step_events.is_void(chunk.request_id, event.step):
-                continue
-            push = self._pushes.get(chunk.request_id)
-            if push is None:
-                if chunk.index > 0:
-                    continue
-                push = self._open(chunk.request_id, chunk.streams, chunk.mode)
-            self._dispatch(push, Planned(chunk))
-            push.planned(chunk, event.step, at)
-            self._step.append((push, chunk))
-            if push.session.state is State.WAITING:
-                registration = self._host.take_registration(push.request_id)
-                if registration is not None:
-                    self._registered(push, registration)
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pushes
 
-    def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
-        self._step_layers.add(layer)
-        for push, chunk in self._step:
-            if push.session.accepts(Ready):
-                push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
-                self._dispatch(push, Ready(chunk.epoch, chunk.index, layer))
+    def __len__(self) -> int:
+        return len(self._pushes)
 
-    def _poll(self) -> None:
-        self._outbox.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
-        for push in list(self._pushes.values()):
-            if not push.in_flight:
-                continue
-            try:
-                for event in self._flight.poll(push):
-                    self._dispatch(push, event)
-                self._end_overdue(push)
-            except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
-                self._fail(push, f"{type(error).__name__}: {error}")
+    @property
+    def active(self) -> int:
+        """How many pushes have not ended. Any thread."""
+        return sum(push.record.outcome == "pending" for push in list(self._pushes.values()))
 
-    def _end_overdue(self, push: Push) -> None:
-        """A WRITE that stays on the wire for too long ends the push, but only its own end frees what it touches."""
-        reason = self._flight.overdue(push)
-        if reason is None:
-            return
-        session = push.session
-        if push.delegated is not None and session.registration is not None:
-            self._host.retract(Retract(session.registration, session.epoch, reason, False), withdrawn=push.withdrawn)
-        self._fail(push, reason)
+    def writes_in_flight(self, request_id: str) -> bool:
+        """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
+        push = self._pushes.get(request_id)
+        return push is not None and push.in_flight
+
+    @property
+    def engines_in_use(self) -> set[str]:
+        """Decode engines that a live push has registered from. Any thread."""
+        return {
+            push.session.registration.decode_engine_id
+            for push in list(self._pushes.values())
+            if push.session.registration is not None
+        }
+
+    @property
+    def engines_in_flight(self) -> set[str]:
+        """Decode engines that a WRITE is on its way to."""
+        timed = set() if self._strategy is None else self._strategy.engines_in_flight
+        return timed | {
+            push.record.decode_engine_id
+            for push in self._pushes.values()
+            if push.in_flight and push.record.decode_engine_id is not None
+        }
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether something is on the wire for a push that is over otherwise."""
+        return any(push.session.state in (State.DRAINING, State.CLOSED) for push in self._pushes.values())
+
+    def is_delegated(self, request_id: str) -> bool:
+        """Whether a request is upstream's to push whole, and still wanted."""
+        push = self._pushes.get(request_id)
+        return push is not None and push.is_delegated
+
+    def serving(self, key: tuple[str, str]) -> str | None:
+        """The live request that a registration is served by."""
+        for push in self._pushes.values():
+            registration = push.session.registration
+            if registration is not None and registration.key == key:
+                return push.request_id
+        return None
+
+    def waiting(self) -> list[str]:
+        """Requests that no decode engine has registered yet. Any thread."""
+        return [push.request_id for push in list(self._pushes.values()) if push.is_unclaimed]

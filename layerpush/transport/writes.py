@@ -1,48 +1,83 @@
-"""WRITEs on the wire: posts them, polls them, gives their handles back. Writer thread only."""
+"""WRITEs on the wire: posted for a push, polled by it, and released when they have ended. Writer thread only.
+
+A session asks for a ``Write``: some layers and blocks, for every decode rank. ``Writes.post`` makes of it one
+``Transfer`` for each rank, which is on the wire from then on. What happened to it stands in its ``WriteRecord``.
+
+A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
+Nobody else keeps one, but for handles that the transport could not give back: ``Writes`` tries those again.
+
+A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
+goes by way of staging memory. Both answer ``poll``, ``halt`` and ``release``: a push need not know which it has. The
+strategy decides whether a WRITE is staged, if the worker has one; it never makes a WRITE wait.
+
+Rules:
+
+- Memory that a transfer reads from, or writes to, is in use until ``poll`` has said ``LANDED`` or ``FAILED``, or has
+  raised ``TransportError``. Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
+- ``release`` comes after that, once. Only a shutdown that has waited long enough releases earlier.
+- A transfer moves on when it is polled. One that is staged does nothing in between (``needs_polling``).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import Write
+from layerpush.core.push_protocol import WHOLE, Write
 from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import DescriptorIds, PeerLostError, Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import DescriptorIds, Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link
-from layerpush.transport.packing.packer import PushWindow, StagedWrite
-from layerpush.transport.packing.strategy import PackingStrategy
 
 logger = logging.getLogger("vllm.layerpush.outbox")
 
 
-@dataclass(slots=True)
-class RankWrite:
-    """One posted WRITE to one decode rank."""
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One WRITE to one decode rank, on the wire. ``write`` is the id of the session's WRITE that it is a part of."""
 
-    handle: WriteHandle
+    needs_polling: ClassVar[bool] = False
+    """Whether something is to be done between its posting and its end."""
+
+    transport: Transport
     record: WriteRecord
-    staged: StagedWrite | None = None
+    handle: WriteHandle | None
+    write: int = WHOLE.id
+    halted: bool = False
+    """Whether ``halt`` came in time: its end is no failure then."""
+
+    def poll(self) -> WriteState:
+        """Make progress, and say where it is. Raises ``TransportError`` when it has failed and says why."""
+        return self.transport.poll(self.handle)
+
+    def halt(self) -> None:
+        """Nobody wants it any more: what is not on the wire yet will not be."""
+
+    def release(self) -> None:
+        """Forget a WRITE that has ended. Raises ``TransportError`` if that must wait."""
+        self.transport.release(self.handle)
 
 
-@dataclass(slots=True)
-class PostedWrite:
-    """A session's WRITE: over when every rank's part has ended, landed only if none of them was ``lost``."""
+class Strategy(Protocol):
+    """Decides which WRITEs go by way of staging memory."""
 
-    id: int
-    parts: list[RankWrite]
-    lost: str | None = None
-    peer_lost: bool = False
+    def begin(
+        self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds], record: WriteRecord
+    ) -> Transfer | None:
+        """Begin ``write`` by way of staging memory; None: it goes directly."""
 
 
-class Outbox:
-    def __init__(self, transport: Transport, layout: CacheLayout, strategy: PackingStrategy | None = None) -> None:
+class Writes:
+    """All WRITEs of one prefill rank. Without ``strategy`` none is staged."""
+
+    def __init__(self, transport: Transport, layout: CacheLayout, strategy: Strategy | None = None) -> None:
         self._transport = transport
         self._strategy = strategy
         self._planner = DirectPlanner(layout)
-        self._unreleased: list[RankWrite] = []
+        self._unreleased: list[Transfer] = []
         self._next_release = 0.0
 
     @property
@@ -50,101 +85,44 @@ class Outbox:
         """Whether handles of ended WRITEs wait for another try at releasing them."""
         return bool(self._unreleased)
 
-    def post(self, write: Write, link: Link, window: PushWindow | None = None) -> PostedWrite:
-        """Post ``write`` to every rank of ``link``. What cannot be posted makes it ``lost``; nothing is raised."""
-        posted = PostedWrite(write.id, [])
-        try:
-            local, remote = self._planner.descriptors(write, link)
-            for route in link.routes if len(local) else ():
-                record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
-                staged = self._stage(write, link, window, (local, remote), record)
-                if staged is not None:
-                    posted.parts.append(RankWrite(staged, record, staged))
-                    continue
+    def post(self, write: Write, link: Link) -> Iterator[Transfer]:
+        """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
+
+        What is raised says that nothing was posted to the rank whose turn it was: ``LookupError`` for a block that one
+        side does not have, ``TransportError``, or whatever else went wrong.
+        """
+        local, remote = self._planner.descriptors(write, link)
+        for route in link.routes if len(local) else ():
+            record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
+            transfer = None
+            if self._strategy is not None and link.can_stage:
+                transfer = self._strategy.begin(write, link, (local, remote), record)
+            if transfer is None:
                 handle = self._transport.post_write(route, local, remote)
                 record.t_posted = time.perf_counter()
-                posted.parts.append(RankWrite(handle, record))
-        except Exception as error:  # noqa: BLE001  whatever went wrong, the session must hear that this WRITE is lost
-            posted.lost = f"a WRITE could not be posted: {error}"
-            posted.peer_lost = isinstance(error, PeerLostError)
-        return posted
+                transfer = Transfer(self._transport, record, handle)
+            transfer.write = write.id
+            yield transfer
 
-    def poll(self, write: PostedWrite, on_end: Callable[[RankWrite, bool], None] | None = None) -> bool:
-        """Make progress; True when the WRITE has ended. ``on_end(part, landed)`` sees each handle before it goes."""
-        ended: list[tuple[RankWrite, bool]] = []
-        pending = []
-        for part in write.parts:
-            state, reason = self._state_of(write, part)
-            if state is WriteState.PENDING:
-                pending.append(part)
-                continue
-            if state is WriteState.LANDED:
-                part.record.t_landed = time.perf_counter()
-                if part.staged is not None and self._strategy is not None:
-                    self._strategy.learn(part.staged)
-            else:
-                write.lost = write.lost or reason
-            ended.append((part, state is WriteState.LANDED))
-        write.parts = pending
-        for part, landed in ended:
-            if on_end is not None:
-                on_end(part, landed)
-            self.release(part)
-        return not pending
-
-    def halt(self, write: PostedWrite) -> None:
-        """Its push has ended: what is not on the wire yet need not be."""
-        for part in write.parts:
-            if part.staged is not None and self._strategy is not None:
-                self._strategy.packer.halt(part.staged)
-
-    def release(self, part: RankWrite) -> None:
-        if not self._released(part):
-            self._unreleased.append(part)
+    def release(self, transfer: Transfer) -> None:
+        """Give back what a WRITE that has ended holds, now or with ``release_leftovers``."""
+        if not _released(transfer):
+            self._unreleased.append(transfer)
 
     def release_leftovers(self, now: float, every: float) -> None:
         """Try again, at most ``every`` so many seconds, to give back what could not be given back."""
         if self._unreleased and now >= self._next_release:
             self._next_release = now + every
-            self._unreleased = [part for part in self._unreleased if not self._released(part)]
+            self._unreleased = [transfer for transfer in self._unreleased if not _released(transfer)]
 
-    def _state_of(self, write: PostedWrite, part: RankWrite) -> tuple[WriteState, str]:
-        try:
-            return self._poll(part), "a WRITE ended in an error"
-        except TransportError as error:
-            write.peer_lost |= isinstance(error, PeerLostError)
-            return WriteState.FAILED, str(error)
 
-    def _released(self, part: RankWrite) -> bool:
-        try:
-            self._give_back(part)
-        except TransportError as error:
-            logger.warning("a WRITE's handle is kept until it can be released: %s", error)
-            return False
-        return True
-
-    def _stage(
-        self,
-        write: Write,
-        link: Link,
-        window: PushWindow | None,
-        pairs: tuple[DescriptorIds, DescriptorIds],
-        record: WriteRecord,
-    ) -> StagedWrite | None:
-        if self._strategy is None or (link.gathered is None and window is None):
-            return None
-        return self._strategy.begin(write, link, window, pairs, record)
-
-    def _poll(self, part: RankWrite) -> WriteState:
-        if part.staged is None or self._strategy is None:
-            return self._transport.poll(part.handle)
-        return self._strategy.packer.poll(part.staged)
-
-    def _give_back(self, part: RankWrite) -> None:
-        if part.staged is None or self._strategy is None:
-            self._transport.release(part.handle)
-        else:
-            self._strategy.packer.release(part.staged)
+def _released(transfer: Transfer) -> bool:
+    try:
+        transfer.release()
+    except TransportError as error:
+        logger.warning("a WRITE's handle is kept until it can be released: %s", error)
+        return False
+    return True
 
 
 def _record(write: Write, rank: int, descriptors: int, size: int) -> WriteRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,18 +13,17 @@ import msgspec
 
 from layerpush.core.coverage import check_blocks
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Registration, Window, encode_completion
 from layerpush.prefill.host import HandshakeError
-from layerpush.prefill.push import BlockIds
+from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations, address_of
-from layerpush.prefill.writer import PushWriter
 from layerpush.transport.base import Route
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
 
 logger = logging.getLogger("vllm.layerpush.worker")
 
@@ -51,7 +51,7 @@ class PushingWorker(Protocol):
 
     def report_sent(self, request_id: str) -> None: ...
 
-    def whole_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None: ...
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None: ...
 
 
 class Guard(Protocol):
@@ -61,9 +61,8 @@ class Guard(Protocol):
 
 
 class WorkerHost:
-    """A ``Host``. ``writer`` and ``desk`` are set before anything is pushed; ``on_lost`` hears of lost engines."""
+    """A ``Host``. ``desk`` is set before anything is pushed; ``on_lost`` hears of lost engines."""
 
-    writer: PushWriter
     desk: Registrations
     layout: CacheLayout | None = None
     """None: this worker packs nothing."""
@@ -75,14 +74,12 @@ class WorkerHost:
         self._on_lost = on_lost
         self._links: dict[str, Link] = {}
 
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
+    def connect(self, push: Push, registration: Registration) -> Link | None:
         engine_id = registration.decode_engine_id
         if not self._worker.agents_of(engine_id):
-
-            def connected(error: str | None, _: float) -> None:
-                self.writer.reconnect(request_id, error)
-
-            self._connections.reach(address_of(registration), connected, time.perf_counter())
+            self._connections.reach(
+                address_of(registration), lambda error, _: push.reconnect(error), time.perf_counter()
+            )
             return None
         obstacle = self._obstacle(registration)
         if obstacle is not None:
@@ -93,18 +90,8 @@ class WorkerHost:
             link = self._links[engine_id] = self._worker.link_to(engine_id)
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
-        return link
-
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:
-        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
-            return None
-        offer = self.desk.window(registration, link.routes[0].agent)
-        if offer is None:
-            return None
-        if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
-            return None
-        ring = self._worker.ring_of(link, offer)
-        return None if ring is None else PushWindow(offer, ring, registration.request_id)
+        window = self._window(link, registration)
+        return link if window is None else replace(link, window=window)
 
     def disconnected(self, engine_id: str) -> None:
         """What was known of the way to a decode engine is void."""
@@ -116,20 +103,20 @@ class WorkerHost:
     def is_unwanted(self, request_id: str) -> bool:
         return self.desk.is_unwanted(request_id, time.perf_counter())
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+    def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
-            if not self.writer.is_delegated(request_id):
+            if not push.is_delegated:
                 return
             obstacle = error or self._obstacle(registration)
             if obstacle is not None:
-                self.writer.fail(request_id, obstacle)
+                push.fail(obstacle)
                 return
-            self._guard("a push", request_id, partial(self._push_whole, request_id, blocks, registration))
+            self._guard("a push", push.request_id, partial(self._push_whole, push, registration))
 
         self._connections.reach(address_of(registration), connected, time.perf_counter())
 
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
-        self._guard("a retraction", None, partial(self.desk.retract, retraction, withdrawn, time.perf_counter()))
+    def report_failure(self, report: ReportFailure) -> None:
+        self._guard("a retraction", None, partial(self.desk.retract, report, report.cancelled, time.perf_counter()))
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self._guard("an ending", None, partial(self.desk.ended, request_id, failure, time.perf_counter()))
@@ -137,14 +124,25 @@ class WorkerHost:
     def peer_lost(self, decode_engine_id: str) -> None:
         self._on_lost(decode_engine_id)
 
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        self._worker.whole_write_ended(request_id, part, landed)
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
+        self._worker.whole_write_ended(request_id, transfer, landed)
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self._worker.world_size)
 
     def release(self, request_id: str) -> None:
         self._worker.report_sent(request_id)
+
+    def _window(self, link: Link, registration: Registration) -> PushWindow | None:
+        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+            return None
+        offer = self.desk.window(registration, link.routes[0].agent)
+        if offer is None:
+            return None
+        if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
+            return None
+        ring = self._worker.ring_of(link, offer)
+        return None if ring is None else PushWindow(offer, ring, registration.request_id)
 
     def _obstacle(self, registration: Registration) -> str | None:
         """Why nothing may be written to the engine that is connected under the registration's name."""
@@ -153,12 +151,12 @@ class WorkerHost:
             return doom
         return None if self.desk.is_current(registration) else RESTARTED
 
-    def _push_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
+    def _push_whole(self, push: Push, registration: Registration) -> None:
         targets = registration.local_block_ids
         self._worker.check_targets(registration.decode_engine_id, targets)
         if self._worker.counts_blocks_like(registration.decode_engine_id):
-            check_blocks([len(group) for group in blocks], targets)
-        self._worker.push_whole(request_id, blocks, msgspec.to_builtins(registration))
+            check_blocks([len(group) for group in push.blocks], targets)
+        self._worker.push_whole(push.request_id, push.blocks, msgspec.to_builtins(registration))
 
 
 def _fits(offer: Window) -> bool:

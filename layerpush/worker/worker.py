@@ -47,7 +47,7 @@ from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.base import Route, TransportError
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.link import Link
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
 from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_writer
 from layerpush.worker.packing import WorkerPacking
@@ -161,7 +161,7 @@ class LayerwisePushWorker(VllmPushWorker):
         watch_writer(self.metrics, self._writer, self._registrations, self._step_events, self._trace)
         watch_rings(self.metrics, self._staging.rings)
         self._connections.on_lost = self._peer_lost
-        self._host.writer, self._host.desk = self._writer, self._registrations
+        self._host.desk = self._registrations
         self._prepared.set()
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
@@ -401,8 +401,8 @@ class LayerwisePushWorker(VllmPushWorker):
     def ring_of(self, link: Link, window: Window) -> Route | None:
         return self._staging.ring_of(link.engine_id, link.routes[0].agent, window)
 
-    def whole_write_posted(self, request_id: str, part: RankWrite, decode_engine_id: str, decode_id: str) -> None:
-        self.writer.adopt(request_id, part, decode_engine_id, decode_id)
+    def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
+        self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._host.disconnected(engine_id)

@@ -82,7 +82,7 @@ class Machine:
 
 PREFILL, DECODE = Machine(prefill), Machine(decode)
 
-_UNHAPPY_EVENTS = (prefill.Lost, prefill.Failed, prefill.Withdrawn, prefill.Aborted, prefill.Evicted)
+_UNHAPPY_EVENTS = (prefill.Lost, prefill.Failed, prefill.CancelledByD, prefill.Aborted, prefill.LeaseExpired)
 _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)
 
 

@@ -25,6 +25,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.totals import Totals
+
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 32, 32, 40
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
 TOKENS_PER_STEP = 64
@@ -89,6 +91,7 @@ class Engine:
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.caches = allocate(layout)
         self.worker.register_kv_caches(self.caches)
+        self.totals = Totals(self.writer._shared.meter)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.requests: dict[str, Request] = {}
         self.sent: list[str] = []

@@ -41,7 +41,7 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
     assert p.sent.count(request_id) == 1
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
     until(lambda: len(p.writer) == 0)  # the writer reports the request as sent just before it closes the push
-    assert p.writer.counters.outcomes == {"completed": 1}
+    assert p.totals.outcomes == {"completed": 1}
 
 
 def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:
@@ -59,9 +59,9 @@ def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Bu
     until(lambda: holds_prompt(d, blocks, TOKENS))
 
     ends_well(p, d)
-    assert p.writer.counters.hooked_layers == LAYERS * STEPS
-    assert p.writer.counters.swept_layers == 0
-    assert p.writer.counters.fallbacks == {}
+    assert p.totals.hooked_layers == LAYERS * STEPS
+    assert p.totals.swept_layers == 0
+    assert p.totals.fallbacks == {}
 
 
 def test_sent_is_said_only_after_the_request_has_finished(engine: Build) -> None:
@@ -87,12 +87,12 @@ def test_registered_in_the_middle_of_prefill(engine: Build) -> None:
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     blocks = d.blocks("r-1")
-    until(lambda: p.writer.counters.writes)
+    until(lambda: p.totals.writes)
     assert p.finished == []
     run(p, 2)
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
-    assert p.writer.counters.fallbacks == {}
+    assert p.totals.fallbacks == {}
 
 
 def test_registered_after_prefill_goes_whole(engine: Build) -> None:
@@ -107,7 +107,7 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
     blocks = d.blocks("r-1")
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
-    assert p.writer.counters.fallbacks == {"no decode engine had registered when prefill finished": 1}
+    assert p.totals.fallbacks == {"no decode engine had registered when prefill finished": 1}
 
 
 @pytest.mark.parametrize("hooks", [[], NAMES[1:2]], ids=["no hook", "one hook"])
@@ -122,7 +122,7 @@ def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str])
         p.step(hooks=hooks)
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
-    counters = p.writer.counters
+    counters = p.totals
     assert (counters.hooked_layers, counters.swept_layers) == (STEPS * len(hooks), STEPS * (LAYERS - len(hooks)))
 
 
@@ -145,12 +145,12 @@ def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fa
     outputs = [p.step() for _ in range(STEPS)]
     if layout == "LBHNC":
         assert not any(output.kv_connector_metadata.step_plan for output in outputs)
-    assert p.writer.counters.writes == 0
+    assert p.totals.writes == 0
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
-    assert p.writer.counters.writes == 1
-    assert (fallback or "") in " ".join(p.writer.counters.fallbacks)
-    assert bool(fallback) == bool(p.writer.counters.fallbacks)
+    assert p.totals.writes == 1
+    assert (fallback or "") in " ".join(p.totals.fallbacks)
+    assert bool(fallback) == bool(p.totals.fallbacks)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
@@ -165,7 +165,7 @@ def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None
     run(p, STEPS)
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
-    assert p.writer.counters.fallbacks == {}
+    assert p.totals.fallbacks == {}
     for name, cache in d.caches.items():
         others = [block for block in range(cache.shape[0]) if block not in blocks]
         assert bool((cache[others] == -1.0).all()), f"{name}: a block that nobody asked for was written"
@@ -197,12 +197,12 @@ def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Bu
     registered(p)
     p.prefill("r-1", TOKENS)
     run(p, 2)
-    until(lambda: p.writer.counters.writes)
+    until(lambda: p.totals.writes)
     p.abort("r-1")
     step_until(p, done=lambda: len(p.writer) == 0)
 
     assert gives_everything_back(p)
-    assert p.writer.counters.outcomes == {"cancelled": 1}
+    assert p.totals.outcomes == {"cancelled": 1}
     step_until(d, done=lambda: d.failed)
     assert gives_everything_back(d)
     assert (d.received, d.failed, d.finished) == ([], ["r-1"], ["r-1"])
@@ -228,15 +228,15 @@ def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -
     registered(p)
     p.prefill("r-1", TOKENS)
     run(p, 2)
-    until(lambda: p.writer.counters.writes)
+    until(lambda: p.totals.writes)
     d.abort("r-1")
     assert not gives_everything_back(d), "P may write to them"
     step_until(d, done=lambda: gives_everything_back(d))
-    written = p.writer.counters.writes
+    written = p.totals.writes
     step_until(p, d, done=lambda: "r-1" in p.sent)
     assert gives_everything_back(p)
-    assert p.writer.counters.writes == written
-    assert p.writer.counters.outcomes == {"cancelled": 1}
+    assert p.totals.writes == written
+    assert p.totals.outcomes == {"cancelled": 1}
     assert d.received == []
 
 

@@ -55,7 +55,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     run(p, STEPS)
     ends_well(p, d)
 
-    scrape, counters = scraped(front_end, p, d), p.writer.counters
+    scrape, counters = scraped(front_end, p, d), p.totals
     assert scrape.value("pushes_total", engine="0", outcome="layerwise") == 1
     assert scrape.value("pushes_total") == 1
     assert scrape.value("layers_total", engine="0", found="hooked") == LAYERS * STEPS

@@ -112,8 +112,8 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
         registered(p)
         p.prefill(name, TOKENS, mode)
         for _ in range(STEPS):
-            landed = p.writer.counters.writes
-            p.step(between=lambda _: until(lambda: mode != "layer" or p.writer.counters.writes > landed))  # noqa: B023
+            landed = p.totals.writes
+            p.step(between=lambda _: until(lambda: mode != "layer" or p.totals.writes > landed))  # noqa: B023
         step_until(p, d, done=lambda: name in d.received and name in p.sent)  # noqa: B023
         assert holds_prompt(d, blocks, TOKENS)
         until(lambda: len(p.writer) == 0)
@@ -153,8 +153,8 @@ def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
     mode: str,
     reason: str | None,
 ) -> None:
-    for place in ("layerpush.worker.packing.engine_fallback", "layerpush.compat.facts.engine_fallback"):
-        monkeypatch.setattr(place, lambda _: "it is so")
+    for module in ("worker.scheduler", "worker.packing", "compat.facts"):
+        monkeypatch.setattr(f"layerpush.{module}.engine_fallback", lambda _: "it is so")
     whole(*pair(engine, tmp_path, configured), mode, reason)
 
 
@@ -170,4 +170,4 @@ def whole(p: Engine, d: Engine, read: Callable[[], TraceSet], mode: str, reason:
     (push,) = request.pushes
     assert (push.mode, len(push.writes)) == ("request", 1)
     assert (reason or "") in (push.fallback or "")
-    assert (reason is None) == (push.fallback is None) == (not p.writer.counters.fallbacks)
+    assert (reason is None) == (push.fallback is None) == (not p.totals.fallbacks)

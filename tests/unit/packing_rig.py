@@ -182,13 +182,13 @@ class PackingRig(Rig):
     @property
     def staged(self) -> list[StagedWrite]:
         """WRITEs of all pushes that go by way of our ring."""
-        parts = [part for push in self.writer._pushes.values() for part in push.parts]
-        return [part.staged for part in parts if part.staged is not None]
+        transfers = [transfer for push in self.writer._pushes.values() for transfer in push.transfers]
+        return [transfer for transfer in transfers if isinstance(transfer, StagedWrite)]
 
     def assert_clean(self) -> None:
         super().assert_clean()
         assert len(self.staging.ring) == 0
-        assert not self.packer._unpacking
+        assert not self.packer.unpacking
 
     def assert_unpacked(self, decoder: UnpackingDecoder) -> None:
         assert not decoder.unpacker.is_busy

@@ -68,7 +68,7 @@ class PushWorld:
     upstream_posts: int = 0
     delivered: bool = False
     withdrawn: bool = False
-    retracts: list[push_protocol.Retract] = field(default_factory=list)
+    retracts: list[push_protocol.ReportFailure] = field(default_factory=list)
     releases: int = 0
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class PushWorld:
     @property
     def withdrawable(self) -> bool:
         """Registered, or registered and withdrawn before the request was there, which is heard of when it is over."""
-        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.Withdrawn)
+        return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.CancelledByD)
 
     @property
     def pushed_by_upstream(self) -> bool:
@@ -113,8 +113,8 @@ class PushWorld:
 
     @property
     def droppable(self) -> bool:
-        """No lease ends while a WRITE reads from the blocks, except our own, which are watched by the session."""
-        return not self.gone and not self.upstream_busy
+        """The scheduler has not let go of the request."""
+        return not self.gone
 
     @property
     def drained_retracts(self) -> int:
@@ -152,14 +152,14 @@ class PushWorld:
                 assert before is State.STREAMING
                 assert self.state is State.STREAMING
                 self._check_post(action.write)
-            elif isinstance(action, push_protocol.Tell):
+            elif isinstance(action, push_protocol.Notify):
                 self._check_tell(action)
             elif isinstance(action, push_protocol.Delegate):
                 assert self.finished
                 assert not self.ever_posted, "a request that streams never switches"
                 assert action.registration == (self.registration if self.registered else None)
                 self.delegates.append(action.registration)
-            elif isinstance(action, push_protocol.Retract):
+            elif isinstance(action, push_protocol.ReportFailure):
                 self._check_retract(action)
             elif isinstance(action, push_protocol.Release):
                 assert self.finished
@@ -171,7 +171,8 @@ class PushWorld:
         assert self.tells <= 1
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
-        assert set(self.session.in_flight) == set(self.in_flight)
+        upstreams = {push_protocol.WHOLE.id} if self.upstream_busy else set()
+        assert set(self.session.in_flight) == set(self.in_flight) | upstreams
         if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
@@ -227,7 +228,7 @@ class PushWorld:
 
     def drop(self) -> None:
         self.gone = self.disturbed = True
-        self.send(push_protocol.Evicted() if self.finished else push_protocol.Aborted())
+        self.send(push_protocol.LeaseExpired() if self.finished else push_protocol.Aborted())
 
     # The peer and the network.
 
@@ -252,24 +253,29 @@ class PushWorld:
 
     def confirm_tell(self) -> None:
         self.told = True
-        self.send(push_protocol.Told())
+        self.send(push_protocol.Notified())
 
     def post_whole(self) -> None:
         assert self.delegates[-1] == self.registration
         self.upstream_busy = True
         self.upstream_posts += 1
+        self.post_whole_to_next_rank()
+
+    def post_whole_to_next_rank(self) -> None:
+        self.send(push_protocol.WholePosted())
 
     def deliver(self, lost: str | None = None) -> None:
         self.upstream_busy = False
         self.disturbed |= lost is not None
-        self.delivered = lost is None and not self.withdrawn
-        self.send(push_protocol.Delivered(lost))
+        self.delivered = lost is None and self.state is State.WRITING_WHOLE
+        whole = push_protocol.WHOLE.id
+        self.send(push_protocol.Landed(whole) if lost is None else push_protocol.Lost(whole, lost))
 
     def withdraw(self) -> None:
         self.disturbed = self.withdrawn = True
-        self.send(push_protocol.Withdrawn(busy=self.upstream_busy))
-        assert not self.session.told
-        assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED) or self.upstream_busy
+        self.send(push_protocol.CancelledByD())
+        assert self.session.outcome != "completed"
+        assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED)
 
     # What must hold.
 
@@ -300,7 +306,7 @@ class PushWorld:
         assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
         assert 0 not in part.source + part.target
 
-    def _check_tell(self, action: push_protocol.Tell) -> None:
+    def _check_tell(self, action: push_protocol.Notify) -> None:
         assert self.state is State.NOTIFYING
         assert action.registration == self.registration
         assert self.prompt_ready
@@ -310,7 +316,7 @@ class PushWorld:
         assert not self.withdrawn
         self.tells += 1
 
-    def _check_retract(self, action: push_protocol.Retract) -> None:
+    def _check_retract(self, action: push_protocol.ReportFailure) -> None:
         assert self.registered
         assert action.registration == self.registration
         assert not self.told, "retracted after it was told"
@@ -320,7 +326,7 @@ class PushWorld:
             assert not self.in_flight, "said to have drained with a WRITE on the wire"
             assert not self.upstream_busy
         else:
-            assert self.in_flight, "nothing to warn of"
+            assert self.in_flight or self.upstream_busy, "nothing to warn of"
             assert not self.retracts
             assert not self.withdrawn, "the decode engine asked for it, and waits for the end"
         assert action.reason
@@ -331,7 +337,7 @@ class PushWorld:
         """Let everything end as well as it may from here. No push needs the end of its lease for that."""
         for _ in range(100):
             if self.state is State.STREAMING:
-                self.send(push_protocol.Pump())
+                self.send(push_protocol.PostReady())
             if self.state is State.CLOSED:
                 break
             if self.state is State.NOTIFYING:

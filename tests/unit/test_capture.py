@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from layerpush.core.push_protocol import Aborted, Evicted, Preempted
+from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill import step_events
-from layerpush.prefill.step_events import Armed, LayerSaved, NoFences, Revoked, StepEvent, StepEvents, Swept
+from layerpush.prefill.step_events import LayerSaved, NoFences, Revoked, StepEnded, StepEvent, StepEvents, StepStarted
 from tests.unit.builders import chunks_of
 
 NAMES = {f"layers.{index}": index for index in range(4)}
@@ -63,7 +63,7 @@ def test_events_come_in_order() -> None:
         source.layer_saved(name)
     source.sweep()
 
-    assert kinds(taken(source)) == [Armed, 2, 0, Swept]
+    assert kinds(taken(source)) == [StepStarted, 2, 0, StepEnded]
     assert not source.pending
 
 
@@ -101,7 +101,7 @@ def test_what_takes_blocks_away_outruns_fences() -> None:
     source.arm(PLAN)
     source.layer_saved("layers.0")
     source.arm(StepPlan(), ["p-1"])
-    assert list(source.revoked()) == [Revoked("p-1", Aborted(), armed=1)]
+    assert list(source.revoked()) == [Revoked("p-1", Aborted(), started=1)]
     assert source.is_void("p-1", step=1)
 
 
@@ -109,13 +109,13 @@ def test_a_step_is_void_only_for_what_was_armed_before() -> None:
     source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.arm(PLAN, ["p-1"])
-    (first, second) = [event.step for event in taken(source) if isinstance(event, Armed)]
+    (first, second) = [event.step for event in taken(source) if isinstance(event, StepStarted)]
     assert source.is_void("p-1", first)
     assert not source.is_void("p-1", second)
     assert not source.is_void("p-2", first)
     source.forget_void()
     assert source.is_void("p-1", first), "forgotten while a revocation was still to be taken"
-    assert list(source.revoked()) == [Revoked("p-1", Aborted(), armed=1)]
+    assert list(source.revoked()) == [Revoked("p-1", Aborted(), started=1)]
     source.forget_void()
     assert not source.is_void("p-1", first)
 
@@ -127,7 +127,7 @@ def test_a_revocation_names_the_first_step_since_the_last() -> None:
     source.arm(PLAN, ["p-1"])
     source.arm(StepPlan(preempted=("p-1",)))
     source.revoke(aborted=["p-1"])
-    assert [revoked.armed for revoked in source.revoked()] == [1, 3, 0]
+    assert [revoked.started for revoked in source.revoked()] == [1, 3, 0]
 
 
 def test_the_end_of_a_lease_voids_everything_so_far() -> None:
@@ -136,11 +136,11 @@ def test_the_end_of_a_lease_voids_everything_so_far() -> None:
     source.finish("p-1", ([1, 2],))
     source.expire("p-1")
     (armed,) = taken(source)
-    assert isinstance(armed, Armed)
-    (done,) = source.done(swept=armed.step)
+    assert isinstance(armed, StepStarted)
+    (done,) = source.finished(swept=armed.step)
     assert source.is_void("p-1", armed.step)
     assert source.is_void("p-1", done.step)
-    assert list(source.revoked()) == [Revoked("p-1", Evicted(), 0)]
+    assert list(source.revoked()) == [Revoked("p-1", LeaseExpired(), 0)]
 
 
 def test_finished_comes_after_the_steps_of_its_request() -> None:
@@ -150,14 +150,14 @@ def test_finished_comes_after_the_steps_of_its_request() -> None:
     source.sweep()
     source.finish("p-1", ([1, 2],))
     (armed,) = taken(source)
-    assert isinstance(armed, Armed)
-    assert source.done(swept=armed.step - 1) == []
+    assert isinstance(armed, StepStarted)
+    assert source.finished(swept=armed.step - 1) == []
     source.arm(PLAN)
     device.fences[0].open = True
-    assert kinds(taken(source)) == [Swept, Armed]
-    (done,) = source.done(swept=armed.step)
+    assert kinds(taken(source)) == [StepEnded, StepStarted]
+    (done,) = source.finished(swept=armed.step)
     assert (done.request_id, done.step) == ("p-1", armed.step)
-    assert source.done(swept=armed.step) == []
+    assert source.finished(swept=armed.step) == []
 
 
 def test_one_sweep_ends_a_step() -> None:
@@ -166,14 +166,14 @@ def test_one_sweep_ends_a_step() -> None:
     source.sweep()
     source.layer_saved("layers.0")
     source.sweep()
-    assert kinds(taken(source)) == [Armed, Swept]
+    assert kinds(taken(source)) == [StepStarted, StepEnded]
 
 
 def test_a_layer_without_a_cache_of_its_own_is_no_event() -> None:
     source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
     source.layer_saved("layers.9")
-    assert kinds(taken(source)) == [Armed]
+    assert kinds(taken(source)) == [StepStarted]
 
 
 def test_every_event_wakes_the_writer() -> None:
@@ -207,7 +207,7 @@ def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
     source.layer_saved("layers.1")
     first, second = device.fences
 
-    assert kinds(taken(source)) == [Armed]
+    assert kinds(taken(source)) == [StepStarted]
     second.open = True
     assert taken(source) == []
     assert source.pending
@@ -240,7 +240,7 @@ def test_a_full_queue_drops_layers_and_keeps_steps(monkeypatch: pytest.MonkeyPat
     for fence in device.fences:
         fence.open = True
 
-    assert kinds(taken(source)) == [Armed, 0, 1, Swept, Armed]
+    assert kinds(taken(source)) == [StepStarted, 0, 1, StepEnded, StepStarted]
     assert source.dropped == 2
     assert len(device.fences) == 3, "a dropped event takes no fence from the pool"
 
@@ -251,7 +251,7 @@ def test_one_thread_appends_while_another_takes() -> None:
     steps, got = 400, list[object]()
 
     def writer() -> None:
-        while got.count(Swept) < steps:
+        while got.count(StepEnded) < steps:
             woken.wait(0.05)
             woken.clear()
             got.extend(kinds(taken(source)))
@@ -266,7 +266,7 @@ def test_one_thread_appends_while_another_takes() -> None:
     thread.join(30)
 
     assert not thread.is_alive()
-    assert got == [Armed, 0, 1, 2, 3, Swept] * steps
+    assert got == [StepStarted, 0, 1, 2, 3, StepEnded] * steps
 
 
 def test_only_the_first_fence_wakes_the_writer() -> None:
@@ -274,7 +274,7 @@ def test_only_the_first_fence_wakes_the_writer() -> None:
     wakes = Wakes()
     source = StepEvents(NAMES, wakes, SlowDevice())
     source.arm(PLAN)
-    assert kinds(taken(source)) == [Armed]
+    assert kinds(taken(source)) == [StepStarted]
     before = wakes.count
     source.layer_saved("layers.0")
     assert wakes.count == before + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,9 +30,9 @@ from layerpush.telemetry.metrics.catalog import (
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.metrics.tally import Tally
-from layerpush.telemetry.trace_records import PushRecord
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.packing.cost_model import Plan
-from layerpush.transport.writes import Outbox, PostedWrite
+from layerpush.transport.writes import Transfer, Writes
 from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
 
@@ -46,7 +46,7 @@ class Metered:
     def __init__(self, faults: Faults | None = None, registered: bool = True, policy: Policy | None = None) -> None:
         self.recorder = Recorder()
         meter = PushMeter(self.recorder, engine_fallback=None)
-        self.rig, self.prompt = Rig(faults, policy=policy, counters=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
+        self.rig, self.prompt = Rig(faults, policy=policy, meter=meter), Prompt("p-1", TOKENS, list(range(1, 9)))
         self.wanted = self.rig.asks(self.prompt, self.rig.decoder())
         if registered:
             self.rig.host.pending[self.prompt.name] = self.wanted
@@ -108,24 +108,23 @@ def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
 
 def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
     push = push_of()
-    push.record.t_last_ready, push.registered_at, push.record.t_last_landed = 10.0, 50.0, 50.5
+    push.record.t_last_ready, push.record.t_registered, push.record.t_last_landed = 10.0, 50.0, 50.5
     assert push.exposed_s == pytest.approx(0.5)
 
 
 def test_writes_are_told_apart_by_their_plan() -> None:
     metered = Metered(policy=Policy(min_write_bytes=1))
-    post, plans = Outbox.post, itertools.cycle(Plan)
+    post, plans = Writes.post, itertools.cycle(Plan)
 
-    def planned(outbox: Outbox, *args: Any) -> PostedWrite:
-        posted = post(outbox, *args)
-        for part, plan in zip(posted.parts, plans, strict=False):
-            part.record.plan = plan.value
+    def planned(writes: Writes, *args: Any) -> Iterator[Transfer]:
+        for transfer, plan in zip(post(writes, *args), plans, strict=False):
+            transfer.record.plan = plan.value
             if plan is not Plan.DIRECT:
-                part.record.estimate_s, part.record.t_planned = 5.0, time.perf_counter() - 60
-        return posted
+                transfer.record.estimate_s, transfer.record.t_planned = 5.0, time.perf_counter() - 60
+            yield transfer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Outbox, "post", planned)
+        patch.setattr(Writes, "post", planned)
         tally = metered.run()
     assert tally.counters[WRITES.key] == dict.fromkeys(WRITES.values, 3)
     assert tally.observed(WRITE_ESTIMATE).total == 6 * 5.0
@@ -169,7 +168,7 @@ def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faul
     metered.rig.host.release = released  # type: ignore[method-assign]
     assert pushes(metered.run()) == {}
     assert seen == [(1, 0)]
-    assert metered.rig.writer.counters.outcomes.total() == 1
+    assert metered.rig.totals.outcomes.total() == 1
 
 
 def test_active_pushes_are_those_that_are_not_over() -> None:
@@ -219,8 +218,8 @@ def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | N
     assert reason is None or reason in FALLBACKS.values
 
 
-def push_of() -> Push:
-    return Push(Session("p", (0,), (16,), Policy()), record("pending", "layer"))
+def push_of(rig: Rig | None = None) -> Push:
+    return Push(Session("p", (0,), (16,), Policy()), record("pending", "layer"), (rig or Rig()).writer._shared)
 
 
 def test_exposed_time_is_unknown_without_a_moment_to_count_from() -> None:
@@ -244,13 +243,14 @@ def test_exposed_time_is_unknown_without_a_moment_to_count_from() -> None:
     ],
 )
 def test_transfer_time_counts_overlapping_writes_once(moves: str, seconds: float) -> None:
-    push = push_of()
+    rig = Rig()
+    push = push_of(rig)
     acts: dict[str, Callable[[float], None]] = {"post": push.posting, "end": push.ended}
     for move in moves.split():
         name, at = move[:-1], float(move[-1])
         if name == "post":
-            push.writes.append(PostedWrite(0, []))
-        elif push.writes:
-            push.writes.pop()
+            push.transfers.append(Transfer(rig.p, WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0), None))
+        elif push.transfers:
+            push.transfers.pop()
         acts[name](at)
     assert push.transfer_s == seconds

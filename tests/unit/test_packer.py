@@ -89,7 +89,7 @@ class Pair:
             message = read(payload)
             assert isinstance(message, Unpacked)
             self.packer.unpacked(agent, message.number, message.done)
-        return self.packer.poll(staged)
+        return staged.poll()
 
     def run(self, staged: StagedWrite, turns: int = 30) -> WriteState:
         for _ in range(turns):
@@ -172,7 +172,7 @@ def test_all_memory_comes_back() -> None:
         staged = pair.pack(window=window)
         assert staged is not None
         assert pair.run(staged) is WriteState.LANDED
-        pair.packer.release(staged)
+        staged.release()
     assert len(pair.ours.ring) == len(window.spans) == 0
     pair.unpacker.close("d-1")
     assert len(pair.theirs.ring) == 0
@@ -227,7 +227,7 @@ def test_doubled_messages_change_nothing() -> None:
         staged = pair.pack(pair.write(layers), window)
         assert staged is not None
         assert pair.run(staged) is WriteState.LANDED
-        pair.packer.release(staged)
+        staged.release()
     for _ in range(3):
         pair.decode_turn()
         for agent, payload in pair.p.notifications():
@@ -244,7 +244,7 @@ def test_an_answer_of_somebody_else_is_none() -> None:
     while staged.stage is not Stage.UNPACKING:
         pair.prefill_turn(staged)
     pair.packer.unpacked("another D", staged.number, True)
-    assert pair.packer.poll(staged) is WriteState.PENDING
+    assert staged.poll() is WriteState.PENDING
 
 
 def test_a_refusal_fails_the_write() -> None:
@@ -255,7 +255,7 @@ def test_a_refusal_fails_the_write() -> None:
     with pytest.raises(TransportError, match="did not unpack"):
         pair.run(staged)
     assert pair.refusals
-    pair.packer.release(staged)
+    staged.release()
     assert len(pair.ours.ring) == 0
 
 
@@ -270,7 +270,7 @@ def test_the_death_of_the_decode_engine_is_noticed(stage: Stage) -> None:
     pair.now += UNPACK_RETRY_S
     with pytest.raises(PeerLostError):
         pair.run(staged)
-    pair.packer.release(staged)
+    staged.release()
     assert len(pair.ours.ring) == 0
 
 
@@ -451,12 +451,12 @@ def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
     window = pair.window()
     staged = pair.pack(Write(0, 0, 0, 12 * BLOCK_BYTES, segments), window)
     assert staged is not None
-    assert [pair.packer.poll(staged) for _ in range(2)] == [WriteState.PENDING] * 2
+    assert [staged.poll() for _ in range(2)] == [WriteState.PENDING] * 2
     assert len(pair.ours.ring) == 1
     with pytest.raises(TransportError, match="could not be gathered: RuntimeError"):
-        pair.packer.poll(staged)
+        staged.poll()
     for _ in range(2):
-        pair.packer.release(staged)
+        staged.release()
     assert len(pair.ours.ring) == len(window.spans) == 0
     assert not pair.fabric.writes
 

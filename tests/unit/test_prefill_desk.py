@@ -9,7 +9,7 @@ import pytest
 
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
 from layerpush.prefill import registrations as desk_module
 from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations, address_of
@@ -112,7 +112,7 @@ class World(Town):
         self.settle()
 
     def retracts(self, registration: Registration, reason: str, drained: bool, withdrawn: bool = False) -> None:
-        self.desk.retract(Retract(registration, 3, reason, drained), withdrawn, self.now)
+        self.desk.retract(ReportFailure(registration, 3, reason, drained), withdrawn, self.now)
         self.settle()
 
     def ends(self, request_id: str, failure: str | None) -> None:

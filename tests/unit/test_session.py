@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import MismatchError
+from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import IllegalTransitionError, Post, State, Write
+from layerpush.core.push_protocol import Post, State, Write
 from layerpush.core.push_session import Session
 from tests.unit.builders import blocks_of, chunks_of, registration, upstream_pairs
 from tests.unit.session_world import PushWorld, Shape
@@ -32,7 +33,7 @@ def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | No
 def pump(world: PushWorld) -> list[Write]:
     """The WRITEs that one pump posts."""
     before = set(world.in_flight)
-    world.send(push_protocol.Pump())
+    world.send(push_protocol.PostReady())
     return [write for number, write in world.in_flight.items() if number not in before]
 
 
@@ -237,7 +238,7 @@ def test_withdrawn_with_nothing_on_the_wire_it_is_over_at_once(state: State) -> 
     assert pump(world) == []
     world.finish()
     assert (world.state, world.releases, len(world.retracts)) == (State.CLOSED, 1, 1)
-    assert world.session.cancelled
+    assert world.session.outcome == "cancelled"
 
 
 def test_withdrawn_with_writes_on_the_wire_it_is_over_when_they_have_ended() -> None:
@@ -288,7 +289,7 @@ def test_withdrawn_before_the_request_was_there_it_is_released_when_prefill_is_o
     world.finish()
     world.withdraw()
     assert (world.state, world.releases, world.retracts) == (State.CLOSED, 1, [])
-    assert world.session.cancelled
+    assert world.session.outcome == "cancelled"
 
 
 def test_withdrawn_before_its_blocks_are_looked_at_again_after_a_preemption() -> None:
@@ -309,10 +310,10 @@ def test_withdrawn_under_upstreams_write_it_is_over_when_that_has_ended() -> Non
     world.register()
     world.post_whole()
     world.withdraw()
-    assert (world.state, world.retracts, world.releases) == (State.DELEGATED, [], 0)
+    assert (world.state, world.retracts, world.releases) == (State.DRAINING, [], 0)
     world.deliver()
     assert (world.state, [retract.drained for retract in world.retracts]) == (State.CLOSED, [True])
-    assert (world.releases, world.session.told) == (1, False)
+    assert (world.releases, world.session.outcome) == (1, "cancelled")
 
 
 def test_withdrawn_before_upstream_wrote_anything_it_is_over() -> None:
@@ -342,7 +343,7 @@ def test_a_failed_push_that_is_withdrawn_has_still_failed() -> None:
     world.fail()
     world.withdraw()
     land_all(world)
-    assert (world.session.failure, world.session.cancelled) == ("broken", False)
+    assert (world.session.failure, world.session.outcome) == ("broken", "failed")
 
 
 def test_nobody_is_told_of_the_end_of_a_push_that_nobody_registered() -> None:
@@ -454,7 +455,7 @@ def test_whatever_the_chunks_the_whole_request_goes(stream: tuple[Shape, list[in
 
 
 def _collect(session: Session, sent: dict[int, list[tuple[int, int]]], *, land: bool = False) -> None:
-    for action in session.handle(push_protocol.Pump()):
+    for action in session.handle(push_protocol.PostReady()):
         if isinstance(action, Post):
             for part in action.write.segments:
                 for layer in range(part.layers.start, part.layers.stop):

@@ -9,9 +9,10 @@ from functools import cache
 
 import pytest
 
-from layerpush.core import push_protocol, push_session
+from layerpush.core import push_protocol
+from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import TRANSITIONS, Event, IllegalTransitionError, State
+from layerpush.core.push_protocol import TRANSITIONS, Event, State
 from layerpush.core.push_session import Session
 from tests.unit.session_world import PushWorld, Shape
 
@@ -33,12 +34,13 @@ SHAPES = {
 PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}
 PRECAUTIONS: set[Triple] = {
     # A lease, and so its end, exists only after Finished, which leads out of these.
-    (State.WAITING, push_protocol.Evicted, State.CLOSED),
-    (State.DEFERRED, push_protocol.Evicted, State.CLOSED),
-    (State.NOTIFIED, push_protocol.Evicted, State.CLOSED),
-    (State.ABANDONED, push_protocol.Evicted, State.CLOSED),
+    (State.WAITING, push_protocol.LeaseExpired, State.CLOSED),
+    (State.DEFERRED, push_protocol.LeaseExpired, State.CLOSED),
+    (State.NOTIFIED, push_protocol.LeaseExpired, State.CLOSED),
+    (State.ABANDONED, push_protocol.LeaseExpired, State.CLOSED),
     # What is finished is not aborted, and its last layer was ready before.
     (State.DELEGATED, push_protocol.Aborted, State.CLOSED),
+    (State.WRITING_WHOLE, push_protocol.Aborted, State.DRAINING),
     (State.DELEGATED, push_protocol.Ready, State.DELEGATED),
 }
 """In the table, though nothing leads there."""
@@ -60,8 +62,8 @@ def moves(world: PushWorld) -> Iterator[Move]:
             yield replan
     if world.revocable and world.epoch < PREEMPTIONS.get(world.shape, 0):
         yield lambda w: w.preempt(announced=True)
-    if world.session.accepts(push_protocol.Pump):
-        yield lambda w: w.send(push_protocol.Pump())
+    if world.session.accepts(push_protocol.PostReady):
+        yield lambda w: w.send(push_protocol.PostReady())
     if world.registrable:
         yield PushWorld.register
     if world.withdrawable:
@@ -73,16 +75,18 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield PushWorld.post_whole
     if world.upstream_busy:
         yield PushWorld.deliver
+        if world.state is State.WRITING_WHOLE:
+            yield PushWorld.post_whole_to_next_rank
         yield lambda w: w.deliver("cut off")
     for write in sorted(world.in_flight):
         yield lambda w, write=write: w.land(write)
         yield lambda w, write=write: w.lose(write)
-    if world.session.accepts(push_protocol.Failed) and world.state is not State.NOTIFYING and not world.upstream_busy:
+    if world.session.accepts(push_protocol.Failed) and world.state is not State.NOTIFYING:
         yield PushWorld.fail
     if world.droppable:
         yield PushWorld.drop
-    elif world.gone and world.session.accepts(push_protocol.Evicted):
-        yield lambda w: w.send(push_protocol.Evicted())
+    elif world.gone and world.session.accepts(push_protocol.LeaseExpired):
+        yield lambda w: w.send(push_protocol.LeaseExpired())
 
 
 def replan(world: PushWorld) -> None:
@@ -178,7 +182,7 @@ def test_the_table_holds_what_can_happen_and_nothing_else() -> None:
 
 def test_every_event_has_a_handler_and_every_state_a_row() -> None:
     events = {kind for kind in vars(push_protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(push_session._HANDLERS) == events - {Event}
+    assert set(Session.HANDLERS) == events - {Event}
     assert set(TRANSITIONS) == set(State)
 
 
@@ -189,20 +193,20 @@ def samples(world: PushWorld) -> list[Event]:
     return [
         *([push_protocol.Planned(chunk)] if chunk else []),
         push_protocol.Ready(world.epoch, 0, 0),
-        push_protocol.Pump(),
+        push_protocol.PostReady(),
         push_protocol.Registered(world.registration),
         push_protocol.Connected(),
         push_protocol.Refused("no"),
         push_protocol.Landed(write),
         push_protocol.Lost(write, "no"),
         push_protocol.Failed("no"),
-        push_protocol.Withdrawn(),
-        push_protocol.Told(),
-        push_protocol.Delivered(),
+        push_protocol.CancelledByD(),
+        push_protocol.Notified(),
+        push_protocol.WholePosted(),
         push_protocol.Preempted(),
         push_protocol.Finished(),
         push_protocol.Aborted(),
-        push_protocol.Evicted(),
+        push_protocol.LeaseExpired(),
     ]
 
 

@@ -23,7 +23,7 @@ def streaming(policy: Policy, layers: int = 4, tokens: int = 8, block_size: int 
 def posted_by(world: PushWorld) -> list[list[int]]:
     """The layers of each WRITE that one pump posts."""
     before = set(world.in_flight)
-    world.send(push_protocol.Pump())
+    world.send(push_protocol.PostReady())
     return [sorted(pairs_in(write)) for number, write in world.in_flight.items() if number not in before]
 
 
@@ -80,7 +80,7 @@ def test_by_chunk_an_early_layer_of_the_next_chunk_waits_for_it() -> None:
     world.sweep()
     world.plan(4)
     world.hook(0)
-    world.send(push_protocol.Pump())
+    world.send(push_protocol.PostReady())
     (write,) = world.in_flight.values()
     assert {(part.first, part.end) for part in write.segments} == {(0, 1)}
 
@@ -128,7 +128,7 @@ def test_floor_and_limit_hold_in_any_order(
         for layer in data.draw(st.permutations(range(layers))):
             world.hook(layer)
             before = set(world.in_flight)
-            world.send(push_protocol.Pump())
+            world.send(push_protocol.PostReady())
             new = [write for number, write in world.in_flight.items() if number not in before]
             if world.unready and limit == 100:  # on a full wire the end of a chunk may wait until the next has begun
                 assert all(by_layer and write.size >= floor for write in new)

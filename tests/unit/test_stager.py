@@ -100,7 +100,7 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     ids = np.arange(10, dtype=np.int32)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     write = Write(0, 0, 0, 80, ())
-    assert strategy.begin(write, link, None, (ids, ids), record) is None
+    assert strategy.begin(write, link, (ids, ids), record) is None
     assert record.plan == "direct"
     assert bool(looked) == looks
 
@@ -115,7 +115,7 @@ def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs
     segment = Segment(slice(0, 1), 0, 0, of, tuple(range(blocks)), tuple(range(blocks)))
     write, record = Write(0, 0, 0, 0, (segment,)), WriteRecord(0, (0, 0), (0, 0), blocks, 0, 0.0, 0.0)
     window: Any = "one that has room"
-    PackingStrategy(packer, None, "packed", Costs()).begin(write, Link("D", (), ()), window, (ids, ids), record)  # type: ignore[arg-type]
+    PackingStrategy(packer, None, "packed", Costs()).begin(write, Link("D", (), (), window=window), (ids, ids), record)  # type: ignore[arg-type]
     assert packed == ([blocks * PIECE_BYTES] if packs else [])
 
 
@@ -205,8 +205,8 @@ def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: p
     strategy = PackingStrategy(packer, None, "auto", costs)  # type: ignore[arg-type]
     strategy._costs_of["another"] = costs
     monkeypatch.setattr("layerpush.transport.packing.strategy.shape_of", lambda *_: Shape(80, 10, 5))
-    ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE)
+    ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE, window=SimpleNamespace())  # type: ignore[arg-type]
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
-    taken = strategy.begin(Write(0, 0, 0, 80, ()), link, SimpleNamespace(), (ids, ids), record)  # type: ignore[arg-type]
+    taken = strategy.begin(Write(0, 0, 0, 80, ()), link, (ids, ids), record)
     assert (taken is None) == (not room)
     assert record.plan == ("packed" if "pack" in room else "gathered" if room else "direct")

@@ -86,7 +86,7 @@ def test_a_handshake_in_the_background_delays_the_first_write() -> None:
     rig.host.links["D"] = [None]
     rig.step((prompt, 12))
     assert rig.fabric.writes == []
-    rig.writer.reconnect("p-1", None)
+    rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 12))
     rig.settle()
 
@@ -179,7 +179,7 @@ def test_layers_without_a_hook_are_swept() -> None:
     assert decoder.holds(prompt, wanted, rig.layers)
     (record,) = rig.trace.records
     assert (record.hooked_layers, record.swept_layers) == (1, 2)
-    assert (rig.writer.counters.hooked_layers, rig.writer.counters.swept_layers) == (1, 2)
+    assert (rig.totals.hooked_layers, rig.totals.swept_layers) == (1, 2)
 
 
 def test_registered_after_prefill_it_goes_whole() -> None:
@@ -325,7 +325,7 @@ def test_the_record_tells_the_story() -> None:
     times = [record.t_first_planned, record.t_last_ready, record.t_last_landed, record.t_notified]
     assert None not in times
     assert times == sorted(times)  # type: ignore[type-var]
-    counters = rig.writer.counters
+    counters = rig.totals
     assert (counters.outcomes, counters.writes, counters.bytes) == ({"completed": 1}, 2, rig.layers * 6 * 16)
 
 

@@ -61,7 +61,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults) -> None:
     rig.assert_clean()
     assert [record.outcome for record in rig.trace.records] == ["failed"]
     assert rig.trace.records[0].reason
-    assert rig.writer.counters.outcomes == {"failed": 1}
+    assert rig.totals.outcomes == {"failed": 1}
 
 
 def test_one_rank_lost_is_a_write_lost() -> None:
@@ -113,7 +113,7 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, late: bool) ->
     rig.host.links["D"] = [None, error] if late else [error]
     rig.step((prompt, 9))
     if late:
-        rig.writer.reconnect("p-1", None)
+        rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -146,8 +146,8 @@ def test_a_handshake_that_fails_in_the_background() -> None:
     rig, prompt = story()
     rig.host.links["D"] = [None]
     rig.step((prompt, TOKENS))
-    rig.writer.reconnect("p-1", "no route")
-    rig.writer.reconnect("p-1", "no route, said twice")
+    rig.host.connecting["p-1"].reconnect("no route")
+    rig.host.connecting["p-1"].reconnect("no route, said twice")
     rig.finish(prompt)
     rig.assert_clean()
     assert "no route" in (rig.trace.records[0].reason or "")
@@ -307,7 +307,7 @@ def test_withdrawn_while_the_handshake_runs() -> None:
     rig.step((prompt, 9))
     assert not rig.writer.withdraw("p-1", KEY)
     assert [drained for _, drained, _ in rig.host.retractions()] == [True]
-    rig.writer.reconnect("p-1", None)
+    rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -391,9 +391,10 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
     rig, prompt = whole(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     rig.writer.fail("p-1", "no route to rank 1")
-    assert (rig.host.retracted, rig.host.released) == ([], [])
+    assert rig.host.retractions() == [("no route to rank 1", False, False)]
+    assert rig.host.released == []
     rig.settle()
-    assert rig.host.retractions() == [("no route to rank 1", True, False)]
+    assert rig.host.retractions()[1:] == [("no route to rank 1", True, False)]
     assert rig.host.released == ["p-1"]
     assert rig.trace.records[0].outcome == "failed"
     rig.assert_clean()
@@ -498,8 +499,8 @@ def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
     assert rig.host.retractions("p-D")[-1] == ("it is gone", True, False)
     assert rig.host.retractions("p-E") == rig.host.retractions("p-told") == []
     assert rig.decoders["E"].told() == [[b"d-p-E:1"]]
-    assert rig.writer.failure("p-D") == "it is gone"
-    assert rig.writer.failure("p-E") is None
+    assert rig.writer._pushes["p-D"].session.failure == "it is gone"
+    assert rig.writer._pushes["p-E"].session.failure is None
     for prompt in (told_before, *prompts.values()):
         rig.finish(prompt)
     assert sorted(rig.host.released) == ["p-D", "p-E", "p-told"]

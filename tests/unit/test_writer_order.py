@@ -168,7 +168,7 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
     if how == "expired":
         rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
-    rig.writer._absorb()  # this turn has looked already, when the scheduler takes the blocks away
+    rig.writer._take_step_events()  # this turn has looked already, when the scheduler takes the blocks away
     if how == "aborted":
         rig.abort(prompt)
     elif how == "expired":

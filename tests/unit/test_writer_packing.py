@@ -61,7 +61,7 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
     for write in record.writes:
         assert write.t_landed is not None
         assert write.t_post <= write.t_posted <= write.t_landed
-    assert rig.writer.counters.writes == len(record.writes)
+    assert rig.totals.writes == len(record.writes)
 
 
 def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
@@ -118,7 +118,7 @@ def test_without_room_it_goes_directly(lacks: str) -> None:
         wanted = rig.host.pending[prompt.name] = super(PackingRig, rig).asks(prompt, decoder)
     rig.step((prompt, 4))
     if lacks == "room in the window":
-        spans = rig.writer._pushes["p-1"].window.spans  # type: ignore[union-attr]
+        spans = rig.writer._pushes["p-1"]._link.window.spans  # type: ignore[union-attr]
         rig.settle()
         assert spans.take(spans.capacity_bytes) == 0
     rig.step((prompt, TOKENS))
@@ -277,7 +277,7 @@ def test_a_handle_that_cannot_be_released_keeps_no_other(
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     over(rig, prompt, decoder, wanted)
-    assert not rig.writer._outbox.has_leftovers
+    assert not rig.writer._writes.has_leftovers
 
 
 def test_at_shutdown_it_waits_for_what_is_unpacked() -> None:
@@ -362,7 +362,7 @@ def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
     rig.settle()
     assert rig.fabric.writes == []
     assert rig.host.retractions()[-1][1]
-    assert rig.writer.counters.lost_writes == 0
+    assert rig.totals.lost_writes == 0
     if how != "aborted":
         rig.finish(prompt)
     rig.settle()

@@ -5,28 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Identity
-from layerpush.prefill.push import BlockIds
+from layerpush.prefill.push import BlockIds, Push
 from layerpush.prefill.step_events import NoFences, StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.packer import PushWindow
 from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
 from tests.support.fake_transport import Bytes, FakeFabric, FakeTransport, Faults
+from tests.support.totals import Totals
 from tests.unit.builders import blocks_of, layout_of, registration, upstream_pairs
 
 BLOCK_BYTES, BLOCK_SIZE, P_BLOCKS, D_BLOCKS = 16, 4, 64, 48
@@ -165,7 +167,8 @@ class ScriptedHost:
         """Whether ``delegate`` finds the decode engine connected."""
         self.released: list[str] = []
         self.unwanted: set[str] = set()
-        self.retracted: list[tuple[Retract, bool]] = []
+        self.retracted: list[ReportFailure] = []
+        self.connecting: dict[str, Push] = {}
         self.endings: dict[str, list[str | None]] = {}
         self.whole_writes_ended: list[tuple[str, bool]] = []
         self.lost: list[str] = []
@@ -173,32 +176,30 @@ class ScriptedHost:
         """What should never happen; the writer would swallow an exception here."""
 
     def retractions(self, name: str = "p-1") -> list[tuple[str, bool, bool]]:
-        """``(reason, drained, withdrawn)`` of what the decode engine was told about a prompt."""
+        """``(reason, drained, cancelled)`` of what the decode engine was told about a prompt."""
         return [
-            (one.reason, one.drained, withdrawn)
-            for one, withdrawn in self.retracted
+            (one.reason, one.drained, one.cancelled)
+            for one in self.retracted
             if one.registration.request_id == f"d-{name}"
         ]
 
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
+    def connect(self, push: Push, registration: Registration) -> Link | None:
+        self.connecting[push.request_id] = push
         answers = self.links.get(registration.decode_engine_id)
         answer = answers.pop(0) if answers else self.rig.decoders[registration.decode_engine_id].link
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer and replace(answer, window=self.rig.window(answer, registration))
 
     def is_unwanted(self, request_id: str) -> bool:
         return request_id in self.unwanted
 
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:
-        return self.rig.window(link, registration)
-
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)
 
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
+    def report_failure(self, retraction: ReportFailure) -> None:
         """A decode engine that is told that nothing is on the wire uses its blocks for something else at once."""
-        self.retracted.append((retraction, withdrawn))
+        self.retracted.append(retraction)
         decoder = self.rig.decoders[retraction.registration.decode_engine_id]
         if not retraction.drained:
             return
@@ -206,17 +207,17 @@ class ScriptedHost:
             self.wrongs.append(f"said to have drained before the connection is known to be lost: {retraction}")
         if decoder.is_written(retraction.registration):
             self.wrongs.append(f"said to have drained with a WRITE on the wire: {retraction}")
-        if sum(one.drained and one.registration == retraction.registration for one, _ in self.retracted) > 1:
+        if sum(one.drained and one.registration == retraction.registration for one in self.retracted) > 1:
             self.wrongs.append(f"drained twice: {retraction}")
         decoder.reuse(retraction.registration)
 
     def peer_lost(self, decode_engine_id: str) -> None:
         self.lost.append(decode_engine_id)
 
-    def delegate(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
-        self.delegated[request_id] = registration
+    def delegate(self, push: Push, registration: Registration) -> None:
+        self.delegated[push.request_id] = registration
         if self.posts_whole:
-            self.post_whole(request_id, blocks, registration)
+            self.post_whole(push.request_id, push.blocks, registration)
 
     def post_whole(self, request_id: str, blocks: BlockIds, registration: Registration) -> None:
         """As upstream does when the decode engine is connected."""
@@ -229,11 +230,11 @@ class ScriptedHost:
         for route in self.rig.decoders[registration.decode_engine_id].link.routes:
             now = time.perf_counter()
             record = WriteRecord(route.remote_rank, (0, layers[-1]), (0, 0), len(ours), 0, now, now)
-            part = RankWrite(self.rig.p.post_write(route, ours, theirs), record)
+            transfer = Transfer(self.rig.p, record, self.rig.p.post_write(route, ours, theirs))
             engine, decode_id = registration.decode_engine_id, registration.request_id
-            self.rig.writer.adopt(request_id, part, engine, decode_id)
+            self.rig.writer.adopt(request_id, transfer, engine, decode_id)
 
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self.whole_writes_ended.append((request_id, landed))
 
     def ended(self, request_id: str, failure: str | None) -> None:
@@ -254,7 +255,7 @@ class Rig:
         policy: Policy | None = None,
         seed: int = 0,
         write_timeout_s: float = math.inf,
-        counters: PushCounters | None = None,
+        meter: PushMeter | None = None,
         engine: Identity | None = None,
         strategy: Callable[[Rig], PackingStrategy] | None = None,
     ) -> None:
@@ -266,6 +267,8 @@ class Rig:
         self.host = ScriptedHost(self)
         self.trace = KeptRecords()
         self.capture = StepEvents(self.layout.index_of, lambda: None, NoFences())
+        meter = meter or PushMeter(Recorder())
+        self.totals = Totals(meter)
         self.writer = PushWriter(
             engine or Identity("P", 0, "layer"),
             self.layout,
@@ -275,7 +278,7 @@ class Rig:
             self.host,
             self.trace,
             write_timeout_s,
-            counters,
+            meter,
             None if strategy is None else strategy(self),
         )
 

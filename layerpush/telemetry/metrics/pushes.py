@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.telemetry.counters import PushCounters
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,
@@ -22,19 +21,18 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
-class PushMeter(PushCounters):
-    """Running totals that are recorded too. Writer thread only.
+class PushMeter:
+    """Records what becomes of pushes and of their WRITEs. Writer thread only.
 
     ``engine_fallback``: why this engine cannot push by layer or chunk.
     """
 
-    def __init__(self, recorder: Recorder, *, engine_fallback: str | None) -> None:
-        super().__init__()
+    def __init__(self, recorder: Recorder, *, engine_fallback: str | None = None) -> None:
         self._recorder = recorder
         self._engine_fallback = engine_fallback
 
     def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
-        super().landed(write, plan, whole=whole)
+        """A WRITE has landed; ``whole``: upstream's of a whole request."""
         sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
         if not whole:  # of these the regions are known instead
             sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
@@ -44,11 +42,11 @@ class PushMeter(PushCounters):
         self._recorder.observe(*sizes)
 
     def lost(self) -> None:
-        super().lost()
+        """A WRITE has ended in an error, or could not be posted."""
         self._recorder.count(FAILED_WRITES)
 
     def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:
-        super().closed(push, exposed_s, transfer_s)
+        """A push is over; see ``Push`` for its times, in seconds."""
         self._recorder.count(PUSHES, self._outcome(push))
         self._recorder.count(LAYERS_READY, "hooked", push.hooked_layers)
         self._recorder.count(LAYERS_READY, "swept", push.swept_layers)

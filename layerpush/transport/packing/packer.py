@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,11 +23,12 @@ from layerpush.core.layout import CacheLayout, descriptor_ids, descriptor_offset
 from layerpush.core.push_protocol import Write
 from layerpush.core.wire import Part, Unpack, Window, encode
 from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import DescriptorIds, Route, Transport, TransportError, WriteState
 from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.packing.memory import PIECE_BYTES, Copies, Staging, whole_pieces
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.runs import slots_of
+from layerpush.transport.writes import Transfer
 
 logger = logging.getLogger("vllm.layerpush.packer")
 
@@ -53,28 +55,120 @@ class PushWindow:
         self.spans = Ring(self.offer.size)
 
 
-@dataclass(slots=True, eq=False)
-class StagedWrite:
-    """One WRITE through staging memory, and its own handle. ``ours`` and ``theirs`` are the spans that it holds."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class StagedWrite(Transfer):
+    """One WRITE through staging memory. ``ours`` and ``theirs`` are the spans that it holds; ``handle`` is None unless
+    it is on the wire. Once it has landed ``on_landed`` is called with it.
+    """
 
+    needs_polling: ClassVar[bool] = True
+
+    packer: Packer
     number: int
     plan: Plan
     route: Route
     local: DescriptorIds
     remote: DescriptorIds
-    record: WriteRecord
     ours: int | None
     theirs: int | None = None
     window: PushWindow | None = None
     parts: tuple[Part, ...] = ()
     copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
-    handle: WriteHandle | None = None
     began_at: float = 0.0
     asked_at: float | None = None
     ask_at: float = 0.0
     refused: bool = False
-    halted: bool = False
+    on_landed: Callable[[StagedWrite], None] | None = None
+
+    def poll(self) -> WriteState:
+        """Make progress. Raises ``TransportError`` as a transport does."""
+        self._post_if_gathered()
+        if self.stage is Stage.WRITING:
+            state = self.transport.poll(self.handle)
+            if state is not WriteState.LANDED:
+                return state
+            self._wrote()
+        if self.stage is Stage.UNPACKING and self.packer.clock() >= self.ask_at:
+            self._ask()
+        if self.refused:
+            raise TransportError("the decode engine did not unpack what it was sent")
+        if self.stage is not Stage.OVER:
+            return WriteState.PENDING
+        if self.on_landed is not None:
+            self.on_landed(self)
+        return WriteState.LANDED
+
+    def halt(self) -> None:
+        """Nobody wants it any more: what is not on the wire yet will not be."""
+        self.halted = self.stage is Stage.GATHERING
+
+    def release(self) -> None:
+        """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
+        if self.handle is not None:
+            self.transport.release(self.handle)
+            self.handle = None
+        self.packer.unpacking.pop(self.number, None)
+        self._free()
+        if self.theirs is not None and self.window is not None:
+            self.window.spans.give(self.theirs)
+            self.theirs = None
+
+    def begin(self, write: Write) -> StagedWrite:
+        """Start the copies into our ring."""
+        assert self.ours is not None
+        packer, offset = self.packer, self.ours
+        self.began_at = time.perf_counter()
+        for part in write.segments:
+            blocks = packer.expand(part.source)
+            self.copies.begin(partial(packer.staging.gather, part.layers, blocks, offset))
+            offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
+        try:
+            self._post_if_gathered()  # on a CPU: the writer's next turn would come later than many a WRITE ends
+        except BaseException:  # nobody else would give the ring's span back
+            self.release()
+            raise
+        return self
+
+    def _post_if_gathered(self) -> None:
+        """What this raises comes when no copy runs any more."""
+        if self.stage is not Stage.GATHERING or not self.copies.are_over():
+            return
+        if self.halted:
+            raise TransportError("the push ended before its blocks were written")
+        if self.copies.failure is not None:
+            raise TransportError(f"blocks could not be gathered: {self.copies.failure}")
+        self.record.t_post = time.perf_counter()
+        self.handle = self.transport.post_write(self.route, self.local, self.remote)
+        self.record.t_posted = time.perf_counter()
+        self.stage = Stage.WRITING
+
+    def _wrote(self) -> None:
+        if self.plan is Plan.PACKED:
+            self.stage = Stage.UNPACKING
+            self.packer.unpacking[self.number] = self
+        else:
+            self.stage = Stage.OVER
+        self._free()
+
+    def _ask(self) -> None:
+        """Once more every second: an answer that was lost must not keep the push for ever, and whether the decode
+        engine still lives shows only when it is spoken to.
+        """
+        assert self.window is not None
+        assert self.theirs is not None
+        now = self.packer.clock()
+        self.asked_at = self.asked_at or now
+        self.ask_at = now + UNPACK_RETRY_S
+        offset = self.window.offer.offset + self.theirs
+        message = Unpack(self.window.request_id, self.number, offset, self.parts)
+        self.transport.notify(self.route.agent, encode(message))
+
+    def _free(self) -> None:
+        """Give our own span back."""
+        if self.ours is not None:
+            self.packer.staging.ring.give(self.ours)
+            self.ours = None
 
 
 class Packer:
@@ -88,24 +182,24 @@ class Packer:
         block_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._transport = transport
-        self._layout = layout
-        self._staging = staging
+        self.transport = transport
+        self.layout = layout
+        self.staging = staging
         self.block_bytes = block_bytes
-        self._clock = clock
-        self._expand = lru_cache(maxsize=64)(layout.expand)
+        self.clock = clock
+        self.expand = lru_cache(maxsize=64)(layout.expand)
         self._numbers = 0
-        self._unpacking: dict[int, StagedWrite] = {}
+        self.unpacking: dict[int, StagedWrite] = {}
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
         """Begin a WRITE of ``write`` to the decode engine's blocks ``remote``, gathered; None if there is no room."""
         size = len(remote) * self.block_bytes
-        span = self._staging.ring.take(size, self.block_bytes)
+        span = self.staging.ring.take(size, self.block_bytes)
         if span is None:
             return None
         first = span // self.block_bytes
         local = np.arange(first, first + len(remote), dtype=np.int32)
-        return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, span), write)
+        return self._staged(Plan.GATHERED, record, route=route, local=local, remote=remote, ours=span).begin(write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
         """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
@@ -113,7 +207,7 @@ class Packer:
         theirs = window.spans.take(held, PIECE_BYTES)
         if theirs is None:
             return None
-        ours = self._staging.ring.take(held, PIECE_BYTES)
+        ours = self.staging.ring.take(held, PIECE_BYTES)
         if ours is None:
             window.spans.give(theirs)
             return None
@@ -124,106 +218,38 @@ class Packer:
             Part(part.layers.start, part.layers.stop, part.group, part.first - part.skipped, part.end - part.skipped)
             for part in write.segments
         )
-        staged = StagedWrite(
-            self._number(), Plan.PACKED, window.route, local, remote, record, ours, theirs, window, parts
-        )
-        return self._begin(staged, write)
+        return self._staged(
+            Plan.PACKED,
+            record,
+            route=window.route,
+            local=local,
+            remote=remote,
+            ours=ours,
+            theirs=theirs,
+            window=window,
+            parts=parts,
+        ).begin(write)
 
     def unpacked(self, agent: str, number: int, done: bool) -> StagedWrite | None:
         """A decode rank gives back a part of its window: that of the WRITE that comes back, if one is over by that."""
-        staged = self._unpacking.get(number)
+        staged = self.unpacking.get(number)
         if staged is None or staged.route.agent != agent:
             return None
-        del self._unpacking[number]
+        del self.unpacking[number]
         staged.stage, staged.refused = Stage.OVER, not done
         return staged
 
-    def poll(self, staged: StagedWrite) -> WriteState:
-        """Make progress. Raises ``TransportError`` as a transport does."""
-        self._post_if_gathered(staged)
-        if staged.stage is Stage.WRITING:
-            state = self._transport.poll(staged.handle)
-            if state is not WriteState.LANDED:
-                return state
-            self._wrote(staged)
-        if staged.stage is Stage.UNPACKING and self._clock() >= staged.ask_at:
-            self._ask(staged)
-        if staged.refused:
-            raise TransportError("the decode engine did not unpack what it was sent")
-        return WriteState.LANDED if staged.stage is Stage.OVER else WriteState.PENDING
-
-    def halt(self, staged: StagedWrite) -> None:
-        """Nobody wants it any more: what is not on the wire yet will not be."""
-        staged.halted = staged.stage is Stage.GATHERING
-
-    def release(self, staged: StagedWrite) -> None:
-        """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
-        if staged.handle is not None:
-            self._transport.release(staged.handle)
-            staged.handle = None
-        self._unpacking.pop(staged.number, None)
-        self._free(staged)
-        if staged.theirs is not None and staged.window is not None:
-            staged.window.spans.give(staged.theirs)
-            staged.theirs = None
-
-    def _begin(self, staged: StagedWrite, write: Write) -> StagedWrite:
-        assert staged.ours is not None
-        offset, staged.began_at = staged.ours, time.perf_counter()
-        for part in write.segments:
-            blocks = self._expand(part.source)
-            staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
-            offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
-        try:
-            self._post_if_gathered(staged)  # on a CPU: the writer's next turn would come later than many a WRITE ends
-        except BaseException:  # nobody else would give the ring's span back
-            self.release(staged)
-            raise
-        return staged
-
-    def _post_if_gathered(self, staged: StagedWrite) -> None:
-        """What this raises comes when no copy runs any more."""
-        if staged.stage is not Stage.GATHERING or not staged.copies.are_over():
-            return
-        if staged.halted:
-            raise TransportError("the push ended before its blocks were written")
-        if staged.copies.failure is not None:
-            raise TransportError(f"blocks could not be gathered: {staged.copies.failure}")
-        staged.record.t_post = time.perf_counter()
-        staged.handle = self._transport.post_write(staged.route, staged.local, staged.remote)
-        staged.record.t_posted = time.perf_counter()
-        staged.stage = Stage.WRITING
-
-    def _wrote(self, staged: StagedWrite) -> None:
-        if staged.plan is Plan.PACKED:
-            staged.stage = Stage.UNPACKING
-            self._unpacking[staged.number] = staged
-        else:
-            staged.stage = Stage.OVER
-        self._free(staged)
-
-    def _ask(self, staged: StagedWrite) -> None:
-        """Once more every second: an answer that was lost must not keep the push for ever, and whether the decode
-        engine still lives shows only when it is spoken to.
-        """
-        assert staged.window is not None
-        assert staged.theirs is not None
-        now = self._clock()
-        staged.asked_at = staged.asked_at or now
-        staged.ask_at = now + UNPACK_RETRY_S
-        offset = staged.window.offer.offset + staged.theirs
-        message = Unpack(staged.window.request_id, staged.number, offset, staged.parts)
-        self._transport.notify(staged.route.agent, encode(message))
-
-    def _free(self, staged: StagedWrite) -> None:
-        """Give our own span back."""
-        if staged.ours is not None:
-            self._staging.ring.give(staged.ours)
-            staged.ours = None
-
-    def _number(self) -> int:
+    def _staged(self, plan: Plan, record: WriteRecord, **details: Any) -> StagedWrite:
         self._numbers += 1
-        return self._numbers
+        return StagedWrite(
+            transport=self.transport,
+            record=record,
+            handle=None,
+            packer=self,
+            number=self._numbers,
+            plan=plan,
+            **details,
+        )
 
 
 def gathered_targets(layout: CacheLayout, write: Write, region_blocks: Sequence[int]) -> DescriptorIds:

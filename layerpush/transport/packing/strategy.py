@@ -16,7 +16,7 @@ from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import Calibration
 from layerpush.transport.packing.cost_model import Costs, Plan, Shape
 from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
-from layerpush.transport.packing.packer import Packer, PushWindow, StagedWrite
+from layerpush.transport.packing.packer import Packer, StagedWrite
 from layerpush.transport.packing.running_estimate import CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import shape_of
 
@@ -123,7 +123,6 @@ class PackingStrategy:
         self,
         write: Write,
         link: Link,
-        window: PushWindow | None,
         pairs: tuple[DescriptorIds, DescriptorIds],
         record: WriteRecord,
     ) -> StagedWrite | None:
@@ -136,14 +135,16 @@ class PackingStrategy:
         if self._packing == "auto" and (link.engine_id not in self._costs_of or costs.never_pays(len(remote), size)):
             return None
         shape = shape_of(local, remote, self.packer.block_bytes)
-        possible = set(self._possible(write, link, window, shape))
+        possible = set(self._possible(write, link, shape))
         staged, taken = None, Plan.DIRECT
         while staged is None and (taken := self._plan(costs, shape, possible)) is not Plan.DIRECT:
-            if taken is Plan.PACKED and window is not None:
-                staged = self.packer.pack(write, window, shape.bytes, record)
+            if taken is Plan.PACKED and link.window is not None:
+                staged = self.packer.pack(write, link.window, shape.bytes, record)
             elif taken is Plan.GATHERED and link.gathered is not None:
                 staged = self.packer.gather(write, link.gathered, remote, record)
             possible.discard(taken)  # no room for that one: the next best
+        if staged is not None:
+            staged.on_landed = self.learn
         record.descriptors = len(remote if staged is None else staged.local)
         record.runs = shape.runs(taken)
         record.plan = taken.value
@@ -159,14 +160,14 @@ class PackingStrategy:
             case "auto":
                 return costs.choose(shape, possible)
 
-    def _possible(self, write: Write, link: Link, window: PushWindow | None, shape: Shape) -> Iterator[Plan]:
+    def _possible(self, write: Write, link: Link, shape: Shape) -> Iterator[Plan]:
         yield Plan.DIRECT
         if not shape.bytes:
             return
         if link.gathered is not None:
             yield Plan.GATHERED
         if (
-            window is not None
+            link.window is not None
             and shape.bytes <= MAX_PIECES * PIECE_BYTES
             and all(part.is_gapless for part in write.segments)
         ):

@@ -128,12 +128,12 @@ def silence_is_never_noticed(patch: Patch) -> None:
 
 @mutant(fail_writes=0.3, hold_writes=0.8)
 def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
-    retract = Session._retract
+    report = Session._report
 
     def mutated(self: Session, reason: str, actions: list[pushed.Action], *, drained: bool) -> None:
-        retract(self, reason, actions, drained=True)
+        report(self, reason, actions, drained=True)
 
-    patch.setattr(Session, "_retract", mutated)
+    patch.setattr(Session, "_report", mutated)
 
 
 @mutant()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from layerpush.core.push_protocol import Event, State
+from layerpush.core.push_protocol import State
 from layerpush.decode.loads import Loads
-from layerpush.prefill.flight import Flight
 from layerpush.prefill.push import Push
 from layerpush.transport.base import WriteState
 from layerpush.transport.packing.memory import Copies
@@ -28,74 +26,74 @@ ENDLESS = {**SLOW, "slow": 0.5, "looks": 80}
 
 @mutant(packing=SLOW)
 def a_packed_write_has_landed_before_it_is_unpacked(patch: Patch) -> None:
-    poll = Packer.poll
+    poll = StagedWrite.poll
 
-    def mutated(self: Packer, staged: StagedWrite) -> WriteState:
-        state = poll(self, staged)
-        return WriteState.LANDED if staged.stage is Stage.UNPACKING else state
+    def mutated(self: StagedWrite) -> WriteState:
+        state = poll(self)
+        return WriteState.LANDED if self.stage is Stage.UNPACKING else state
 
-    patch.setattr(Packer, "poll", mutated)
+    patch.setattr(StagedWrite, "poll", mutated)
 
 
 @mutant(packing={"plan": "mixed", "slow": 0.9})
 def what_is_not_gathered_yet_is_written(patch: Patch) -> None:
-    poll = Packer.poll
+    poll = StagedWrite.poll
 
-    def mutated(self: Packer, staged: StagedWrite) -> WriteState:
-        if staged.stage is Stage.GATHERING:
-            staged.copies = Copies()
-        return poll(self, staged)
+    def mutated(self: StagedWrite) -> WriteState:
+        if self.stage is Stage.GATHERING:
+            self.copies = Copies()
+        return poll(self)
 
-    patch.setattr(Packer, "poll", mutated)
+    patch.setattr(StagedWrite, "poll", mutated)
 
 
 @mutant(packing={"plan": "mixed"}, hold_writes=0.8)
 def our_span_is_free_while_a_write_reads_from_it(patch: Patch) -> None:
-    poll = Packer.poll
+    poll = StagedWrite.poll
 
-    def mutated(self: Packer, staged: StagedWrite) -> WriteState:
-        state = poll(self, staged)
-        if staged.stage is Stage.WRITING:
-            self._free(staged)
+    def mutated(self: StagedWrite) -> WriteState:
+        state = poll(self)
+        if self.stage is Stage.WRITING:
+            self._free()
         return state
 
-    patch.setattr(Packer, "poll", mutated)
+    patch.setattr(StagedWrite, "poll", mutated)
 
 
 @mutant(packing={"plan": "mixed"})
 def our_span_is_never_free(patch: Patch) -> None:
-    patch.setattr(Packer, "_free", lambda self, staged: None)
+    patch.setattr(StagedWrite, "_free", lambda self: None)
 
 
 @mutant(packing=SLOW)
 def a_span_of_the_window_is_free_before_it_is_unpacked(patch: Patch) -> None:
-    wrote, release = Packer._wrote, Packer.release
+    wrote, release = StagedWrite._wrote, StagedWrite.release
 
-    def mutated(self: Packer, staged: StagedWrite) -> None:
-        wrote(self, staged)
-        if staged.window is not None and staged.theirs is not None:
-            staged.window.spans.give(staged.theirs)
+    def mutated(self: StagedWrite) -> None:
+        wrote(self)
+        if self.window is not None and self.theirs is not None:
+            self.window.spans.give(self.theirs)
 
-    def released(self: Packer, staged: StagedWrite) -> None:
-        if staged.stage in (Stage.UNPACKING, Stage.OVER):
-            staged.theirs = None
-        release(self, staged)
+    def released(self: StagedWrite) -> None:
+        if self.stage in (Stage.UNPACKING, Stage.OVER):
+            self.theirs = None
+        release(self)
 
-    patch.setattr(Packer, "_wrote", mutated)
-    patch.setattr(Packer, "release", released)
+    patch.setattr(StagedWrite, "_wrote", mutated)
+    patch.setattr(StagedWrite, "release", released)
 
 
 @mutant(packing=SLOW)
 def a_new_epoch_does_not_wait_for_what_is_unpacked(patch: Patch) -> None:
-    poll = Flight.poll
+    poll = Push.poll
 
-    def mutated(self: Flight, push: Push) -> Iterator[Event]:
-        for part in push.parts if push.session.state is State.REWINDING else ():
-            if part.staged is not None and part.staged.stage is Stage.UNPACKING:
-                part.staged.stage = Stage.OVER
-        yield from poll(self, push)
+    def mutated(self: Push) -> None:
+        for transfer in self.transfers if self.session.state is State.REWINDING else ():
+            if isinstance(transfer, StagedWrite) and transfer.stage is Stage.UNPACKING:
+                transfer.stage = Stage.OVER
+        poll(self)
 
-    patch.setattr(Flight, "poll", mutated)
+    patch.setattr(Push, "poll", mutated)
 
 
 @mutant(packing=BROKEN)

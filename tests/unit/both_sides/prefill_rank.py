@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import Retract
+from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
 from layerpush.prefill.host import HandshakeError, Identity
+from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations, address_of
 from layerpush.prefill.step_events import NoFences, StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.telemetry.counters import PushCounters
+from layerpush.telemetry.metrics.pushes import PushMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
@@ -24,7 +27,7 @@ from layerpush.transport.link import Link
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.packer import Packer, PushWindow
 from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.writes import RankWrite
+from layerpush.transport.writes import Transfer
 from tests.support.fake_transport import Bytes
 from tests.unit.both_sides.process import (
     BLOCK_BYTES,
@@ -74,7 +77,8 @@ class PrefillRank(Process):
             self.capture,
             self,
             trace,
-            counters=_Plans(world),
+            math.inf,
+            _Plans(world),
             strategy=self.strategy,
         )
         self.desk = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
@@ -164,17 +168,16 @@ class PrefillRank(Process):
             case _:
                 assert isinstance(message, Heartbeat)
 
-    def connect(self, request_id: str, registration: Registration) -> Link | None:
+    def connect(self, push: Push, registration: Registration) -> Link | None:
         engine_id = registration.decode_engine_id
         if not self.agents_of(engine_id):
-            self.peers.reach(
-                address_of(registration), lambda error, _: self.writer.reconnect(request_id, error), self.world.now
-            )
+            self.peers.reach(address_of(registration), lambda error, _: push.reconnect(error), self.world.now)
             return None
         self.require_current(registration)
         route = self._route(engine_id)
         gathered = None if self.strategy is None else replace(route, local_descriptors="blocks")
-        return Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
+        link = Link(engine_id, (route,), (D_BLOCKS,) * LAYERS, gathered=gathered)
+        return replace(link, window=self._window(link, registration))
 
     def require_current(self, registration: Registration) -> None:
         doom = self.desk.doom(registration.decode_engine_id)
@@ -186,7 +189,7 @@ class PrefillRank(Process):
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
 
-    def window(self, link: Link, registration: Registration) -> PushWindow | None:
+    def _window(self, link: Link, registration: Registration) -> PushWindow | None:
         offer = registration.window
         if self.strategy is None or offer is None or offer.layout != self.layout.digest:
             return None
@@ -198,14 +201,14 @@ class PrefillRank(Process):
     def is_unwanted(self, request_id: str) -> bool:
         return self.desk.is_unwanted(request_id, self.world.now)
 
-    def delegate(self, request_id: str, blocks: Any, registration: Registration) -> None:
+    def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
-            if not self.writer.is_delegated(request_id):
+            if not push.is_delegated:
                 return
             if error is None:
-                self._push_whole(request_id, blocks, registration)
+                self._push_whole(push.request_id, push.blocks, registration)
             else:
-                self.writer.fail(request_id, error)
+                push.fail(error)
 
         self.peers.reach(address_of(registration), connected, self.world.now)
 
@@ -223,15 +226,15 @@ class PrefillRank(Process):
             return
         self.whole[id(handle)] = (self._route(engine_id).agent, registration)
         record = WriteRecord(0, (0, LAYERS - 1), (0, 0), len(ours), 0, now, now)
-        self.writer.adopt(request_id, RankWrite(handle, record), engine_id, registration.request_id)
+        self.writer.adopt(request_id, Transfer(self.transport, record, handle), engine_id, registration.request_id)
 
-    def delegated_write_ended(self, request_id: str, part: RankWrite, landed: bool) -> None:
-        agent, registration = self.whole.pop(id(part.handle))
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
+        agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
             self.peers.notify(agent, self.completion(registration))
 
-    def retract(self, retraction: Retract, *, withdrawn: bool) -> None:
-        self.desk.retract(retraction, withdrawn, self.world.now)
+    def report_failure(self, report: ReportFailure) -> None:
+        self.desk.retract(report, report.cancelled, self.world.now)
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self.desk.ended(request_id, failure, self.world.now)
@@ -252,7 +255,7 @@ class PrefillRank(Process):
         assert len(self.writer) == 0
         assert not self.staging.running
         assert len(self.staging.ring) == 0, "a span was not given back"
-        assert not self.packer._unpacking
+        assert not self.packer.unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
         assert len(self.desk._pending) == 0
         assert not any([self.desk._strangers, self.desk._doomed, self.digests, self.evictions])
@@ -262,13 +265,13 @@ def descriptor_ids(blocks: list[int]) -> list[int]:
     return [layer * P_BLOCKS + block for layer in range(LAYERS) for block in blocks]
 
 
-class _Plans(PushCounters):
+class _Plans(PushMeter):
     """Counts for the world how WRITEs went that have landed."""
 
     def __init__(self, world: World) -> None:
-        super().__init__()
+        super().__init__(Recorder())
         self._world = world
 
     def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
-        PushCounters.landed(self, write, plan, whole=whole)
+        super().landed(write, plan, whole=whole)
         self._world.plans["whole" if whole else plan] += 1
