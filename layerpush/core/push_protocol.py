@@ -158,10 +158,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One WRITE to every decode rank of the session: what is to be written, and in which order WRITEs were asked for.
-
-    ``size`` is in bytes of this engine's memory.
-    """
+    """One WRITE to every decode rank of the session, to be posted. ``size`` is in bytes of this engine's memory."""
 
     id: int
     epoch: int

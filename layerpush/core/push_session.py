@@ -1,16 +1,30 @@
 """One push as a state machine: ``(state, event) -> state, actions``. No I/O, no clock, no threads.
 
-A session follows one request on one prefill rank from its first planned chunk until the decode engine has been
-told and the scheduler has let the request go. What may happen when is the table in ``protocol.py``; anything else
-raises ``IllegalTransitionError``.
+A session follows one request on one prefill rank, from its first planned chunk until D knows how the push ended and the
+scheduler has let the request go. ``Push`` gives it events and does its actions. Nobody else calls it, and only the
+session writes its fields. ``push_protocol`` has the table that says what may happen in which state.
+
+Four phases, in the order of a push that goes well:
+
+- Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A push by request stays ``DEFERRED``.
+- Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
+  WRITEs have ended, and starts anew. ``NOTIFYING`` and ``NOTIFIED``: D is told, and then knows.
+- Or upstream pushes the request whole: ``DELEGATED``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
+- The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
+  the scheduler has not finished the request yet.
+
+``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` say how the
+push has ended; the first word stands. Three facts are no states, because they go with most of them: ``_finished`` (the
+scheduler holds the blocks under a lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D has asked for its
+own). They decide how a push ends, in ``_drained``.
 
 The invariants, each enforced where it matters:
 
 - a block is posted once an epoch and only after its layer is ready (``_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
-- the decode engine is told once, and only with full coverage (``_settle``);
-- a session that failed, was aborted or withdrawn ends only after its WRITEs have ended (``DRAINING``), and only then
-  says that it has drained (``_report``).
+- D is told once, and only with full coverage (``_settle``);
+- a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then says
+  that it has drained (``_drained``).
 """
 
 from __future__ import annotations
@@ -69,12 +83,6 @@ class Session(Machine[State, Event, Action]):
     def all_ready(self) -> bool:
         """Every layer of the whole prompt is in this engine's memory."""
         return self._ready_blocks.is_complete
-
-    def _rewind(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._ready_blocks.rewind()
-        if self._coverage is not None:
-            self._coverage = Coverage(self._ready_blocks.wanted)
 
     def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
         chunk = event.chunk
@@ -203,7 +211,10 @@ class Session(Machine[State, Event, Action]):
         return S.NOTIFYING
 
     def _restart(self, epoch: int) -> State:
-        self._rewind(epoch)
+        self.epoch = epoch
+        self._ready_blocks.rewind()
+        if self._coverage is not None:
+            self._coverage = Coverage(self._ready_blocks.wanted)
         if self.state is S.STREAMING and self.in_flight:
             return S.REWINDING
         return S.STREAMING if self.state is S.NOTIFYING else self.state

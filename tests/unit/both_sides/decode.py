@@ -12,6 +12,8 @@ import numpy as np
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
 from layerpush.decode.loads import Loads
+from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.base import WriteState
 from layerpush.transport.connections import Address
 from layerpush.transport.packing.memory import PIECE_BYTES
@@ -65,6 +67,7 @@ class DecodeEngine(Process):
             1,
             PEER_TIMEOUT_S,
             self.forget,
+            LoadMeter(Recorder()),
         )
         layout = layout_of([0] * LAYERS, D_BLOCKS, BLOCK_BYTES)
         self.owned = self.caches[0]
