@@ -29,7 +29,7 @@ from layerpush.core.load_protocol import (
     Unpark,
     Word,
 )
-from layerpush.core.push_protocol import IllegalTransitionError
+from layerpush.core.machine import IllegalTransitionError
 
 S = State
 

@@ -1,7 +1,7 @@
 """The protocol of one push: its states, what can happen to it, what it asks for, and which event leads where.
 
 ``TRANSITIONS`` is the whole truth: every event that a state accepts and every state that it may lead to.
-``session.py`` is the machine that walks it, ``docs/design`` draws it.
+``push_session.py`` is the machine that walks it, ``docs/design`` draws it.
 """
 
 from __future__ import annotations
@@ -218,10 +218,6 @@ class Retract(Action):
 @dataclass(frozen=True, slots=True)
 class Release(Action):
     """Report the request as sent: the scheduler may free its blocks."""
-
-
-class IllegalTransitionError(AssertionError):
-    """An event that the protocol does not allow in this state."""
 
 
 S = State

@@ -15,11 +15,12 @@ The invariants, each enforced where it matters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import Coverage, CoverageError
+from layerpush.core.machine import IllegalTransitionError, Machine
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import (
     TRANSITIONS,
@@ -27,7 +28,6 @@ from layerpush.core.push_protocol import (
     Connect,
     Delegate,
     Event,
-    IllegalTransitionError,
     Post,
     Release,
     Retract,
@@ -41,14 +41,15 @@ from layerpush.core.wire import Registration
 S = State
 
 
-class Session:
+class Session(Machine[State, Event, Action]):
     """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
+
+    TRANSITIONS: ClassVar = TRANSITIONS
 
     def __init__(
         self, request_id: str, layer_groups: Sequence[int], layer_bytes: Sequence[int], policy: Policy
     ) -> None:
-        self.request_id = request_id
-        self.state = State.WAITING
+        super().__init__(request_id, State.WAITING)
         self.registration: Registration | None = None
         self.failure: str | None = None
         self.cancelled = False
@@ -63,25 +64,6 @@ class Session:
         self._aligned = False
         self._coverage: Coverage | None = None
         self._dropped = False
-
-    def handle(self, event: Event) -> list[Action]:
-        """Apply one event. Raises ``MismatchError`` for what the decode engine asks, ``IllegalTransitionError`` and
-        ``CoverageError`` for what should never happen. ``Failed`` must follow then.
-        """
-        allowed = TRANSITIONS[self.state].get(type(event))
-        if allowed is None:
-            raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
-        actions: list[Action] = []
-        state = _HANDLERS[type(event)](self, event, actions)
-        if state not in allowed:
-            raise IllegalTransitionError(
-                f"{self.request_id}: {type(event).__name__} led from {self.state.name} to {state.name}"
-            )
-        self.state = state
-        return actions
-
-    def accepts(self, event: type[Event]) -> bool:
-        return event in TRANSITIONS[self.state]
 
     @property
     def all_ready(self) -> bool:
@@ -260,22 +242,21 @@ class Session:
         actions.append(Release())
         return S.CLOSED
 
-
-_HANDLERS: Mapping[type[Event], Callable[[Session, Any, list[Action]], State]] = {
-    push_protocol.Planned: Session._on_planned,
-    push_protocol.Ready: Session._on_ready,
-    push_protocol.Pump: Session._on_pump,
-    push_protocol.Registered: Session._on_registered,
-    push_protocol.Connected: Session._on_connected,
-    push_protocol.Refused: Session._on_refused,
-    push_protocol.Landed: Session._on_landed,
-    push_protocol.Lost: Session._on_lost,
-    push_protocol.Failed: Session._on_failed,
-    push_protocol.Withdrawn: Session._on_withdrawn,
-    push_protocol.Told: Session._on_told,
-    push_protocol.Delivered: Session._on_delivered,
-    push_protocol.Preempted: Session._on_preempted,
-    push_protocol.Finished: Session._on_finished,
-    push_protocol.Aborted: Session._on_dropped,
-    push_protocol.Evicted: Session._on_dropped,
-}
+    HANDLERS: ClassVar = {
+        push_protocol.Planned: _on_planned,
+        push_protocol.Ready: _on_ready,
+        push_protocol.Pump: _on_pump,
+        push_protocol.Registered: _on_registered,
+        push_protocol.Connected: _on_connected,
+        push_protocol.Refused: _on_refused,
+        push_protocol.Landed: _on_landed,
+        push_protocol.Lost: _on_lost,
+        push_protocol.Failed: _on_failed,
+        push_protocol.Withdrawn: _on_withdrawn,
+        push_protocol.Told: _on_told,
+        push_protocol.Delivered: _on_delivered,
+        push_protocol.Preempted: _on_preempted,
+        push_protocol.Finished: _on_finished,
+        push_protocol.Aborted: _on_dropped,
+        push_protocol.Evicted: _on_dropped,
+    }

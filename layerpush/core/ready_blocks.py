@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from layerpush.core.coverage import check_blocks
-from layerpush.core.push_protocol import IllegalTransitionError, Segment
+from layerpush.core.machine import IllegalTransitionError
+from layerpush.core.push_protocol import Segment
 from layerpush.core.step_plan import NULL_BLOCK, Alignment, ChunkPlan
 
 PAIRS_KEPT = 8

@@ -32,7 +32,7 @@ from layerpush.core.load_protocol import (
     Word,
 )
 from layerpush.core.load_session import DecodeSession
-from layerpush.core.push_protocol import IllegalTransitionError
+from layerpush.core.machine import IllegalTransitionError
 
 PATIENCE_S, RETRY_S = 5.0, 1.0
 CAUSES: dict[str, Event] = {

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import MismatchError
+from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import IllegalTransitionError, Post, State, Write
+from layerpush.core.push_protocol import Post, State, Write
 from layerpush.core.push_session import Session
 from tests.unit.builders import blocks_of, chunks_of, registration, upstream_pairs
 from tests.unit.session_world import PushWorld, Shape

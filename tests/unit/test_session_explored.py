@@ -9,9 +9,10 @@ from functools import cache
 
 import pytest
 
-from layerpush.core import push_protocol, push_session
+from layerpush.core import push_protocol
+from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import TRANSITIONS, Event, IllegalTransitionError, State
+from layerpush.core.push_protocol import TRANSITIONS, Event, State
 from layerpush.core.push_session import Session
 from tests.unit.session_world import PushWorld, Shape
 
@@ -178,7 +179,7 @@ def test_the_table_holds_what_can_happen_and_nothing_else() -> None:
 
 def test_every_event_has_a_handler_and_every_state_a_row() -> None:
     events = {kind for kind in vars(push_protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(push_session._HANDLERS) == events - {Event}
+    assert set(Session.HANDLERS) == events - {Event}
     assert set(TRANSITIONS) == set(State)
 
 

@@ -1,0 +1,50 @@
+"""A state machine whose table is the whole truth: what each state accepts, and where that may lead.
+
+Both sides of a push are one: ``push_session`` on P, ``load_session`` on D. A machine has no I/O, no clock, no threads.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+State = TypeVar("State", bound=enum.Enum)
+Event = TypeVar("Event")
+Action = TypeVar("Action")
+
+
+class IllegalTransitionError(AssertionError):
+    """An event that the protocol does not allow in this state."""
+
+
+class Machine(Generic[State, Event, Action]):
+    """``HANDLERS`` has a method for each type of event. It takes the event, whatever else ``handle`` was given, and a list
+    to which it adds actions. It returns the next state.
+    """
+
+    TRANSITIONS: ClassVar[Mapping[Any, Mapping[type, set[Any]]]]
+    HANDLERS: ClassVar[Mapping[type, Callable[..., Any]]]
+
+    def __init__(self, request_id: str, state: State) -> None:
+        self.request_id = request_id
+        self.state = state
+
+    def handle(self, event: Event, *when: float) -> list[Action]:
+        """Apply one event, ``when`` in seconds where the machine has deadlines. Raises ``IllegalTransitionError``, and
+        what the event's handler raises; the state is the old one then.
+        """
+        allowed = self.TRANSITIONS[self.state].get(type(event))
+        if allowed is None:
+            raise IllegalTransitionError(f"{self.request_id}: {type(event).__name__} while {self.state.name}")
+        actions: list[Action] = []
+        state = self.HANDLERS[type(event)](self, event, *when, actions)
+        if state not in allowed:
+            raise IllegalTransitionError(
+                f"{self.request_id}: {type(event).__name__} led from {self.state.name} to {state.name}"
+            )
+        self.state = state
+        return actions
+
+    def accepts(self, event: type[Event]) -> bool:
+        return event in self.TRANSITIONS[self.state]
