@@ -19,8 +19,8 @@ class IllegalTransitionError(AssertionError):
 
 
 class Machine(Generic[State, Event, Action]):
-    """``HANDLERS`` has a method for each type of event. It takes the event, whatever else ``handle`` was given, and a list
-    to which it adds actions. It returns the next state.
+    """``HANDLERS`` has a method for each type of event. It takes the event, whatever else ``handle`` was given, and a
+    list to which it adds actions. It returns the next state.
     """
 
     TRANSITIONS: ClassVar[Mapping[Any, Mapping[type, set[Any]]]]

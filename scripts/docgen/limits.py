@@ -67,15 +67,15 @@ TABLES = (
     (
         "P",
         "answers to a D whose connection was lost",
-        "prefill.registrations.REMEMBERED",
-        "prefill.registrations.ENDED_S",
+        "prefill.decode_peers.HELD",
+        "prefill.decode_peers.ANSWERS_KEPT_S",
         "forgotten",
     ),
     ("P", "why a request ended without a completion", "", "prefill.registrations.ENDED_S", "forgotten"),
     (
         "P",
         "registrations of a D that may have been replaced",
-        "prefill.registrations.REMEMBERED",
+        "prefill.decode_peers.HELD",
         "",
         "the newest is dropped",
     ),
@@ -95,8 +95,14 @@ TABLES = (
         "",
         "the newest is dropped, counted",
     ),
-    ("D", "agents that speak layerpush", "decode.loads.SPEAKERS_KEPT", "", _FORGOTTEN),
-    ("D", "words about requests not yet registered", "decode.loads.HELD", "decode.loads.HOLD_S", _DROPPED),
+    ("D", "agents that speak layerpush", "decode.prefill_peers.IDENTIFIED_KEPT", "", _FORGOTTEN),
+    (
+        "D",
+        "messages about requests not yet registered",
+        "decode.early_messages.KEPT",
+        "decode.early_messages.KEPT_S",
+        _DROPPED,
+    ),
     ("D", "answers to `Unpack`", "transport.packing.unpacker.ANSWERS_KEPT", "", _FORGOTTEN),
     ("both", "probes that wait", "worker.side_channel_probe.MAX_PENDING", "", _NO_ANSWER),
     ("both", "label values of a counter", "telemetry.metrics.tally.MAX_LABEL_VALUES", "", "counted as one, `other`"),
@@ -124,7 +130,7 @@ def tables(root: Path) -> str:
 
 
 def constant(root: Path, name: str) -> float:
-    """A module's constant, e.g. ``prefill.ledger.KEPT``: read, not imported, since some modules import vLLM.
+    """A module's constant, e.g. ``core.pending_registrations.KEPT``: read, not imported, since some modules import vLLM.
 
     Raises:
         LookupError: there is no such constant, or it is no plain number.
