@@ -8,7 +8,7 @@ A session follows one request from its registration until no prefill rank can wr
     WAITING       agents may write; the load is wanted
     CANCELLING    the load has failed; agents are asked to stop; after ``patience_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
-    PARKED        the engine was told of the failure; the blocks are set aside until no agent may write
+    PARKED        the load was reported as failed; the blocks are set aside until no agent may write
     CLOSED        no agent may write
 
 The load that owns the session (``decode.load.Load``) calls ``handle`` on the writer thread and performs the actions.

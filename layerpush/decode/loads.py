@@ -8,8 +8,8 @@ Who owns what:
 - ``Loads`` owns the open loads and the messages that came before their registration. It finds the load of a message or
   an event, and removes a load whose session is closed.
 - ``Load`` owns the session of one request, its record, and its completions. It performs the session's actions.
-- ``PrefillPeers`` owns what is known of agents: whether they live, whether they speak layerpush.
-- ``Outcomes`` owns the ends of loads that the engine has not heard of.
+- ``PrefillPeers`` knows the agents: which of them live, and which are layerpush ranks.
+- ``Outcomes`` owns the outcomes that are still to be reported to the engine.
 - ``Unpacking`` owns the windows that were offered to prefill ranks. On a rank without staging memory it does nothing.
 
 The writer thread calls everything here, but for ``engines_in_use`` and ``len``. The main thread hands its wishes over

@@ -1,4 +1,4 @@
-"""How loads ended, counted at once and kept until the engine can be told. Writer thread only."""
+"""How loads ended: counted at once, kept until they can be reported to the engine. Writer thread only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Report:
 
 
 class Outcomes:
-    """The engine hears of an outcome when it knows the request, and when nothing is being unpacked for it."""
+    """An outcome is reported when the engine knows the request, and when nothing is being unpacked for it."""
 
     def __init__(self, host: LoadHost, unpacking: Unpacking, counters: LoadCounters) -> None:
         self._host = host
@@ -87,7 +87,7 @@ class Outcomes:
         self._reports.append(_Report(record, clears=True))
 
     def tick(self, now: float) -> None:
-        """Tell the engine what it can be told by now."""
+        """Report the outcomes that the engine can take by now."""
         for _ in range(len(self._reports)):
             report = self._reports.popleft()
             if not self._deliver(report, now):

@@ -24,7 +24,7 @@ IDENTIFIED_KEPT = 4096
 
 
 class PrefillPeers:
-    """Sends to agents, and performs what ``PeerWatch`` orders: pings, probes, reconnections.
+    """Sends to agents, and performs the actions of ``PeerWatch``: pings, probes, reconnections.
 
     Only the host drops a connection, because pushes of this rank may be on their way over it.
     """
@@ -51,7 +51,7 @@ class PrefillPeers:
 
     def on_message(self, agent: str, now: float, *, identified: bool) -> None:
         """Something came from an agent; ``identified``: a message that only layerpush sends."""
-        self._watch.heard(agent, now, spoke=identified)
+        self._watch.on_message(agent, now, identified)
         if identified:
             self._identified[agent] = None
             self._identified.move_to_end(agent)
@@ -76,8 +76,8 @@ class PrefillPeers:
         """Another load awaits something from these agents."""
         self._watch.add(engine_id, frozenset(agents), now)
         for agent in agents:
-            if agent in self._identified:  # it need not say so again, should its answer be lost
-                self._watch.spoke(agent)
+            if agent in self._identified:  # its answer to the new registration may be lost
+                self._watch.identify(agent)
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load is over that had been added with these agents."""
@@ -113,8 +113,8 @@ class PrefillPeers:
         """Do what is due, and yield what happened to agents. The caller handles each event before it takes the next:
         ``loads``, by request id, then shows what is left.
         """
-        for order in self._watch.due(now):
-            match order:
+        for action in self._watch.due(now):
+            match action:
                 case liveness.SendPing(engine_id, agent, identified):
                     self._pings += 1
                     ping = encode(Ping(self._engine_id, self._pings)) if identified else encode_heartbeat(())
@@ -132,7 +132,7 @@ class PrefillPeers:
                     self._reconnect(engine_id, loads, now)
 
     def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
-        """A send that fails speaks against the agent, unless we have no connection that it could fail on."""
+        """A send that fails is evidence that the agent is dead, unless we dropped the connection ourselves."""
         if agent not in self.connections.agents(engine_id):
             self._watch.cut(agent)
         elif not self.connections.notify(agent, payload):

@@ -130,7 +130,7 @@ def tables(root: Path) -> str:
 
 
 def constant(root: Path, name: str) -> float:
-    """A module's constant, e.g. ``core.pending_registrations.KEPT``: read, not imported, since some modules import vLLM.
+    """A module's constant, e.g. ``core.config.LIMIT``: read, not imported, since some modules import vLLM.
 
     Raises:
         LookupError: there is no such constant, or it is no plain number.

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from layerpush.core import liveness
-from layerpush.core.liveness import Order, Verdict
+from layerpush.core.liveness import Action, Verdict
 from layerpush.core.load_session import RETRY_S
 from layerpush.core.wire import (
     Accepted,
@@ -73,9 +73,9 @@ class ScriptedWatch:
     """``orders`` are given at the next look; what it is told is noted."""
 
     def __init__(self) -> None:
-        self.orders: list[Order] = []
+        self.orders: list[Action] = []
         self.sessions: dict[tuple[str, str], int] = {}
-        self.spoken: dict[str, bool] = {}
+        self.identified: dict[str, bool] = {}
         self.lost_agents: list[str] = []
         self.cut_agents: list[str] = []
         self.reconnections: list[tuple[str, ...]] = []
@@ -89,11 +89,11 @@ class ScriptedWatch:
         for agent in agents:
             self.sessions[engine_id, agent] -= 1
 
-    def heard(self, agent: str, now: float, spoke: bool) -> None:
-        self.spoken[agent] = self.spoken.get(agent, False) or spoke
+    def on_message(self, agent: str, now: float, identified: bool) -> None:
+        self.identified[agent] = self.identified.get(agent, False) or identified
 
-    def spoke(self, agent: str) -> None:
-        self.spoken[agent] = True
+    def identify(self, agent: str) -> None:
+        self.identified[agent] = True
 
     def lost(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
@@ -107,7 +107,7 @@ class ScriptedWatch:
     def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self.verdicts.append((engine_id, agent, verdict, now))
 
-    def due(self, now: float) -> list[Order]:
+    def due(self, now: float) -> list[Action]:
         orders, self.orders = self.orders, []
         return orders
 
@@ -210,7 +210,7 @@ class World(Town):
         """As ``hears``, but the turn goes on."""
         self.loads.on_message(agent, message, payload_of(message), self.now)
 
-    def orders(self, *orders: Order) -> None:
+    def orders(self, *orders: Action) -> None:
         self.watch.orders = list(orders)
         self.tick()
 
@@ -451,7 +451,7 @@ def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
     world.awaiting()
-    assert world.watch.spoken == {"p-0": True}
+    assert world.watch.identified == {"p-0": True}
     world.loads.time_out("r", "no push", world.now)
     cancel = cancel_of()
     assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]
@@ -648,7 +648,7 @@ def test_whatever_an_agent_sends_it_is_heard_of() -> None:
     world.hears(None, "p-0")
     world.hears(Completion("nothing", 1), "p-1")
     world.hears(Cancelled("nothing"), "p-2")
-    assert world.watch.spoken == {"p-0": True, "p-1": False, "p-2": True}
+    assert world.watch.identified == {"p-0": True, "p-1": False, "p-2": True}
 
 
 def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None:

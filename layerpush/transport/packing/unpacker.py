@@ -1,4 +1,4 @@
-"""Packed blocks on a decode rank: offers windows of its staging ring, scatters what prefill ranks put there."""
+"""Packed blocks on a decode rank: offers windows of its staging ring, scatters the bytes that prefill ranks write."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from layerpush.transport.packing.windows import Windows
 logger = logging.getLogger("vllm.layerpush.unpacker")
 
 ANSWERS_KEPT = 4096
-"""Of one agent: it cannot push another one's answers out."""
+"""For each agent: no agent can push out the answers to another."""
 AGENTS_KEPT = 1024
 
 
 class UnpackError(ValueError):
-    """What a prefill rank says that it has packed is not what this request may get. The text says why."""
+    """A prefill rank may not pack these blocks for this request. The text says why."""
 
 
 class Answer(NamedTuple):
