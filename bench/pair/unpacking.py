@@ -7,7 +7,7 @@ import time
 from bench.pair.end import SCRATCH_BYTES, Cache, End
 from layerpush.core.wire import Registration, Unpack, encode
 from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.transport.packing.unpacker import Unpacker
+from layerpush.transport.packing.unpacker import Answer, Unpacker
 from layerpush.transport.packing.windows import Windows
 
 WINDOWS = 8
@@ -45,14 +45,16 @@ class Unpacking:
         self._unpacker.close(request_id)
 
     def heard(self, sender: str, message: Unpack) -> None:
-        answer = self._unpacker.again(sender, message)
-        if answer is None:
-            self._unpacker.unpack(sender, message, self._registrations[message.request_id])
-        else:
-            self._end.transport.notify(answer.agent, encode(answer.message))
+        self._send(self._unpacker.on_message(sender, message, self._registrations[message.request_id]))
 
     def turn(self) -> None:
         for answer in self._unpacker.ended():
+            self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        if answer.error is not None:
+            raise ValueError(answer.error)
+        if answer.message is not None:
             self._end.transport.notify(answer.agent, encode(answer.message))
 
     def leftovers(self) -> str | None:

@@ -243,12 +243,12 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Whether a block here is as many tokens as one on a connected decode engine."""
         return refusal(self, engine_id) is None
 
-    # Writer thread: loads (layerpush.decode.loads.Loads).
+    # Writer thread: loads (layerpush.decode.outcomes.LoadHost).
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._recving_metadata
 
-    def loaded(self, completions: list[bytes]) -> None:
+    def loaded(self, completions: Sequence[bytes]) -> None:
         for completion in completions:
             self._pending_completion_notifs.put(completion)
 

@@ -1,4 +1,4 @@
-"""A decode engine's blocks that a prefill engine may write: nobody else gets them, whatever the scheduler does."""
+"""References to the blocks that a prefill engine may write, so that the scheduler gives them to no other request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class BlockPool(Protocol):
-    """vLLM's, as far as it is needed here: it hands out only blocks to which nobody has a reference."""
+    """vLLM's block pool, as far as it is needed here: it hands out only blocks without a reference."""
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
 
@@ -24,8 +24,9 @@ class _Held:
 class BlockHolds:
     """A reference of our own to each registered block, from its registration until no rank expects a WRITE.
 
-    The engine's reference protects a block only until the engine is told that the load has ended. Where that was said
-    of a failed load with WRITEs still possible (``parked``), ours goes on until every such rank has said ``cleared``.
+    The engine's reference protects a block only until the load is reported as over. A load may be reported as failed
+    while WRITEs are still possible: it is ``parked``. Our reference then lasts until every such rank has reported it as
+    ``cleared``.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -41,7 +42,7 @@ class BlockHolds:
 
     @property
     def outlasts_engine(self) -> bool:
-        """Whether blocks are held of which the engine believes that they are free."""
+        """Whether blocks are held that the engine takes for free."""
         return bool(self._settled)
 
     @property
@@ -61,12 +62,12 @@ class BlockHolds:
         self._settled.discard(request_id)
 
     def parked(self, request_id: str, ranks: Iterable[int]) -> None:
-        """These ranks gave the load up and say that it may still be written."""
+        """These ranks report that the load has failed, and that its blocks may still be written."""
         if request_id in self._held:
             self._held[request_id].parked.update(ranks)
 
     def cleared(self, request_id: str, ranks: Iterable[int]) -> None:
-        """These ranks say that it no longer is."""
+        """These ranks report that its blocks are not written any more."""
         if request_id in self._held:
             self._held[request_id].parked.difference_update(ranks)
             self._release(request_id)

@@ -1,25 +1,25 @@
-"""What a prefill rank remembers of decode engines beyond the life of a push, bounded."""
+"""A dictionary that forgets its oldest entries."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import TypeVar
 
-from layerpush.core.wire import Registration, Window
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class BoundedDict(OrderedDict[Any, Any]):
-    """The last ``limit`` of something."""
+class BoundedDict(OrderedDict[K, V]):
+    """The last ``limit`` entries."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
-    def note(self, key: Any, value: Any, is_live: Callable[[Any], bool] = lambda _: False) -> None:
-        """Remember it, and forget the oldest beyond the limit, but none that ``is_live``."""
+    def note(self, key: K, value: V, is_live: Callable[[K], bool] = lambda _: False) -> None:
+        """Set an entry, and forget the oldest beyond the limit, but none whose key ``is_live``."""
         self[key] = value
         self.move_to_end(key)
         for oldest in list(islice(self, max(0, len(self) - self._limit))):
@@ -27,24 +27,3 @@ class BoundedDict(OrderedDict[Any, Any]):
                 self.move_to_end(oldest)
             else:
                 del self[oldest]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What was registered under a key, and by which agents: the ranks of one decode engine send equal registrations,
-    but for the windows that they offer.
-    """
-
-    fingerprint: bytes
-    windows: Mapping[str, Window | None]
-
-    @property
-    def senders(self) -> frozenset[str]:
-        return frozenset(self.windows)
-
-    def also(self, sender: str, window: Window | None) -> Asked:
-        """With another registration; what an agent said first counts."""
-        return Asked(self.fingerprint, {sender: window, **self.windows})
-
-    def is_for(self, registration: Registration) -> bool:
-        return self.fingerprint == registration.fingerprint

@@ -16,21 +16,21 @@ class Verdict(enum.Enum):
     UNKNOWN = "no answer, or none that can be understood: proves nothing"
 
 
-class Order:
-    """What the watch asks its desk to do."""
+class Action:
+    """What the watch asks its owner to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendPing(Order):
-    """Ping the agent, or send it an empty heartbeat if it has not ``spoke``n layerpush."""
+class SendPing(Action):
+    """Ping the agent, or, if it is not ``identified`` as a layerpush rank, send it an empty heartbeat."""
 
     engine_id: str
     agent: str
-    spoke: bool
+    identified: bool
 
 
 @dataclass(frozen=True, slots=True)
-class StartProbe(Order):
+class StartProbe(Action):
     """Ask the engine's side channel about the agent; `PeerWatch.verdict` follows."""
 
     engine_id: str
@@ -38,32 +38,32 @@ class StartProbe(Order):
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSilent(Order):
-    """Tell the agent's sessions that nothing comes from it."""
+class ReportSilent(Action):
+    """Nothing comes from the agent: its loads must know."""
 
     agent: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReportGone(Order):
-    """Tell the agent's sessions that its process is dead."""
+class ReportGone(Action):
+    """The agent's process is dead: its loads must know."""
 
     agent: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnect(Order):
+class Reconnect(Action):
     """The engine is alive but cannot be sent to: forget the connection and make a new one."""
 
     engine_id: str
 
 
 SETTLE_S = 0.5
-"""What has ended is asked for twice, this far apart: a listener that is being replaced refuses, too."""
+"""Two probes must find that an agent has ended, this far apart: a listener that is being replaced refuses, too."""
 PROBE_LOST_S = 30.0
-"""A probe without a verdict for so long will not have one."""
+"""A probe that has no verdict after this time will never have one."""
 
 
 @dataclass(slots=True)
@@ -74,20 +74,20 @@ class _Agent:
     heard_at: float
     ping_at: float
     probe_from: float
-    """Not to be probed earlier."""
-    spoke: bool = False
+    """Do not probe it earlier."""
+    identified: bool = False
     pinged_at: float | None = None
-    """When the first ping was sent that nothing has followed: silence counts from there, not from our own pauses."""
+    """When the first ping was sent to which nothing has come back: silence counts from then, not from our pauses."""
     lost: bool = False
-    """A send to it failed; there is no new connection since then, and nothing has come from it over the old one."""
+    """A send to it failed. Since then there is no new connection, and nothing has come from it over the old one."""
     cut: bool = False
-    """We have no connection to it, by our own doing: that proves nothing."""
+    """We dropped the connection to it ourselves: that proves nothing."""
     ended_at: float | None = None
     """When a probe first found that it had ended."""
     silent: bool = False
     gone: bool = False
-    untold: bool = False
-    """It is gone, and not every session has been told."""
+    unreported: bool = False
+    """It is gone, and that is still to be reported, or once more for a new session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class _Probe:
 
 
 class PeerWatch:
-    """Which of the prefill processes that something is awaited from are alive.
+    """Which prefill processes are alive, of those that loads are awaited from.
 
     An agent is *gone* when three things agree: a send to it failed, two probes found that it had ended, the second one
     begun ``SETTLE_S`` or more after the first was over, and nothing came from it since before the first. Probes alone
     prove too little: with several ranks the listener lives in another process than the writer, and may die on its own.
 
-    An agent is *silent* when it speaks layerpush and has said nothing for ``timeout_s``, in spite of pings for the last
-    three quarters of it. That proves nothing, and is said once per silence. An agent that does not speak layerpush
-    never answers: it is probed instead.
+    An agent is *identified* when it has sent a message that only layerpush sends. An identified agent is *silent* when
+    nothing has come from it for ``timeout_s``, in spite of pings for the last three quarters of it. That is no proof of
+    its death, and is reported once per silence. An agent that is not identified never answers a ping, so it is probed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -129,7 +129,7 @@ class PeerWatch:
                 self._engine_of[name] = engine_id
                 self._engines.setdefault(engine_id, {})[name] = agent
             agent.sessions += 1
-            agent.untold = agent.gone
+            agent.unreported = agent.gone
             if agent.silent:
                 agent.silent, agent.pinged_at = False, None
 
@@ -147,20 +147,20 @@ class PeerWatch:
             self._probes.pop(engine_id, None)
             self._reconnects.discard(engine_id)
 
-    def heard(self, name: str, now: float, spoke: bool) -> None:
-        """Something came from this agent; ``spoke``: in layerpush's language."""
+    def on_message(self, name: str, now: float, identified: bool) -> None:
+        """Something came from this agent; ``identified``: a message that only layerpush sends."""
         agent = self._find(name)
         if agent is not None and not agent.gone:
             agent.heard_at, agent.pinged_at, agent.ended_at = now, None, None
-            agent.spoke |= spoke
+            agent.identified |= identified
             agent.silent = False
             agent.lost = agent.lost and agent.cut  # without a connection no send can show it again
 
-    def spoke(self, name: str) -> None:
-        """This agent speaks layerpush's language, as it did before it was awaited."""
+    def identify(self, name: str) -> None:
+        """This agent was identified before anything was awaited from it."""
         agent = self._find(name)
         if agent is not None:
-            agent.spoke = True
+            agent.identified = True
 
     def lost(self, name: str, now: float) -> None:
         """A send to this agent failed: it is probed at once, unless that was done just now."""
@@ -199,42 +199,42 @@ class PeerWatch:
         if verdict is Verdict.ALIVE:
             if agent.lost or agent.cut:
                 self._reconnects.add(engine_id)
-            if not agent.spoke:
-                agent.heard_at = now  # all that it can say
+            if not agent.identified:
+                agent.heard_at = now  # no other sign of life comes from it
 
-    def due(self, now: float) -> list[Order]:
-        """What is to be done by ``now``; each order is given once."""
-        orders: list[Order] = []
+    def due(self, now: float) -> list[Action]:
+        """The actions that are due by ``now``; each is returned once."""
+        actions: list[Action] = []
         for engine_id, agents in self._engines.items():
             for name, agent in agents.items():
-                if agent.untold:
-                    agent.untold = False
-                    orders.append(ReportGone(name, f"the process of prefill agent {name} has ended"))
+                if agent.unreported:
+                    agent.unreported = False
+                    actions.append(ReportGone(name, f"the process of prefill agent {name} has ended"))
                 elif now >= self._silent_at(agent):
                     agent.silent = True
-                    orders.append(
+                    actions.append(
                         ReportSilent(name, f"nothing came from prefill agent {name} for {self._timeout_s:g} s")
                     )
                 if not agent.gone and now >= agent.ping_at:
                     agent.ping_at = now + self._beat_s
                     agent.pinged_at = now if agent.pinged_at is None else agent.pinged_at
-                    orders.append(SendPing(engine_id, name, agent.spoke))
+                    actions.append(SendPing(engine_id, name, agent.identified))
             if engine_id in self._reconnects:
                 self._reconnects.remove(engine_id)
-                orders.append(Reconnect(engine_id))
+                actions.append(Reconnect(engine_id))
             probe_at, name = self._next_probe(engine_id)
             if now >= probe_at:
                 self._probes[engine_id] = _Probe(name, now)
-                orders.append(StartProbe(engine_id, name))
-        return orders
+                actions.append(StartProbe(engine_id, name))
+        return actions
 
     def next_due(self, now: float) -> float | None:
-        """When ``due`` will have something to say if nothing happens until then; ``now`` if it has already."""
+        """When ``due`` will return an action if nothing happens until then; ``now`` if it would already."""
         times = [now] if self._reconnects else []
         for engine_id, agents in self._engines.items():
             times.append(self._next_probe(engine_id)[0])
             for agent in agents.values():
-                times.append(now if agent.untold else self._silent_at(agent))
+                times.append(now if agent.unreported else self._silent_at(agent))
                 times.append(math.inf if agent.gone else agent.ping_at)
         soonest = min(times, default=math.inf)
         return None if soonest == math.inf else max(soonest, now)
@@ -245,10 +245,10 @@ class PeerWatch:
             agent.ended_at = now
             agent.probe_from = now + SETTLE_S
         elif agent.lost and probe.started_at >= agent.ended_at + SETTLE_S:
-            agent.gone = agent.untold = True
+            agent.gone = agent.unreported = True
 
     def _silent_at(self, agent: _Agent) -> float:
-        if agent.gone or agent.silent or not agent.spoke or agent.pinged_at is None:
+        if agent.gone or agent.silent or not agent.identified or agent.pinged_at is None:
             return math.inf
         return agent.pinged_at + self._timeout_s - self._beat_s
 

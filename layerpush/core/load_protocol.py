@@ -1,11 +1,11 @@
-"""The protocol of one awaited push on one decode rank: its states, what can happen to it, what it asks for.
+"""The protocol of one load on one decode rank: its states, the events that it takes, the actions that it asks for.
 
-Every prefill rank that was sent the registration is an *agent* (its NIXL agent's name: one process, one incarnation).
-An agent may write into the request's blocks until it has had its final word; the blocks are the engine's again
-when every agent has.
+A decode engine (D) registers a request with a prefill engine (P), and P's ranks write into the request's blocks. Each
+P rank that was sent the registration is an *agent*: a NIXL agent, one process in one incarnation. An agent may write
+until it has its ``FinalStatus``. The blocks belong to D's engine again when no agent may write.
 
-``TRANSITIONS`` is the whole truth: every event that a state accepts and every state that it may lead to.
-``session.py`` is the machine that walks it, ``docs/design`` draws it.
+``TRANSITIONS`` lists every event that a state accepts, and every state that it may lead to. ``load_session`` runs on
+this table, and the documentation is drawn from it.
 """
 
 from __future__ import annotations
@@ -16,50 +16,46 @@ from dataclasses import dataclass
 
 
 class State(enum.Enum):
-    REGISTERING = "no prefill engine knows of it yet"
+    REGISTERING = "no prefill engine knows of the load yet"
     WAITING = "registered: prefill ranks may write"
-    CANCELLING = "the blocks are wanted back, prefill ranks may still write"
-    PARKED = "the engine was told that the load failed and holds the blocks aside: prefill ranks may still write"
-    CLOSED = "nobody writes any more"
+    CANCELLING = "the load has failed: prefill ranks are asked to stop, and may still write"
+    ABORTING = (
+        "the engine aborted the request and holds its blocks: prefill ranks are asked to stop, and may still write"
+    )
+    PARKED = "the load was reported as failed and its blocks are set aside: prefill ranks may still write"
+    CLOSED = "no prefill rank writes any more"
 
 
-class Word(enum.Enum):
-    """The last that an agent has to say about a request: after it, nothing of this agent is or will be on the wire."""
+class FinalStatus(enum.Enum):
+    """How an agent's part of a load ended. After it, no WRITE of this agent is or will be on the wire."""
 
     LANDED = "it wrote everything"
     FAILED = "it gave up, and its WRITEs have ended"
-    WITHDRAWN = "it was asked to stop, and its WRITEs have ended"
+    CANCELLED = "it was asked to stop, and its WRITEs have ended"
     GONE = "its process is known to be dead"
 
 
 class Event:
-    """What can happen to a session."""
+    """What can happen to a load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered(Event):
-    """The registration is about to be sent to these agents."""
+    """The registration was sent to these agents, or to some of them."""
 
     agents: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Unregistered(Event):
-    """The registration could not be sent to anybody."""
+class RegistrationFailed(Event):
+    """The registration could not be sent to any agent."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Spoke(Event):
-    """This agent speaks layerpush."""
-
-    agent: str
-
-
-@dataclass(frozen=True, slots=True)
 class Completed(Event):
-    """All that this agent had to write has landed; ``needed`` agents must say so."""
+    """Everything that this agent had to write has landed; ``needed`` agents must complete their part."""
 
     agent: str
     needed: int
@@ -67,7 +63,7 @@ class Completed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """This agent will not complete the push; ``drained``: and nothing of it is on the wire."""
+    """This agent will not complete the push; ``drained``: and none of its WRITEs is on the wire."""
 
     agent: str
     reason: str
@@ -75,8 +71,8 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawn(Event):
-    """This agent answered a Cancel: nothing of it is or will be on the wire."""
+class Cancelled(Event):
+    """This agent answered a `Cancel`: no WRITE of it is or will be on the wire."""
 
     agent: str
 
@@ -98,14 +94,14 @@ class Silent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped(Event):
+class Aborted(Event):
     """The engine aborted the request. It holds the blocks until the load is reported as over."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue(Event):
+class TimedOut(Event):
     """The registration's deadline has passed."""
 
     reason: str
@@ -117,63 +113,71 @@ class Tick(Event):
 
 
 class Action:
-    """What a session asks its desk to do."""
+    """What a session asks its load to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Action):
-    """Ask these agents to stop; `Withdrawn`, `Failed` or `Completed` follows from each that is alive."""
+    """Ask these agents to stop; `Cancelled`, `Failed` or `Completed` follows from each that is alive."""
 
     agents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Succeed(Action):
+class ReportLoaded(Action):
     """Report the load as done: every byte is there."""
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp(Action):
+class ReportFailed(Action):
     """Report the load as failed; its blocks may be used again at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Park(Action):
-    """Report the load as failed, but set its blocks aside: `Unpark` follows."""
+class ReportAborted(Action):
+    """Report the load of an aborted request as over; its blocks may be used again at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unpark(Action):
+class Park(Action):
+    """Report the load as failed, but set its blocks aside: `Clear` follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear(Action):
     """The blocks that were set aside may be used again."""
 
 
 S = State
-_OUT = {S.CANCELLING, S.CLOSED}
 
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.REGISTERING: {
-        Registered: {S.WAITING}, Unregistered: {S.CLOSED}, Dropped: {S.CLOSED}, Overdue: {S.CLOSED},
-        Spoke: {S.REGISTERING}, Completed: {S.REGISTERING}, Failed: {S.REGISTERING}, Withdrawn: {S.REGISTERING},
-        Gone: {S.REGISTERING}, Silent: {S.REGISTERING}, Tick: {S.REGISTERING},
+        Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
     },
     S.WAITING: {
-        Spoke: {S.WAITING}, Tick: {S.WAITING},
-        Completed: {S.WAITING, S.CLOSED}, Failed: {S.WAITING} | _OUT, Withdrawn: {S.WAITING} | _OUT,
-        Gone: {S.WAITING} | _OUT, Silent: {S.WAITING, S.CANCELLING}, Dropped: {S.CANCELLING}, Overdue: {S.CANCELLING},
+        Completed: {S.WAITING, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
+        Cancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, Gone: {S.WAITING, S.CANCELLING, S.CLOSED},
+        Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING}, Tick: {S.WAITING},
     },
     S.CANCELLING: {
-        Spoke: {S.CANCELLING}, Tick: {S.CANCELLING, S.PARKED},
-        Completed: _OUT, Failed: _OUT, Withdrawn: _OUT, Gone: _OUT,
-        Silent: {S.CANCELLING}, Dropped: {S.CANCELLING}, Overdue: {S.CANCELLING},
+        Completed: {S.CANCELLING, S.CLOSED}, Failed: {S.CANCELLING, S.CLOSED}, Cancelled: {S.CANCELLING, S.CLOSED},
+        Gone: {S.CANCELLING, S.CLOSED}, Silent: {S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
+        Tick: {S.CANCELLING, S.PARKED},
+    },
+    S.ABORTING: {
+        Completed: {S.ABORTING, S.CLOSED}, Failed: {S.ABORTING, S.CLOSED}, Cancelled: {S.ABORTING, S.CLOSED},
+        Gone: {S.ABORTING, S.CLOSED}, Silent: {S.ABORTING}, Aborted: {S.ABORTING}, TimedOut: {S.ABORTING},
+        Tick: {S.ABORTING},
     },
     S.PARKED: {
-        Spoke: {S.PARKED}, Tick: {S.PARKED},
-        Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Withdrawn: {S.PARKED, S.CLOSED},
-        Gone: {S.PARKED, S.CLOSED}, Silent: {S.PARKED}, Dropped: {S.PARKED}, Overdue: {S.PARKED},
+        Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Cancelled: {S.PARKED, S.CLOSED},
+        Gone: {S.PARKED, S.CLOSED}, Silent: {S.PARKED}, Aborted: {S.PARKED}, TimedOut: {S.PARKED}, Tick: {S.PARKED},
     },
     S.CLOSED: {},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Registrations that came before their request. Pure; the writer thread owns it."""
+"""Registrations that came before their request. Pure; used by the writer thread only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Key = tuple[str, str]
 
 
 class PendingRegistrations:
-    """Bounded in number and in time: what nobody asks for within ``kept_s`` seconds is forgotten.
+    """Bounded in number and in time: a registration is forgotten if its request does not come in ``kept_s`` seconds.
 
-    ``is_for`` says whether a registration may mean a request. Of several that may, the newest does: a router that
-    tries again leaves older ones behind. Stock decode engines never withdraw those, so they end with it.
+    ``is_for`` says whether a registration may mean a request. Of several that may, the newest is taken: a router that
+    tries again leaves older ones behind. Stock decode engines never cancel those, so they are dropped with it.
     """
 
     def __init__(self, is_for: Callable[[Registration, str], bool], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
@@ -32,7 +32,7 @@ class PendingRegistrations:
         return key in self._entries
 
     def add(self, registration: Registration, now: float) -> list[Registration]:
-        """Keep a registration; returns those that had to go for it, too old or too many."""
+        """Keep a registration; returns the ones that are dropped, because they are too old or too many."""
         self._entries.pop(registration.key, None)
         self._entries[registration.key] = (now + self._kept_s, registration)
         dropped = self.expire(now)
@@ -41,7 +41,7 @@ class PendingRegistrations:
         return dropped
 
     def expire(self, now: float) -> list[Registration]:
-        """Forget and return what is too old."""
+        """Forget and return the registrations that are too old."""
         dropped = []
         while self._entries:
             key, (deadline, registration) = next(iter(self._entries.items()))
@@ -69,7 +69,7 @@ class PendingRegistrations:
         return [entry for entry in current if self._is_for(entry, request_id)]
 
     def drop_if(self, condition: Callable[[Registration], bool]) -> list[Registration]:
-        """Forget and return every registration of which this is true."""
+        """Forget and return every registration that meets this condition."""
         dropped = [entry for _, entry in self._entries.values() if condition(entry)]
         for entry in dropped:
             del self._entries[entry.key]
@@ -81,6 +81,6 @@ class PendingRegistrations:
         return None if entry is None else entry[1]
 
     def drop_engine(self, engine_id: str) -> None:
-        """A decode engine has ended, and all that it asked for."""
+        """A decode engine has ended: forget its registrations."""
         for key in [key for key in self._entries if key[0] == engine_id]:
             del self._entries[key]

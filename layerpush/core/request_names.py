@@ -1,38 +1,61 @@
-"""Under which names a registration's request may come to this engine. Pure."""
+"""Which request of this prefill engine a registration means: by its names, and by its prompt. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from layerpush.core.wire import Registration
 
 _ANSWER = re.compile(r"^\d+_")
 _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
-"""What vLLM puts around a router's id: which of several answers, and, in completions, which of several prompts."""
+"""What vLLM puts around a router's id: the number of an answer, and, in completions, that of a prompt."""
 
 
 class RequestNames:
-    """``base_id`` strips the suffix that an engine adds to the id its router gave."""
+    """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
+    prompt of each live request, as far as this engine's scheduler has sent one.
+    """
 
-    def __init__(self, base_id: Callable[[str], str]) -> None:
+    def __init__(self, base_id: Callable[[str], str], digests: Mapping[str, str]) -> None:
         self._base_id = base_id
+        self._digests = digests
 
     def base(self, request_id: str) -> str:
         return self._base_id(request_id)
 
-    def names(self, registration: Registration) -> tuple[str, ...]:
-        """The one that D was told, if any, and D's own.
+    def bases(self, registration: Registration) -> list[str]:
+        """The base ids of a registration's names."""
+        return [self.base(name) for name in self._names(registration)]
 
-        A router tells one name for all prompts of a request: for the others, which have D's numbers, it counts not.
+    def match(self, registration: Registration, candidates: Iterable[str]) -> str | None:
+        """Which of these requests is meant: the one named exactly, else one with the same base id."""
+        meant = [candidate for candidate in candidates if self.is_for(registration, candidate)]
+        return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
+
+    def is_for(self, registration: Registration, request_id: str) -> bool:
+        """Whether the registration may mean this request: names agree, and prompts are equal as far as is known."""
+        if self._prompts_differ(registration, request_id):
+            return False
+        return request_id in self._names(registration) or self.base(request_id) in self.bases(registration)
+
+    def is_misnamed(self, registration: Registration, request_id: str) -> bool:
+        """Whether the registration names this very request, but has another prompt: no other request will come."""
+        named = registration.prefill_request_id == request_id and request_id in self._names(registration)
+        return named and self._prompts_differ(registration, request_id)
+
+    def _names(self, registration: Registration) -> tuple[str, ...]:
+        """The name that D was given, if any, and D's own.
+
+        A router gives one name for all prompts of a request. For every prompt but one it is the wrong name; their own
+        names carry D's numbers.
         """
-        own, told = registration.request_id, registration.prefill_request_id
-        return (own,) if told is None or self._are_siblings(own, told) else (told, own)
+        own, given = registration.request_id, registration.prefill_request_id
+        return (own,) if given is None or self._are_siblings(own, given) else (given, own)
 
-    def agree(self, registration: Registration, request_id: str) -> bool:
-        """Whether the request may be the registration's, as far as names go."""
-        names = self.names(registration)
-        return request_id in names or self.base(request_id) in map(self.base, names)
+    def _prompts_differ(self, registration: Registration, request_id: str) -> bool:
+        digest = self._digests.get(request_id)
+        return digest is not None and registration.prompt_digest not in (None, digest)
 
     def _are_siblings(self, one: str, other: str) -> bool:
         first, second = self.base(one), self.base(other)

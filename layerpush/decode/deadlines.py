@@ -1,4 +1,4 @@
-"""The scheduler's half of a decode engine: which requests await a push, and which of them are to be given up."""
+"""The scheduler's half of a decode engine: the requests that await a push, their deadlines and their blocks."""
 
 from __future__ import annotations
 
@@ -12,65 +12,66 @@ from layerpush.decode.report import ABORTED, DecodeReport
 class AwaitedPushes:
     """Every registered request, until all its ranks have reported the load as over. Runs in the scheduler's thread.
 
-    Requests are given up for their deadline, for which all have the same ``timeout_s``, or because the engine finished
-    them: each at most once for either reason, a late one first if both come together. Time is the caller's clock.
+    A load is cancelled when its deadline passes, ``timeout_s`` seconds after its registration, or when the engine has
+    finished its request: at most once for either reason, the late ones first if both come together. Time is the
+    caller's clock.
     """
 
     def __init__(self, timeout_s: float, pool: BlockPool) -> None:
         self._timeout_s = timeout_s
         self.block_holds = BlockHolds(pool)
         self._deadlines: dict[str, float] = {}
-        """Of the requests that have not been given up; in the order of their deadlines."""
-        self._given_up: set[str] = set()
+        """Of the requests whose loads were not cancelled; in the order of their deadlines."""
+        self._ending: set[str] = set()
         self._cancelled: dict[str, str] = {}
 
     def __len__(self) -> int:
-        return len(self._deadlines) + len(self._given_up)
+        return len(self._deadlines) + len(self._ending)
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the workers must go on being asked although the engine may have no request left."""
-        return bool(self._given_up) or self.block_holds.outlasts_engine
+        """Whether the engine must go on stepping, so that workers can report, although it may have no request left."""
+        return bool(self._ending) or self.block_holds.outlasts_engine
 
     def registered(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A push is awaited into these blocks."""
         self.block_holds.hold(request_id, blocks)
-        self._given_up.discard(request_id)
+        self._ending.discard(request_id)
         self._deadlines.pop(request_id, None)
         self._deadlines[request_id] = now + self._timeout_s
 
     def finished(self, request_id: str) -> None:
         """The engine has finished the request, in whatever state."""
-        if request_id in self._deadlines or request_id in self._given_up:
-            self._give_up(request_id, ABORTED)
+        if request_id in self._deadlines or request_id in self._ending:
+            self._cancel(request_id, ABORTED)
 
     def cancelled(self, now: float) -> dict[str, str]:
-        """Take the requests to be given up since the last call, and why."""
+        """The loads to cancel since the last call, each with the reason. Returns each once."""
         overdue = []
         for request_id, deadline in self._deadlines.items():
             if deadline > now:
                 break
             overdue.append(request_id)
         for request_id in overdue:
-            self._give_up(request_id, f"no push within {self._timeout_s:g} s (push_registration_timeout)")
+            self._cancel(request_id, f"no push within {self._timeout_s:g} s (push_registration_timeout)")
         taken, self._cancelled = self._cancelled, {}
         return taken
 
     def reported(self, received: Iterable[str], report: DecodeReport | None) -> None:
-        """What all ranks have received, or failed to, and what some of them say beside it."""
+        """``received``: requests whose loads all ranks have reported as over. ``report``: what ranks report beside."""
         if report is not None:
             for request_id, ranks in report.parked.items():
                 self.block_holds.parked(request_id, ranks)
         for request_id in received:
             self._deadlines.pop(request_id, None)
-            self._given_up.discard(request_id)
+            self._ending.discard(request_id)
             self._cancelled.pop(request_id, None)
             self.block_holds.settled(request_id)
         if report is not None:
             for request_id, ranks in report.cleared.items():
                 self.block_holds.cleared(request_id, ranks)
 
-    def _give_up(self, request_id: str, reason: str) -> None:
+    def _cancel(self, request_id: str, reason: str) -> None:
         self._deadlines.pop(request_id, None)
-        self._given_up.add(request_id)
+        self._ending.add(request_id)
         self._cancelled[request_id] = reason

@@ -1,45 +1,141 @@
-"""Requests that await a push, and the engine that is told how that ended."""
+"""One request's load on one decode rank: registers it, turns messages into events, performs the session's actions.
+
+Writer thread only. ``Loads`` creates it and hands it every event; ``PrefillPeers`` sends for it; ``Outcomes`` takes how
+it ended.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from layerpush.core.load_session import DecodeSession
-from layerpush.core.wire import Registration
+from layerpush.core import load_protocol
+from layerpush.core.load_protocol import Action, Event, State
+from layerpush.core.load_session import LoadSession
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Fail, Registration
+from layerpush.decode.outcomes import Outcomes
+from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address, Rank
 
-
-class LoadHost(Protocol):
-    """Where the outcome of an awaited push goes. Writer thread."""
-
-    def knows(self, request_id: str) -> bool:
-        """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
-
-    def loaded(self, completions: list[bytes]) -> None:
-        """Every byte is there; ``completions`` are the notifications that say so."""
-
-    def failed(self, request_id: str) -> None:
-        """The load failed: ``kv_load_failure_policy`` decides what becomes of the request."""
-
-    def parked(self, request_id: str) -> None:
-        """Somebody may still write: the blocks must not be used until ``cleared``. Comes before ``failed``."""
-
-    def cleared(self, request_id: str) -> None:
-        """Nobody writes any more into what was parked."""
+logger = logging.getLogger("vllm.layerpush.decode")
 
 
-@dataclass(slots=True)
-class Awaited:
-    """One request's session, the prefill engine that is to fill its blocks, and what that engine's ranks have sent."""
+class Load:
+    """``payload`` is the registration as it is sent. ``world_size`` is the number of this engine's tensor-parallel
+    ranks: it decides how many completions make one.
+    """
 
-    session: DecodeSession
-    address: Address
-    registration: Registration
-    payload: bytes
-    since: float
-    record: LoadRecord
-    completions: list[bytes] = field(default_factory=list)
-    ranks: dict[str, Rank] = field(default_factory=dict)
-    dropped: bool = False
+    def __init__(
+        self,
+        registration: Registration,
+        payload: bytes,
+        address: Address,
+        session: LoadSession,
+        record: LoadRecord,
+        world_size: int,
+        peers: PrefillPeers,
+        outcomes: Outcomes,
+    ) -> None:
+        self.registration = registration
+        self.address = address
+        self.session = session
+        self.ranks: dict[str, Rank] = {}
+        self._payload = payload
+        self._record = record
+        self._world_size = world_size
+        self._peers = peers
+        self._outcomes = outcomes
+        self._completions: list[bytes] = []
+
+    def register(
+        self, on_registered: Callable[[Load, Sequence[Event], float], None], now: float, *, again: bool = True
+    ) -> None:
+        """Connect and send the registration; ``on_registered`` takes the events that follow from it.
+
+        ``again``: connect once more if the engine turns out to have been replaced.
+        """
+        self._peers.connections.reach(self.address, partial(self._connected, on_registered, again), now)
+
+    def on_message(
+        self, sender: str, message: Accepted | Fail | Cancelled | Completion, payload: bytes, now: float
+    ) -> None:
+        """A message of one of the load's agents; ``payload`` is the notification that it came in."""
+        match message:
+            case Completion():
+                if sender in self.session.open_agents:
+                    self._completions.append(payload)
+                needed = self.address.pp_size * max(1, message.world_size // self._world_size)
+                self.handle(load_protocol.Completed(sender, needed), now)
+            case Fail():
+                self.handle(load_protocol.Failed(sender, message.reason, message.drained), now)
+            case Cancelled():
+                self.handle(load_protocol.Cancelled(sender), now)
+            case Accepted():
+                self._record.t_accepted = self._record.t_accepted or now
+
+    def handle(self, event: Event, now: float) -> None:
+        for action in self.session.handle(event, now):
+            self._perform(action, now)
+
+    def _connected(
+        self,
+        on_registered: Callable[[Load, Sequence[Event], float], None],
+        again: bool,
+        error: str | None,
+        now: float,
+    ) -> None:
+        if self.session.state is not State.REGISTERING:
+            return
+        engine_id, peers = self.address.engine_id, self._peers
+        if error is None:
+            if not again:
+                peers.reconnected(engine_id)
+            agents = frozenset(peers.connections.agents(engine_id))
+            reached = peers.send_registration(engine_id, self._payload, now)
+            if reached:
+                on_registered(self, self._registered(agents, agents - reached, now), now)
+                return
+            if again and peers.drop(engine_id):
+                self.register(on_registered, now, again=False)
+                return
+            error = f"the connection to prefill engine {engine_id!r} is lost"
+        on_registered(self, [load_protocol.RegistrationFailed(error)], now)
+
+    def _registered(self, agents: frozenset[str], missed: frozenset[str], now: float) -> list[Event]:
+        engine_id, connections = self.address.engine_id, self._peers.connections
+        self._record.t_registered = now
+        self.address = connections.address(engine_id) or self.address
+        self.ranks = {agent: rank for agent in agents if (rank := connections.rank_of(engine_id, agent))}
+        self._peers.add(engine_id, agents, now)
+        reason = "it was not reached by the registration"
+        failures = [load_protocol.Failed(agent, reason, drained=True) for agent in sorted(missed)]
+        return [load_protocol.Registered(agents), *failures]
+
+    def _perform(self, action: Action, now: float) -> None:
+        match action:
+            case load_protocol.Cancel(agents):
+                mine = self.registration
+                address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
+                cancel = Cancel(mine.request_id, *address)
+                for agent in agents:  # it may be a stock one, or our registration or its answer was lost
+                    self._peers.send(self.address.engine_id, agent, cancel, now, to_anybody=True)
+            case load_protocol.ReportLoaded():
+                self._outcomes.add(self._record, "loaded", None, now, self._completions)
+            case load_protocol.ReportFailed(reason):
+                self._log(logging.WARNING, reason)
+                self._outcomes.add(self._record, "failed", reason, now)
+            case load_protocol.ReportAborted(reason):
+                self._log(logging.INFO, reason)
+                self._outcomes.add(self._record, "aborted", reason, now)
+            case load_protocol.Park(reason):
+                self._log(logging.WARNING, f"{reason}; its blocks are set aside until that engine answers or ends")
+                self._outcomes.add(self._record, "parked", reason, now)
+            case load_protocol.Clear():
+                logger.info("the blocks that were set aside for %s are free again", self.session.request_id)
+                self._outcomes.clear(self._record, now)
+
+    def _log(self, level: int, reason: str) -> None:
+        engine_id = self.address.engine_id
+        logger.log(level, "KV load of %s from %s failed: %s", self.session.request_id, engine_id, reason)

@@ -1,4 +1,4 @@
-"""What an engine's ranks and its scheduler tell each other of pushes that do not come to their end."""
+"""What a decode rank reports to its scheduler beside the loads that are over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 ABORTED = "aborted"
-"""Why a request is cancelled that the engine has finished; any other reason is a deadline."""
+"""The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
 
 Ranks = dict[str, set[int]]
 """By request id."""
@@ -15,9 +15,10 @@ Ranks = dict[str, set[int]]
 
 @dataclass(slots=True)
 class DecodeReport(KVConnectorWorkerMetadata):
-    """Since a rank's last report: loads given up while a prefill engine may still write, and those of them now over.
+    """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
+    these parked loads are over.
 
-    ``settling``: on a prefill engine, requests were dropped whose pushes are not over.
+    ``settling``: on a prefill engine, requests were aborted whose pushes are not over.
     """
 
     parked: Ranks = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The engines that this worker is connected to, or wants to be. Writer thread only."""
+"""The engines that this worker is connected to, or is connecting to. Writer thread only."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RETRY_S = 1.0
 TRIES = 3
 
 Then = Callable[[str | None, float], None]
-"""Called with what went wrong, if anything, and the time."""
+"""Called with the reason of a failure, or None, and the time."""
 Rank = tuple[int, int]
 """An agent's (pipeline, tensor) parallel rank in its engine."""
 Probe = Callable[["str", "Rank", "Address", Callable[[Verdict, float], None]], None]
-"""Ask an engine's side channel about the agent of one of its ranks; the verdict, and when it came, follow on the writer
-thread."""
+"""Ask an engine's side channel about the agent of one of its ranks. The callback gets the verdict and its time, on the
+writer thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where an engine's side channel listens, and how many ranks stand behind it.
 
-    ``notify_only`` for a peer whose memory is never written: its descriptors are not prepared.
+    ``notify_only``: we never write to its memory, so its descriptors are not prepared.
     """
 
     engine_id: str
@@ -44,7 +44,7 @@ class Address:
 
 
 class Network(Protocol):
-    """What the worker knows of connections. Writer thread."""
+    """What connections ask of the worker. Writer thread, but for ``task``."""
 
     def handshake(self, address: Address) -> Future[Any] | None:
         """Start a handshake, or join one that runs; None when the engine is connected."""
@@ -75,7 +75,9 @@ class _Retry:
 
 
 class Connections:
-    """Connects, reconnects, and says things to every rank of an engine."""
+    """Connects, reconnects, and sends to every rank of an engine. ``on_lost`` gets the id of an engine whose connection
+    turns out to be gone.
+    """
 
     def __init__(
         self,
@@ -110,9 +112,9 @@ class Connections:
         return self._addresses.get(engine_id) if self.agents(engine_id) else None
 
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
-        """Connect unless connected, then call ``then``, after a failure with what went wrong in the last try.
+        """Connect unless connected, then call ``then``; after ``tries`` failures with the reason of the last one.
 
-        Who joins a connection need not know where the engine was found, but must agree on how many ranks it has.
+        An address that joins a connection may name another host, but must agree on how many ranks the engine has.
         """
         if not host_allowed(address.host, self._allowed_hosts):
             then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
@@ -139,7 +141,7 @@ class Connections:
     def say(self, address: Address, payload: bytes, now: float) -> None:
         """Send a notification to every rank of an engine, connecting first if need be.
 
-        A connection that turns out to be gone is ``on_lost``'s to deal with. The peer asks again if it still cares.
+        If the connection turns out to be gone, ``on_lost`` is called. The peer asks again if it still cares.
         """
 
         def send(error: str | None, _: float) -> None:
@@ -153,7 +155,7 @@ class Connections:
         self.reach(address, send, now, tries=1)
 
     def notify(self, agent: str, payload: bytes) -> bool:
-        """Send to one agent; False if that cannot be done: its connection is gone, or it is none of ours."""
+        """Send to one agent; False if its connection is gone, or we never had one."""
         try:
             self._transport.notify(agent, payload)
         except TransportError as error:
@@ -167,7 +169,7 @@ class Connections:
         self._network.disconnect(engine_id)
 
     def tick(self, now: float) -> None:
-        """Try again what is due."""
+        """Repeat the handshakes that are due."""
         due = [retry for retry in self._retries if retry.due <= now]
         self._retries = [retry for retry in self._retries if retry.due > now]
         for retry in due:
@@ -191,13 +193,13 @@ class Connections:
             then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
         else:
             due = now + RETRY_S
-            left = tries if over is not None and over.address != address else tries - 1  # somebody else's try
+            left = tries if over is not None and over.address != address else tries - 1  # it was another's handshake
             self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
 
 
 def _disagreement(found: Address, asked: Address) -> str | None:
-    """Why a connection is none for who asks, if it is not."""
-    stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations do not tell them
+    """Why a connection cannot be shared with this address; None if it can."""
+    stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations have no number of stages
     if found.tp_size == asked.tp_size and stages_agree:
         return None
     return (

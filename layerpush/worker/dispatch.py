@@ -1,12 +1,23 @@
-"""What arrives from other engines over NIXL, and who of P's and D's desks it is for. Writer thread only."""
+"""What arrives from other engines over NIXL, and which part of this worker takes it. Writer thread only.
+
+    from D     ``Registration``, ``Cancel``, ``Ping``                                  ``Registrations``
+               ``Unpacked``                                                            the packer of pushes
+               ``Heartbeat``                                                           vLLM's inbox, as it came
+    from P     ``Accepted``, ``Fail``, ``Cancelled``, ``Unpack``                       ``Loads``
+               ``Completion``                                                          ``Loads``, with its notification
+               ``Pong``                                                                ``PrefillPeers``
+
+The writer calls ``deliver`` once a turn, and ``deliver_answers`` while it waits for its last WRITEs at shutdown. A
+notification that cannot be read is counted, logged and dropped. So is one whose handler fails: that is a defect of
+ours, and costs one message.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
 
 from layerpush.core.wire import (
     Accepted,
@@ -15,6 +26,7 @@ from layerpush.core.wire import (
     Completion,
     Fail,
     Heartbeat,
+    Message,
     Ping,
     Pong,
     Registration,
@@ -28,76 +40,71 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 
-
-class Answers(Protocol):
-    """Who hears what decode ranks have unpacked."""
-
-    def unpacked(self, agent: str, message: Unpacked) -> None: ...
+logger = logging.getLogger("vllm.layerpush.worker")
 
 
 class Dispatcher:
-    """``guarded(what, call)`` calls, and survives what goes wrong with one message; ``heartbeat`` is upstream's."""
+    """``unpacked`` takes the answers of decode ranks that unpack, ``heartbeat`` those notifications as they came."""
 
     def __init__(
         self,
         transport: Transport,
         registrations: Registrations,
         loads: Loads,
-        answers: Answers,
+        unpacked: Callable[[str, Unpacked], None],
         heartbeat: Callable[[bytes], None],
         peer_errors: PeerErrors,
-        guarded: Callable[[str, Callable[[], None]], object],
     ) -> None:
         self._transport = transport
         self._registrations = registrations
         self._loads = loads
-        self._answers = answers
+        self._unpacked = unpacked
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
-        self._guarded = guarded
 
     def deliver(self) -> None:
-        """Everything that has arrived. What cannot be read is complained of and dropped."""
+        """Hand over everything that has arrived."""
         for agent, payload in self._arrived():
+            now = time.perf_counter()
             try:
                 message = read(payload)
             except WireError as error:
-                self._complain("bad notification", f"what agent {agent} sent is dropped: {error}")
+                self._peer_errors.add("bad notification", f"what agent {agent} sent is dropped: {error}", now)
                 continue
-            self._guarded(f"{type(message).__name__} from {agent}", partial(self._hand_over, agent, message, payload))
+            try:
+                self._dispatch(agent, message, payload, now)
+            except Exception:
+                logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
 
     def deliver_answers(self) -> None:
-        """What decode ranks have unpacked, and nothing else: nothing new is begun at shutdown."""
+        """Hand over the answers of decode ranks that unpack, and nothing else: no push begins at shutdown."""
         for agent, payload in self._arrived():
             with contextlib.suppress(WireError):
                 message = read(payload)
                 if isinstance(message, Unpacked):
-                    self._answers.unpacked(agent, message)
+                    self._unpacked(agent, message)
 
-    def _hand_over(self, agent: str, message: Any, payload: bytes) -> None:
-        now = time.perf_counter()
+    def _dispatch(self, agent: str, message: Message, payload: bytes, now: float) -> None:
         match message:
             case Registration():
-                self._registrations.registered(agent, message, now)
+                self._registrations.on_registration(agent, message, now)
             case Cancel():
-                self._registrations.cancelled(agent, message, now)
+                self._registrations.on_cancel(agent, message, now)
             case Ping():
-                self._registrations.pinged(agent, message)
+                self._registrations.on_ping(agent, message)
+            case Unpacked():
+                self._unpacked(agent, message)
             case Heartbeat():
                 self._heartbeat(payload)
-            case Pong():
-                self._loads.heard(agent, None, now)
-            case Unpacked():
-                self._answers.unpacked(agent, message)
             case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
-                self._loads.heard(agent, message, now)
+                self._loads.on_message(agent, message, payload, now)
+            case Pong():
+                self._loads.peers.on_message(agent, now, identified=True)
 
     def _arrived(self) -> list[tuple[str, bytes]]:
         try:
             return self._transport.notifications()
         except TransportError as error:
-            self._complain("notifications", f"NIXL notifications cannot be read (it goes on trying): {error}")
+            text = f"NIXL notifications cannot be read (it goes on trying): {error}"
+            self._peer_errors.add("notifications", text, time.perf_counter())
             return []
-
-    def _complain(self, kind: str, text: str) -> None:
-        self._peer_errors.add(kind, text, time.perf_counter())

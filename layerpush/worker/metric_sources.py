@@ -53,11 +53,11 @@ def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: Peer
 
 
 def watch_writer(
-    reporter: Reporter, writer: PushWriter, desk: Registrations, capture: StepEvents, trace: TraceFile
+    reporter: Reporter, writer: PushWriter, registrations: Registrations, capture: StepEvents, trace: TraceFile
 ) -> None:
     reporter.level(ACTIVE_PUSHES, lambda: writer.active)
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
-    reporter.level(PENDING_REGISTRATIONS, lambda: desk.pending)
+    reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)
     reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": capture.dropped})
 
 

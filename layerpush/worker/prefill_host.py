@@ -15,9 +15,10 @@ from layerpush.core.coverage import check_blocks
 from layerpush.core.layout import CacheLayout
 from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Registration, Window, encode_completion
+from layerpush.prefill.decode_peers import address_of
 from layerpush.prefill.host import HandshakeError
 from layerpush.prefill.push import Push
-from layerpush.prefill.registrations import Registrations, address_of
+from layerpush.prefill.registrations import Registrations
 from layerpush.transport.base import Route
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
@@ -146,9 +147,9 @@ class WorkerHost:
 
     def _obstacle(self, registration: Registration) -> str | None:
         """Why nothing may be written to the engine that is connected under the registration's name."""
-        doom = self.desk.doom(registration.decode_engine_id)
-        if doom is not None:
-            return doom
+        closing = self.desk.peers.closing(registration.decode_engine_id)
+        if closing is not None:
+            return closing
         return None if self.desk.is_current(registration) else RESTARTED
 
     def _push_whole(self, push: Push, registration: Registration) -> None:

@@ -32,7 +32,9 @@ from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.core.wire import Registration, Window, WireError
 from layerpush.decode.loads import Loads
+from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.unpacking import NoUnpacking
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Identity
 from layerpush.prefill.registrations import Registrations
@@ -94,20 +96,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self._staging = WorkerPacking(self, config)
         self._connections = Connections(self, self.transport, config.allowed_hosts)
         self._host = WorkerHost(self, self._connections, self._guarded, self._peer_lost)
-        self._loads = Loads(
-            engine_id,
-            self._connections,
-            PeerWatch(config.peer_timeout_s),
-            self._probe_peer,
-            self,
-            self._peer_errors,
-            self.world_size,
-            config.peer_timeout_s,
-            self._forget_prefill_engine,
-            LoadMeter(self.metrics.recorder),
-            self._keep_load,
-        )
-        watch_worker(self.metrics, vllm_config.parallel_config.world_size, self._loads, self._peer_errors)
+        self._loads: Loads | None = None
         self._registrations: Registrations | None = None
         self._dispatcher: Dispatcher | None = None
 
@@ -119,7 +108,6 @@ class LayerwisePushWorker(VllmPushWorker):
         if fallback is None:
             self._staging.build(layout, kv_caches)
             self._host.layout = layout if self._staging.strategy is not None else None
-            self._loads.unpacker = self._staging.unpacker
         hooked = not runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
             logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
@@ -149,15 +137,27 @@ class LayerwisePushWorker(VllmPushWorker):
             get_base_request_id,
             self._digests,
         )
+        meter = LoadMeter(self.metrics.recorder)
+        watch = PeerWatch(config.peer_timeout_s)
+        self._loads = Loads(
+            self.engine_id,
+            self.world_size,
+            config.peer_timeout_s,
+            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, meter),
+            self,
+            self._staging.unpacker or NoUnpacking(),
+            self._peer_errors,
+            meter,
+        )
         self._dispatcher = Dispatcher(
             self.transport,
             self._registrations,
             self._loads,
-            self._staging,
+            self._staging.unpacked,
             self._pending_completion_notifs.put,
             self._peer_errors,
-            lambda what, call: self._guarded(what, None, call),
         )
+        watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self._loads, self._peer_errors)
         watch_writer(self.metrics, self._writer, self._registrations, self._step_events, self._trace)
         watch_rings(self.metrics, self._staging.rings)
         self._connections.on_lost = self._peer_lost
@@ -189,6 +189,11 @@ class LayerwisePushWorker(VllmPushWorker):
     def registrations(self) -> Registrations:
         assert self._registrations is not None, "register_kv_caches comes first"
         return self._registrations
+
+    @property
+    def loads(self) -> Loads:
+        assert self._loads is not None, "register_kv_caches comes first"
+        return self._loads
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -295,13 +300,13 @@ class LayerwisePushWorker(VllmPushWorker):
         now = time.perf_counter()
         self._connections.tick(now)
         self.registrations.tick(now)
-        self._loads.tick(now)
+        self.loads.tick(now)
         if not self.writer.is_draining:
             self._unreported_aborts.settled(dropped)
 
     def _patience(self) -> float:
         own = self.writer.patience
-        peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
+        peers = NOTIFICATION_POLL_S if self.loads.is_waiting else IDLE_POLL_S
         return peers if own is None else min(own, peers)
 
     def _drain_inboxes(self) -> None:
@@ -349,18 +354,18 @@ class LayerwisePushWorker(VllmPushWorker):
                 notify_only=only_decodes(self.vllm_config) or data.get("remote_pp_size", 1) > 1,
             )
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
-            self._loads.await_push(registration, address, extra, now)
+            self.loads.register(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
-            self._loads.refuse(request_id, f"it cannot be registered: {error}", now)
+            self.loads.refuse(request_id, f"it cannot be registered: {error}", now)
 
     def _cancel_loads(self, cancelled: dict[str, str]) -> None:
         self._drain_inboxes()  # a registration and its end may come in one step
         now = time.perf_counter()
         for request_id, reason in cancelled.items():
             if reason == ABORTED:
-                self._loads.dropped(request_id, reason, now)
+                self.loads.abort(request_id, reason, now)
             else:
-                self._loads.overdue(request_id, reason, now)
+                self.loads.time_out(request_id, reason, now)
 
     def parked(self, request_id: str) -> None:
         self._reports.append(("parked", request_id))
@@ -368,16 +373,16 @@ class LayerwisePushWorker(VllmPushWorker):
     def cleared(self, request_id: str) -> None:
         self._reports.append(("cleared", request_id))
 
-    def _keep_load(self, record: LoadRecord) -> None:
+    def keep_load(self, record: LoadRecord) -> None:
         record.rank = self.tp_rank
         if record.prefill_engine_id is not None:
             record.clock_offset = self.clock_offset(record.prefill_engine_id)
         self._trace.add(record)
 
-    def _forget_prefill_engine(self, engine_id: str) -> bool:
+    def forget_prefill_engine(self, engine_id: str) -> bool:
         self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")  # it may be both
         if engine_id in self.writer.engines_in_flight:
-            self.registrations.peer_lost(engine_id)
+            self.registrations.peers.lost(engine_id)
             return False
         self._connections.forget(engine_id)
         return True
@@ -392,8 +397,8 @@ class LayerwisePushWorker(VllmPushWorker):
         self._prober.start((address.engine_id, agent), address.host, address.port, agent, tp_rank, asked, pp_rank)
 
     def _peer_lost(self, engine_id: str) -> None:
-        self._loads.connection_lost(self.agents_of(engine_id), time.perf_counter())
-        self.registrations.peer_lost(engine_id)
+        self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())
+        self.registrations.peers.lost(engine_id)
 
     def link_to(self, engine_id: str) -> Link:
         return self._staging.with_gathering(self.probe(engine_id))
@@ -410,7 +415,7 @@ class LayerwisePushWorker(VllmPushWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        return self.writer.engines_in_use | self._staging.engines_in_flight | self._loads.engines_in_use
+        return self.writer.engines_in_use | self._staging.engines_in_flight | self.loads.engines_in_use
 
     def shutdown(self) -> None:
         thread = getattr(self, "_push_writer_thread", None)

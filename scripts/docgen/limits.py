@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layerpush.compat import push_worker
 from layerpush.core import pending_registrations, request_params, wire
-from layerpush.decode import loads
-from layerpush.prefill import registrations
+from layerpush.decode import early_messages, prefill_peers
+from layerpush.prefill import decode_peers, registrations
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import tally
 from layerpush.transport.packing import unpacker
@@ -58,9 +58,15 @@ TABLES = (
         pending_registrations.KEPT_S,
         _FORGOTTEN,
     ),
-    ("P", "answers to a D whose connection was lost", registrations.REMEMBERED, registrations.ENDED_S, "forgotten"),
+    (
+        "P",
+        "answers to a D whose connection was lost",
+        decode_peers.HELD,
+        decode_peers.ANSWERS_KEPT_S,
+        "forgotten",
+    ),
     ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
-    ("P", "registrations of a D that may have restarted", registrations.REMEMBERED, None, "the newest is dropped"),
+    ("P", "registrations of a D that may have restarted", decode_peers.HELD, None, "the newest is dropped"),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
     ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),
@@ -71,8 +77,8 @@ TABLES = (
         None,
         "the newest is dropped, counted",
     ),
-    ("D", "agents that speak layerpush", loads.SPEAKERS_KEPT, None, _FORGOTTEN),
-    ("D", "messages about requests before their registration", loads.HELD, loads.HOLD_S, _DROPPED),
+    ("D", "agents that speak layerpush", prefill_peers.IDENTIFIED_KEPT, None, _FORGOTTEN),
+    ("D", "messages about requests before their registration", early_messages.KEPT, early_messages.KEPT_S, _DROPPED),
     ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),

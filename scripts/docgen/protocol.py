@@ -96,9 +96,9 @@ def endings() -> str:
     return PREFILL.diagram(shows=_is_unhappy)
 
 
-def words() -> str:
-    """What an agent may have as its last word."""
-    return table(("word", "meaning"), [(f"`{word.name}`", word.value) for word in decode.Word])
+def final_statuses() -> str:
+    """How an agent's part of a load may end."""
+    return table(("status", "meaning"), [(f"`{status.name}`", status.value) for status in decode.FinalStatus])
 
 
 def _is_unhappy(state: enum.Enum, event: type) -> bool:

@@ -59,7 +59,7 @@ SECTIONS: Mapping[str, Section] = {
     "protocol-actions": Section((PROTOCOL,), lambda _: protocol.PREFILL.actions()),
     "decode-moves": Section((PROTOCOL,), lambda _: protocol.DECODE.diagram()),
     "decode-states": Section((PROTOCOL,), lambda _: protocol.DECODE.states()),
-    "decode-words": Section((PROTOCOL,), lambda _: protocol.words()),
+    "decode-final-statuses": Section((PROTOCOL,), lambda _: protocol.final_statuses()),
     "decode-events": Section((PROTOCOL,), lambda _: protocol.DECODE.events()),
     "decode-actions": Section((PROTOCOL,), lambda _: protocol.DECODE.actions()),
     "messages-upstream": Section((PROTOCOL,), lambda _: messages.upstream()),

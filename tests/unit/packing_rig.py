@@ -16,7 +16,7 @@ from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES, Copy
 from layerpush.transport.packing.packer import Packer, PushWindow, Stage, StagedWrite
 from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.packing.unpacker import Unpacker, UnpackError
+from layerpush.transport.packing.unpacker import Answer, Unpacker
 from layerpush.transport.packing.windows import Windows
 from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
@@ -70,7 +70,7 @@ class UnpackingDecoder(Decoder):
         self._told: list[bytes] = []
 
     def turn(self) -> None:
-        """What a decode rank's desk does with what arrives; ``answers``: whether it sends any."""
+        """What a decode rank's loads do with each message; ``answers``: whether it sends any."""
         end = self.ends[0]
         if not end.alive:
             return
@@ -79,19 +79,13 @@ class UnpackingDecoder(Decoder):
             if not isinstance(message, Unpack):
                 self._told.append(payload)
                 continue
-            answer, wanted = self.unpacker.again(sender, message), self.awaited.get(message.request_id)
-            try:
-                if answer is None and wanted is not None:
-                    self.unpacker.unpack(sender, message, wanted)
-                elif answer is None:
-                    answer = self.unpacker.refuse(sender, message)
-            except UnpackError:
-                answer = self.unpacker.refuse(sender, message)
-            if answer is not None and self.answers:
-                end.notify(answer.agent, encode(answer.message))
+            self._answer(self.unpacker.on_message(sender, message, self.awaited.get(message.request_id)))
         for answer in self.unpacker.ended():
-            if self.answers:
-                end.notify(answer.agent, encode(answer.message))
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        if answer.message is not None and self.answers:
+            self.ends[0].notify(answer.agent, encode(answer.message))
 
     def told(self) -> list[list[bytes]]:
         self.turn()

@@ -1,16 +1,16 @@
-"""What a decode rank awaits: told of once, when it is sure, and never of blocks that somebody may still write to."""
+"""Loads of a decode rank: reported once, when it is sure, and never over blocks that somebody may still write to."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
 from layerpush.core import liveness
-from layerpush.core.liveness import Order, Verdict
+from layerpush.core.liveness import Action, Verdict
 from layerpush.core.load_session import RETRY_S
 from layerpush.core.wire import (
     Accepted,
@@ -24,16 +24,21 @@ from layerpush.core.wire import (
     Registration,
     WireError,
     encode,
+    encode_completion,
     encode_quietly,
     encode_registration,
     read,
 )
-from layerpush.decode import loads as desk_module
-from layerpush.decode.loads import HOLD_S, Loads
+from layerpush.decode import early_messages, prefill_peers
+from layerpush.decode.early_messages import KEPT_S, LoadMessage
+from layerpush.decode.loads import Loads
+from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.decode.unpacking import NoUnpacking, Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
 from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import TRIES, Address
 from tests.unit.peers_rig import Town
 
@@ -54,6 +59,12 @@ def registration(request_id: str = "r", blocks: tuple[int, ...] = (1, 2)) -> Reg
     )
 
 
+def payload_of(message: LoadMessage) -> bytes:
+    if isinstance(message, Completion):
+        return encode_completion(message.request_id, message.world_size)
+    return encode(message)
+
+
 def cancel_of(request_id: str = "r") -> Cancel:
     return Cancel(request_id, "D", "10.0.0.7", 5601, 1)
 
@@ -62,9 +73,9 @@ class ScriptedWatch:
     """``orders`` are given at the next look; what it is told is noted."""
 
     def __init__(self) -> None:
-        self.orders: list[Order] = []
+        self.orders: list[Action] = []
         self.sessions: dict[tuple[str, str], int] = {}
-        self.spoken: dict[str, bool] = {}
+        self.identified: dict[str, bool] = {}
         self.lost_agents: list[str] = []
         self.cut_agents: list[str] = []
         self.reconnections: list[tuple[str, ...]] = []
@@ -78,11 +89,11 @@ class ScriptedWatch:
         for agent in agents:
             self.sessions[engine_id, agent] -= 1
 
-    def heard(self, agent: str, now: float, spoke: bool) -> None:
-        self.spoken[agent] = self.spoken.get(agent, False) or spoke
+    def on_message(self, agent: str, now: float, identified: bool) -> None:
+        self.identified[agent] = self.identified.get(agent, False) or identified
 
-    def spoke(self, agent: str) -> None:
-        self.spoken[agent] = True
+    def identify(self, agent: str) -> None:
+        self.identified[agent] = True
 
     def lost(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
@@ -96,15 +107,19 @@ class ScriptedWatch:
     def verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
         self.verdicts.append((engine_id, agent, verdict, now))
 
-    def due(self, now: float) -> list[Order]:
+    def due(self, now: float) -> list[Action]:
         orders, self.orders = self.orders, []
         return orders
 
 
 class Engine:
-    """The main thread's end: ``known`` are the requests that it tracks, ``told`` what it was told, in order."""
+    """The worker that the loads belong to: ``known`` are the requests that its main thread tracks, ``told`` what it was
+    told, in order; ``forget`` drops a connection.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[str], bool]) -> None:
+        self.forget_prefill_engine = forget
+        self.records: list[LoadRecord] = []
         self.known: set[str] = set()
         self.told: list[tuple[str, str]] = []
         self.on_told: Callable[[str, str], None] = lambda _, __: None
@@ -112,7 +127,7 @@ class Engine:
     def knows(self, request_id: str) -> bool:
         return request_id in self.known
 
-    def loaded(self, completions: list[bytes]) -> None:
+    def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
         assert all(isinstance(message, Completion) for message in messages)
         self.completions = messages
@@ -127,6 +142,9 @@ class Engine:
 
     def cleared(self, request_id: str) -> None:
         self._note("cleared", request_id)
+
+    def keep_load(self, record: LoadRecord) -> None:
+        self.records.append(record)
 
     def _note(self, what: str, request_id: str) -> None:
         self.told.append((what, request_id))
@@ -143,24 +161,25 @@ class World(Town):
         allowed: tuple[str, ...] | None = None,
         scripted: bool = True,
         forget: Callable[[str], bool] | None = None,
+        unpacking: Unpacking | None = None,
     ) -> None:
         super().__init__(allowed)
         self.agents = tuple(f"p-{rank}" for rank in range(ranks))
         self.network.listening = {"P": self.agents}
-        self.watch, self.engine = ScriptedWatch(), Engine()
+        self.watch, self.engine = ScriptedWatch(), Engine(forget or self.forget)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
-        self.desk = Loads(
+        meter = LoadMeter(self.recorder)
+        watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
+        self.loads = Loads(
             "D",
-            self.peers,
-            self.watch if scripted else liveness.PeerWatch(PATIENCE_S),  # type: ignore[arg-type]
-            self.probe,
-            self.engine,
-            self.peer_errors,
             world_size,
             PATIENCE_S,
-            forget or self.forget,
-            LoadMeter(self.recorder),
+            PrefillPeers("D", self.peers, watch, self.probe, self.engine, meter),  # type: ignore[arg-type]
+            self.engine,
+            unpacking or NoUnpacking(),
+            self.peer_errors,
+            meter,
         )
 
     def forget(self, engine_id: str) -> bool:
@@ -169,7 +188,7 @@ class World(Town):
 
     def awaits(self, request_id: str = "r", known: bool = True) -> None:
         self.engine.known |= {request_id} if known else set()
-        self.desk.await_push(registration(request_id), P, EXTRA, self.now)
+        self.loads.register(registration(request_id), P, EXTRA, self.now)
         self.settle()
 
     def awaiting(self, *speaking: str, request_id: str = "r") -> None:
@@ -179,18 +198,26 @@ class World(Town):
             self.hears(Accepted(request_id), agent)
         self.mail.taken()
 
-    def hears(self, message: Completion | Accepted | Fail | Cancelled | None, agent: str = "p-0") -> None:
-        self.desk.heard(agent, message, self.now)
+    def hears(self, message: LoadMessage | None, agent: str = "p-0") -> None:
+        """A message arrives; None: it is about no load."""
+        if message is None:
+            self.loads.peers.on_message(agent, self.now, identified=True)
+        else:
+            self.receives(message, agent)
         self.tick()
 
-    def orders(self, *orders: Order) -> None:
+    def receives(self, message: LoadMessage, agent: str = "p-0") -> None:
+        """As ``hears``, but the turn goes on."""
+        self.loads.on_message(agent, message, payload_of(message), self.now)
+
+    def orders(self, *orders: Action) -> None:
         self.watch.orders = list(orders)
         self.tick()
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.settle()
-        self.desk.tick(self.now)
+        self.loads.tick(self.now)
         self.settle()
 
     def sent(self) -> list[tuple[str, Message]]:
@@ -203,7 +230,7 @@ class World(Town):
         return [what for what, _ in self.engine.told]
 
     def is_over(self) -> bool:
-        return not self.desk.is_waiting and not any(self.watch.sessions.values())
+        return not self.loads.is_waiting and not any(self.watch.sessions.values())
 
 
 # Registering.
@@ -211,7 +238,7 @@ class World(Town):
 
 def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
     world = World(ranks=2)
-    world.desk.await_push(registration(), P, EXTRA, world.now)
+    world.loads.register(registration(), P, EXTRA, world.now)
     assert (world.mail.sent, world.watch.sessions) == ([], {})
     world.settle()
     payload = encode_registration(registration(), **EXTRA)
@@ -219,7 +246,7 @@ def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
     assert world.mail.sent == [("p-0", payload), ("p-1", payload)]
     assert world.watch.sessions == {("P", "p-0"): 1, ("P", "p-1"): 1}
     assert world.network.handshakes == [P]
-    assert (world.desk.engines_in_use, len(world.desk), world.desk.is_waiting) == ({"P"}, 1, True)
+    assert (world.loads.engines_in_use, len(world.loads), world.loads.is_waiting) == ({"P"}, 1, True)
     world.tick()
     assert world.told == []
 
@@ -255,7 +282,7 @@ def test_a_connection_that_turns_out_to_be_dead_is_made_anew() -> None:
     assert world.network.forgotten == ["P"]
     assert [agent for agent, _ in world.sent()] == ["p-new"]
     assert world.watch.sessions["P", "p-new"] == 1
-    assert len(world.desk) == 2
+    assert len(world.loads) == 2
 
 
 def test_a_connection_that_is_dead_again_fails_the_load() -> None:
@@ -283,12 +310,12 @@ def test_ranks_that_were_reached_are_asked_to_stop_if_another_was_not() -> None:
 def test_what_cannot_be_registered_is_never_awaited() -> None:
     world = World()
     with pytest.raises(WireError, match="twice"):
-        world.desk.await_push(registration(blocks=(4, 4)), P, EXTRA, world.now)
-    assert len(world.desk) == 0
+        world.loads.register(registration(blocks=(4, 4)), P, EXTRA, world.now)
+    assert len(world.loads) == 0
     world.engine.known = {"r"}
-    world.desk.refuse("r", "it cannot be registered", world.now)
+    world.loads.refuse("r", "it cannot be registered", world.now)
     world.tick()
-    world.desk.overdue("r", "too late", world.now)
+    world.loads.time_out("r", "too late", world.now)
     world.tick()
     assert world.told == ["failed"]
     assert world.mail.sent == []
@@ -325,7 +352,7 @@ def test_as_many_ranks_as_write_here_must_be_done(
 def test_pipeline_ranks_all_write_here() -> None:
     world = World(ranks=2)
     world.engine.known = {"r"}
-    world.desk.await_push(registration(), Address("P", "10.0.0.5", 5600, tp_size=1, pp_size=2), EXTRA, world.now)
+    world.loads.register(registration(), Address("P", "10.0.0.5", 5600, tp_size=1, pp_size=2), EXTRA, world.now)
     world.settle()
     world.hears(Completion("r", 1), "p-1")
     assert world.told == []
@@ -361,19 +388,19 @@ def test_an_outcome_waits_until_the_engine_knows_the_request() -> None:
     world = World()
     world.awaits(known=False)
     world.hears(Completion("r", 1))
-    world.tick(HOLD_S - 1)
+    world.tick(KEPT_S - 1)
     assert world.told == []
-    assert world.desk.is_waiting
+    assert world.loads.is_waiting
     world.engine.known = {"r"}
     world.tick()
     assert world.told == ["loaded"]
-    world.tick(HOLD_S)
+    world.tick(KEPT_S)
     assert world.told == ["loaded"]
     assert world.is_over()
 
 
 @pytest.mark.parametrize("outcome", ["loaded", "failed"])
-@pytest.mark.parametrize("step_s", [HOLD_S, 100 * HOLD_S])
+@pytest.mark.parametrize("step_s", [KEPT_S, 100 * KEPT_S])
 def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s: float) -> None:
     """The main thread knows of a request after the forward of its step, which may compile for minutes."""
     world = World()
@@ -382,7 +409,7 @@ def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s:
     for _ in range(10):
         world.tick(step_s / 10)
     assert world.told == []
-    assert world.desk.is_waiting
+    assert world.loads.is_waiting
     world.engine.known = {"r"}
     world.tick()
     assert world.told == [outcome]
@@ -415,7 +442,7 @@ def test_who_spoke_too_early_is_known_to_speak() -> None:
     world.hears(Accepted("r"))
     world.awaits()
     world.sent()
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     assert world.sent() == [("p-0", cancel_of())]
 
 
@@ -424,18 +451,18 @@ def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
     world.awaiting()
-    assert world.watch.spoken == {"p-0": True}
-    world.desk.overdue("r", "no push", world.now)
+    assert world.watch.identified == {"p-0": True}
+    world.loads.time_out("r", "no push", world.now)
     cancel = cancel_of()
     assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]
 
 
 def test_who_has_spoken_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "SPEAKERS_KEPT", 10)
+    monkeypatch.setattr(prefill_peers, "IDENTIFIED_KEPT", 10)
     world = World()
     for number in range(50):
         world.hears(None, f"p-{number}")
-    assert len(world.desk._speakers) == 10
+    assert len(world.loads.peers._identified) == 10
 
 
 def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
@@ -451,8 +478,8 @@ def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
     world = World()
     world.hears(Completion("r", 1))
     world.hears(Fail("s", 0, "no", True))
-    assert world.desk.is_waiting
-    world.tick(HOLD_S)
+    assert world.loads.is_waiting
+    world.tick(KEPT_S)
     assert world.peer_errors.counts == {"late completion": 1}
     assert world.is_over()
     world.awaits()
@@ -461,11 +488,11 @@ def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
 
 
 def test_early_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "HELD", 10)
+    monkeypatch.setattr(early_messages, "KEPT", 10)
     world = World()
     for number in range(50):
         world.hears(Completion(f"r{number}", 1))
-    assert len(world.desk._early) <= 10
+    assert len(world.loads._early) <= 10
 
 
 # Giving up.
@@ -474,7 +501,7 @@ def test_early_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_aborted_the_prefill_ranks_are_asked_to_stop_and_awaited() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
     world.hears(Cancelled("r"), "p-1")
     world.tick(RETRY_S)
@@ -490,7 +517,7 @@ def test_aborted_before_it_was_registered_nobody_is_asked() -> None:
     world = World()
     world.network.listening = {}
     world.awaits()
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     world.tick()
     assert world.told == ["failed"]
     world.network.answer("P", "p-0")
@@ -503,7 +530,7 @@ def test_aborted_when_all_has_landed_it_is_over_anyway() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.hears(Completion("r", 2), "p-0")
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     world.hears(Completion("r", 2), "p-1")
     assert world.told == ["failed"]
     assert world.is_over()
@@ -511,11 +538,11 @@ def test_aborted_when_all_has_landed_it_is_over_anyway() -> None:
 
 def test_what_is_not_awaited_cannot_be_given_up() -> None:
     world = World()
-    world.desk.dropped("r", "aborted", world.now)
-    world.desk.overdue("r", "too late", world.now)
+    world.loads.abort("r", "aborted", world.now)
+    world.loads.time_out("r", "too late", world.now)
     world.awaiting()
     world.hears(Completion("r", 1))
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     world.tick()
     assert world.told == ["loaded"]
 
@@ -523,12 +550,12 @@ def test_what_is_not_awaited_cannot_be_given_up() -> None:
 def test_late_ranks_that_do_not_answer_cost_blocks_and_not_the_request() -> None:
     world = World()
     world.awaiting("p-0")
-    world.desk.overdue("r", "no push", world.now)
+    world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S - 1)
     assert world.told == []
     world.tick(1.0)
     assert world.told == ["parked", "failed"]
-    assert len(world.desk) == 1
+    assert len(world.loads) == 1
     world.tick(RETRY_S)
     assert world.sent()[-1] == ("p-0", cancel_of())
     world.hears(Cancelled("r"))
@@ -541,7 +568,7 @@ def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
     """It hears of the failure only when it knows the request, and of the parking at once."""
     world = World()
     world.awaits(known=False)
-    world.desk.overdue("r", "no push", world.now)
+    world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S)
     assert world.told == ["parked"]
     world.engine.known = {"r"}
@@ -553,7 +580,7 @@ def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that
     """It may be one that the registration, or its answer, was lost for."""
     world = World()
     world.awaiting()
-    world.desk.overdue("r", "no push", world.now)
+    world.loads.time_out("r", "no push", world.now)
     assert world.mail.sent == [("p-0", encode_quietly(cancel_of()))]
     world.tick(PATIENCE_S)
     assert world.told == ["parked", "failed"]
@@ -579,17 +606,17 @@ def test_a_cancel_that_cannot_be_sent_makes_the_agent_doubtful() -> None:
     world = World()
     world.awaiting("p-0")
     world.mail.lost = {"p-0"}
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     assert world.watch.lost_agents == ["p-0"]
     assert world.told == []
 
 
-@pytest.mark.parametrize(("wish", "level"), [("dropped", logging.INFO), ("overdue", logging.WARNING)])
+@pytest.mark.parametrize(("wish", "level"), [("abort", logging.INFO), ("time_out", logging.WARNING)])
 def test_a_failure_is_said_once_and_an_abort_quietly(wish: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.awaiting("p-0")
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
-        getattr(world.desk, wish)("r", "the reason", world.now)
+        getattr(world.loads, wish)("r", "the reason", world.now)
         world.hears(Cancelled("r"))
     (record,) = [record for record in caplog.records if "KV load of r from P failed: the reason" in record.getMessage()]
     assert record.levelno == level
@@ -621,7 +648,7 @@ def test_whatever_an_agent_sends_it_is_heard_of() -> None:
     world.hears(None, "p-0")
     world.hears(Completion("nothing", 1), "p-1")
     world.hears(Cancelled("nothing"), "p-2")
-    assert world.watch.spoken == {"p-0": True, "p-1": False, "p-2": True}
+    assert world.watch.identified == {"p-0": True, "p-1": False, "p-2": True}
 
 
 def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None:
@@ -658,7 +685,7 @@ def test_a_dead_agent_writes_nowhere_any_more() -> None:
 def test_a_dead_agent_frees_what_was_set_aside() -> None:
     world = World()
     world.awaiting()
-    world.desk.overdue("r", "no push", world.now)
+    world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S)
     world.orders(liveness.ReportGone("p-0", "it has ended"))
     assert world.told == ["parked", "failed", "cleared"]
@@ -753,7 +780,7 @@ def test_what_cannot_be_sent_for_want_of_a_connection_speaks_against_nobody() ->
     world.network.listening = {}
     world.orders(liveness.Reconnect("P"))
     world.orders(liveness.SendPing("P", "p-0", True))
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     assert world.watch.lost_agents == []
     assert set(world.watch.cut_agents) == {"p-0"}
     assert world.watch.reconnections == []
@@ -821,7 +848,7 @@ def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it
     world.awaiting("p-0", request_id="honest")
     world.engine.known |= {"r"}
     nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
-    world.desk.await_push(registration(), nowhere, EXTRA, world.now)
+    world.loads.register(registration(), nowhere, EXTRA, world.now)
     world.settle()
     assert world.watch.sessions["P", "p-0"] == 2
     world.hears(Completion("honest", 1))
@@ -833,7 +860,7 @@ def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it
 def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
     world = World(ranks=2)
     world.network.connected = {"P": world.agents}
-    world.desk.await_push(registration("s"), Address("P", "10.0.0.5", 5600, tp_size=2), EXTRA, world.now)
+    world.loads.register(registration("s"), Address("P", "10.0.0.5", 5600, tp_size=2), EXTRA, world.now)
     world.awaits()
     world.tick()
     assert world.told == ["failed"]
@@ -898,7 +925,7 @@ def test_an_engine_is_connected_anew_where_it_was_found() -> None:
     world = World()
     nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
     world.network.listening = {}
-    world.desk.await_push(registration("mistaken"), nowhere, EXTRA, world.now)
+    world.loads.register(registration("mistaken"), nowhere, EXTRA, world.now)
     world.network.reject("P", OSError("no route"))
     world.settle()
     world.network.listening = {"P": world.agents}
@@ -912,14 +939,14 @@ def test_an_engine_is_connected_anew_where_it_was_found() -> None:
 def test_what_somebody_else_found_broken_is_a_failed_send_if_there_was_but_one_agent() -> None:
     world = World()
     world.awaiting("p-0")
-    world.desk.connection_lost(("p-0",), world.now)
+    world.loads.peers.connection_lost(("p-0",), world.now)
     assert world.watch.lost_agents == world.watch.cut_agents == ["p-0"]
 
 
 def test_what_somebody_else_found_broken_speaks_against_none_of_several_agents() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.desk.connection_lost(("p-0", "p-1"), world.now)
+    world.loads.peers.connection_lost(("p-0", "p-1"), world.now)
     assert world.watch.lost_agents == []
     assert world.watch.cut_agents == ["p-0", "p-1"]
 
@@ -929,7 +956,7 @@ def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks:
     """If it is known who that was: no send of ours will fail any more."""
     world = World(ranks, scripted=False)
     world.awaiting(*world.agents)
-    world.desk.connection_lost(world.agents, world.now)
+    world.loads.peers.connection_lost(world.agents, world.now)
     world.peers.forget("P")
     world.network.listening = {}
     for _ in range(int(4 * 3 * PATIENCE_S)):
@@ -941,15 +968,15 @@ def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
     """Words about the one would be taken for words about the other."""
     world = World()
     world.awaiting("p-0")
-    world.desk.overdue("r", "no push", world.now)
+    world.loads.time_out("r", "no push", world.now)
     world.tick(PATIENCE_S)
     assert world.told == ["parked", "failed"]
     world.sent()
-    world.desk.await_push(registration(blocks=(7, 8)), P, EXTRA, world.now)
+    world.loads.register(registration(blocks=(7, 8)), P, EXTRA, world.now)
     world.tick()
     assert world.sent() == []
     assert world.told == ["parked", "failed", "failed"]
-    assert len(world.desk) == 1
+    assert len(world.loads) == 1
     world.hears(Cancelled("r"))
     assert world.told == ["parked", "failed", "failed", "cleared"]
     assert world.is_over()
@@ -991,11 +1018,11 @@ def test_loads_that_come_to_nothing_are_told_apart() -> None:
     world.awaiting("p-0", request_id="failed")
     world.hears(Fail("failed", 0, "no such request", True))
     world.awaiting("p-0", request_id="aborted")
-    world.desk.dropped("aborted", "aborted", world.now)
+    world.loads.abort("aborted", "aborted", world.now)
     world.hears(Cancelled("aborted"))
-    world.desk.refuse("refused", "bad address", world.now)
+    world.loads.refuse("refused", "bad address", world.now)
     world.awaiting("p-0", request_id="parked")
-    world.desk.overdue("parked", "no push", world.now)
+    world.loads.time_out("parked", "no push", world.now)
     world.tick(PATIENCE_S)
     world.hears(Cancelled("parked"))
     assert counted(world) == ({"failed": 1, "aborted": 1, "refused": 1, "parked": 1}, {}, 0)
@@ -1061,9 +1088,9 @@ def test_the_engine_is_told_once_and_only_of_blocks_that_nobody_writes_to(seed: 
             for _ in range(draw.choice([1, 1, 2])):
                 world.hears(rank.speak(draw, request_id, ranks), rank.name)
         elif dice < 0.55:
-            world.desk.dropped(request_id, "aborted", world.now)
+            world.loads.abort(request_id, "aborted", world.now)
         elif dice < 0.6:
-            world.desk.overdue(request_id, "too late", world.now)
+            world.loads.time_out(request_id, "too late", world.now)
         elif dice < 0.65:
             world.orders(liveness.ReportSilent(rank.name, "nothing came"))
         elif dice < 0.68:
@@ -1100,7 +1127,7 @@ def test_the_engine_is_told_once_and_only_of_blocks_that_nobody_writes_to(seed: 
             name
         )
     assert not any(world.watch.sessions.values())
-    assert len(world.desk) == 0
+    assert len(world.loads) == 0
 
 
 def _answer_cancels(world: World, prefill: dict[str, list[Prefill]], draw: random.Random) -> None:

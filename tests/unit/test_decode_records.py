@@ -11,8 +11,7 @@ from tests.unit.test_decode_desk import PATIENCE_S, World, registration
 class RecordedWorld(World):
     def __init__(self, ranks: int = 1) -> None:
         super().__init__(ranks)
-        self.records: list[LoadRecord] = []
-        self.desk._keep_record = self.records.append
+        self.records = self.engine.records
 
     @property
     def record(self) -> LoadRecord:
@@ -79,7 +78,7 @@ def test_a_load_that_fails_says_why() -> None:
 def test_a_load_that_the_engine_dropped_is_cancelled() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     world.hears(Cancelled("r"))
     assert (world.record.outcome, world.record.reason) == ("cancelled", "aborted")
 
@@ -87,7 +86,7 @@ def test_a_load_that_the_engine_dropped_is_cancelled() -> None:
 def test_a_load_that_cannot_be_registered() -> None:
     world = RecordedWorld()
     world.engine.known.add("r")
-    world.desk.refuse("r", "it is odd", world.now)
+    world.loads.refuse("r", "it is odd", world.now)
     world.tick(1.0)
     assert (world.record.outcome, world.record.reason) == ("failed", "it is odd")
     assert (world.record.t_settled, world.record.t_reported, world.record.t_registered) == (100.0, 101.0, None)
@@ -96,7 +95,7 @@ def test_a_load_that_cannot_be_registered() -> None:
 def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_free() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
-    world.desk.overdue("r", "too late", world.now)
+    world.loads.time_out("r", "too late", world.now)
     world.tick(RETRY_S)
     world.tick(PATIENCE_S)
     first = world.record
@@ -113,7 +112,7 @@ def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_fre
 def test_a_second_request_of_the_same_id_has_a_record_of_its_own() -> None:
     world = RecordedWorld()
     world.awaits()
-    world.desk.await_push(registration(), world.peers.address("P"), {}, world.now)  # type: ignore[arg-type]
+    world.loads.register(registration(), world.peers.address("P"), {}, world.now)  # type: ignore[arg-type]
     world.tick(1.0)
     assert world.record.outcome == "failed"
     world.hears(Completion("r", 1))

@@ -13,44 +13,44 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from layerpush.core.load_protocol import (
+    Aborted,
     Action,
     Cancel,
+    Cancelled,
+    Clear,
     Completed,
-    Dropped,
     Event,
     Failed,
-    GiveUp,
     Gone,
-    Overdue,
     Park,
     Registered,
+    ReportAborted,
+    ReportFailed,
+    ReportLoaded,
     Silent,
-    Spoke,
     State,
-    Succeed,
     Tick,
-    Unpark,
-    Withdrawn,
+    TimedOut,
 )
-from layerpush.core.load_session import DecodeSession
+from layerpush.core.load_session import LoadSession
 
 PATIENCE_S, RETRY_S = 5.0, 1.0
 AGENTS = ("A", "B", "C")
 FINAL: list[Callable[[str, int], Event]] = [
     Completed,
     lambda agent, _: Failed(agent, "failed", drained=True),
-    lambda agent, _: Withdrawn(agent),
+    lambda agent, _: Cancelled(agent),
     lambda agent, _: Gone(agent, "gone"),
 ]
 
 
 class DecodeMachine(RuleBasedStateMachine):
-    session_type = DecodeSession
+    session_type = LoadSession
     on_the_way = Bundle("on_the_way")
     """Words that were said and have not arrived."""
 
-    @initialize(count=st.integers(1, 3), spoken=st.sets(st.sampled_from(AGENTS)))
-    def register(self, count: int, spoken: set[str]) -> None:
+    @initialize(count=st.integers(1, 3))
+    def register(self, count: int) -> None:
         self.session = self.session_type("d-1", PATIENCE_S, RETRY_S)
         self.now = 0.0
         self.writers = set(AGENTS[:count])
@@ -59,12 +59,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self.wrote: set[str] = set()
         self.reports: list[Action] = []
         self.asked: dict[str, float] = {}
-        self.spoken: set[str] = set()
-        self.dropped = False
+        self.aborted = False
         self.left_at: float | None = None
         self._send(Registered(frozenset(self.writers)))
-        for agent in sorted(spoken & self.writers):
-            self._speak(agent)
 
     @precondition(lambda self: self.writers)
     @rule(target=on_the_way, data=st.data(), kind=st.sampled_from(FINAL))
@@ -92,14 +89,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self._send(word)
 
     @rule(agent=st.sampled_from(AGENTS))
-    def speak(self, agent: str) -> None:
-        if agent in self.session.agents:
-            self._speak(agent)
-
-    @rule(agent=st.sampled_from(AGENTS))
     def fail_without_draining(self, agent: str) -> None:
         if agent in self.session.open_agents:
-            self.spoken.add(agent)
             self._send(Failed(agent, "failing", drained=False))
 
     @rule(agent=st.sampled_from(AGENTS))
@@ -112,12 +103,12 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule()
     def abort(self) -> None:
-        self.dropped |= self.session.state in (State.WAITING, State.CANCELLING)
-        self._send(Dropped("aborted"))
+        self.aborted |= self.session.state in (State.WAITING, State.CANCELLING)
+        self._send(Aborted("aborted"))
 
     @rule()
     def be_late(self) -> None:
-        self._send(Overdue("late"))
+        self._send(TimedOut("late"))
 
     @rule(seconds=st.floats(0.0, 3.0))
     def pass_time(self, seconds: float) -> None:
@@ -135,17 +126,13 @@ class DecodeMachine(RuleBasedStateMachine):
         self._send(Tick())
         assert before != (self.session.state, len(self.reports), self.asked), "due, but nothing to do"
 
-    def _speak(self, agent: str) -> None:
-        self.spoken.add(agent)
-        self._send(Spoke(agent))
-
     def _send(self, event: Event) -> None:
         if self.session.state is State.CLOSED:
             return
         before = self.session.state
         for action in self.session.handle(event, self.now):
             self._check(action)
-        if before is State.WAITING and self.session.state is State.CANCELLING:
+        if before is State.WAITING and self.session.state is not State.WAITING:
             self.left_at = self.now
 
     def _check(self, action: Action) -> None:
@@ -155,28 +142,28 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         self.reports.append(action)
         if isinstance(action, Park):
-            assert not self.dropped, "the engine holds the blocks of what it aborted"
+            assert not self.aborted, "the engine holds the blocks of what it aborted"
             assert self.left_at is not None
             assert self.now >= self.left_at + PATIENCE_S
             return
         assert not self.writers, f"{action} while {self.writers} may write"
-        if isinstance(action, Succeed):
+        if isinstance(action, ReportLoaded):
             assert len(self.wrote) == self.needed
-            assert not self.dropped
+        assert isinstance(action, Clear) or isinstance(action, ReportAborted) == self.aborted
 
     @invariant()
     def it_is_reported_once(self) -> None:
         if hasattr(self, "reports"):
             kinds = tuple(type(report) for report in self.reports)
-            assert kinds in ((), (Succeed,), (GiveUp,), (Park,), (Park, Unpark))
-            assert (self.session.state is State.CLOSED) == (kinds in ((Succeed,), (GiveUp,), (Park, Unpark)))
+            assert kinds in ((), (ReportLoaded,), (ReportFailed,), (ReportAborted,), (Park,), (Park, Clear))
+            ended = kinds in ((ReportLoaded,), (ReportFailed,), (ReportAborted,), (Park, Clear))
+            assert (self.session.state is State.CLOSED) == ended
             assert (self.session.state is State.PARKED) == (kinds == (Park,))
 
     @invariant()
     def who_may_write_is_asked(self) -> None:
-        if hasattr(self, "reports") and self.session.state in (State.CANCELLING, State.PARKED):
+        if hasattr(self, "reports") and self.session.state in (State.CANCELLING, State.ABORTING, State.PARKED):
             assert self.session.open_agents <= self.asked.keys()
-            assert {agent for agent in AGENTS if self.session.speaks(agent)} == self.spoken
 
     def teardown(self) -> None:
         """Whatever happened: when every rank has stopped and said so, it is over."""
@@ -184,7 +171,7 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         for agent in sorted(self.session.agents):
             self.writers.discard(agent)
-            self._send(Withdrawn(agent))
+            self._send(Cancelled(agent))
         assert self.session.state is State.CLOSED
         self.it_is_reported_once()
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from layerpush.core.liveness import (
     PROBE_LOST_S,
     SETTLE_S,
-    Order,
+    Action,
     PeerWatch,
     Reconnect,
     ReportGone,
@@ -32,16 +32,16 @@ SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
 ALIVE, ENDED, UNKNOWN = Verdict
 
 
-def watching(*agents: str, spoke: bool = True) -> PeerWatch:
+def watching(*agents: str, identified: bool = True) -> PeerWatch:
     """One session, added at time 0, with agents of engine P."""
     watch = PeerWatch(T)
     watch.add("P", agents or ("A",), 0.0)
     for agent in agents or ("A",):
-        watch.heard(agent, 0.0, spoke)
+        watch.on_message(agent, 0.0, identified)
     return watch
 
 
-def course(watch: PeerWatch, until: float, start: float = 0.0) -> Iterator[tuple[float, Order]]:
+def course(watch: PeerWatch, until: float, start: float = 0.0) -> Iterator[tuple[float, Action]]:
     """What is ordered when nothing happens but time."""
     now = start
     while (due := watch.next_due(now)) is not None and due <= until:
@@ -52,7 +52,7 @@ def course(watch: PeerWatch, until: float, start: float = 0.0) -> Iterator[tuple
             yield now, order
 
 
-def only(kind: type[Order], orders: Iterator[tuple[float, Order]]) -> list[float]:
+def only(kind: type[Action], orders: Iterator[tuple[float, Action]]) -> list[float]:
     return [at for at, order in orders if isinstance(order, kind)]
 
 
@@ -67,7 +67,7 @@ def test_an_agent_that_answers_is_pinged_and_left_alone() -> None:
         now = beat * BEAT_S
         assert watch.next_due(now - 1) == now
         assert watch.due(now) == [PING]
-        watch.heard("A", now + 0.01, spoke=True)
+        watch.on_message("A", now + 0.01, identified=True)
     assert watch.next_due(now) == now + BEAT_S
 
 
@@ -86,7 +86,7 @@ def test_a_silent_agent_is_probed_from_half_the_time_on_and_reported_once() -> N
 def test_a_new_silence_is_reported_anew() -> None:
     watch = watching()
     assert only(ReportSilent, course(watch, 30.0)) == [T]
-    watch.heard("A", 30.0, spoke=True)
+    watch.on_message("A", 30.0, identified=True)
     assert only(ReportSilent, course(watch, 100.0, 30.0)) == [30.0 + T]
 
 
@@ -104,7 +104,7 @@ def test_a_session_that_comes_during_a_silence_has_its_own_time() -> None:
 
 
 def test_who_never_spoke_layerpush_gets_heartbeats_and_is_never_called_silent() -> None:
-    watch = watching(spoke=False)
+    watch = watching(identified=False)
     orders = []
     for now, order in course(watch, 2 * T):
         orders.append((now, order))
@@ -186,7 +186,7 @@ def test_what_speaks_against_a_death_starts_the_proof_anew(between: str) -> None
     watch.verdict("P", "A", ENDED, 1.0)
     now = 1.0 + SETTLE_S
     if between == "a word":
-        watch.heard("A", 1.1, spoke=True)
+        watch.on_message("A", 1.1, identified=True)
     else:
         assert PROBE in watch.due(now)
         watch.verdict("P", "A", UNKNOWN, now)
@@ -217,7 +217,7 @@ def test_a_probe_that_was_begun_before_a_word_came_proves_nothing() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     assert PROBE in watch.due(1.0)
-    watch.heard("A", 1.1, spoke=True)
+    watch.on_message("A", 1.1, identified=True)
     watch.verdict("P", "A", ENDED, 1.2)
     watch.lost("A", 1.3)
     now = 1.2 + BEAT_S
@@ -246,7 +246,7 @@ def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
     assert watch.due(1.0) == [PROBE]
     watch.verdict("P", "A", ALIVE, 1.1)
     assert (watch.next_due(1.1), watch.due(1.1)) == (1.1, [RECONNECT, StartProbe("P", "B")])
-    watch.heard("B", 1.2, spoke=True)
+    watch.on_message("B", 1.2, identified=True)
     watch.verdict("P", "B", ALIVE, 1.3)
     assert watch.due(1.3) == []
     watch.lost("A", 1.4)
@@ -262,7 +262,7 @@ def test_a_send_that_failed_proves_something_until_the_agent_is_heard_or_connect
     seen = [order for _, order in course(watch, 1.1, 1.0)]
     assert seen == [RECONNECT]
     if cure == "a word":
-        watch.heard("A", 1.1, spoke=True)
+        watch.on_message("A", 1.1, identified=True)
     elif cure == "a connection":
         watch.reconnected(["A"])
     for now, order in course(watch, 30.0, 1.1):
@@ -279,7 +279,7 @@ def test_a_word_after_the_connection_was_dropped_proves_little() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.cut("A")
-    watch.heard("A", 1.1, spoke=True)
+    watch.on_message("A", 1.1, identified=True)
     for now, order in course(watch, 30.0, 1.1):
         if order == GONE:
             return
@@ -317,7 +317,7 @@ def test_who_lives_and_is_not_connected_is_so_again_at_the_next_sign_of_life(tro
     tries = [now for now, order in orders if order == RECONNECT]
     assert tries == [1.0 + beat * BEAT_S for beat in range(4)]
     watch.reconnected(["A"])
-    watch.heard("A", 17.0, spoke=True)
+    watch.on_message("A", 17.0, identified=True)
     assert [order for _, order in course(watch, 17.0 + T / 2 - 1, 17.0)] == [PING, PING]
 
 
@@ -368,7 +368,7 @@ def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> N
 
 
 def test_a_probe_without_a_verdict_is_given_up() -> None:
-    watch = watching(spoke=False)
+    watch = watching(identified=False)
     assert only(StartProbe, course(watch, 100.0)) == [10.0, 10.0 + PROBE_LOST_S, 10.0 + 2 * PROBE_LOST_S, 100.0]
 
 
@@ -383,7 +383,7 @@ def test_sessions_are_counted() -> None:
     watch.verdict("P", "A", ALIVE, 8.0)
     watch.remove("P", ["A", "nobody"])
     assert (len(watch), watch.next_due(9.0)) == (0, None)
-    watch.heard("A", 9.0, spoke=True)
+    watch.on_message("A", 9.0, identified=True)
     watch.lost("A", 9.0)
     watch.verdict("P", "A", ENDED, 9.0)
     assert (len(watch), watch.due(100.0)) == (0, [])
@@ -409,7 +409,7 @@ def test_a_session_that_comes_after_a_death_is_told_too() -> None:
         assert PROBE in watch.due(now)
         watch.verdict("P", "A", ENDED, now)
     assert GONE in watch.due(2.0)
-    watch.heard("A", 2.0, spoke=True)
+    watch.on_message("A", 2.0, identified=True)
     watch.add("P", ["A"], 3.0)
     assert (watch.next_due(3.0), watch.due(3.0), watch.next_due(3.0)) == (3.0, [GONE], None)
 
@@ -426,7 +426,7 @@ class WatchMachine(RuleBasedStateMachine):
         self.since: dict[str, float] = {}
         """Since when an agent has been watched without a break."""
         self.heard_at: dict[str, float] = {}
-        self.spoke: set[str] = set()
+        self.identified: set[str] = set()
         self.unanswered: dict[str, float] = {}
         """When the first ping was sent since an agent was last heard."""
         self.lost_since: dict[str, float] = {}
@@ -438,7 +438,7 @@ class WatchMachine(RuleBasedStateMachine):
         """Engines that an agent of which lives, and cannot be sent to."""
         self.gone: set[str] = set()
         self.silent: set[str] = set()
-        self.log: list[tuple[float, Order]] = []
+        self.log: list[tuple[float, Action]] = []
 
     agents = st.sampled_from("ABCD")
 
@@ -464,9 +464,9 @@ class WatchMachine(RuleBasedStateMachine):
             self.watch.remove(self.engine(agent), [agent])
             self.sessions[agent] -= 1
 
-    @rule(agent=agents, spoke=st.booleans())
-    def hear(self, agent: str, spoke: bool) -> None:
-        self.watch.heard(agent, self.now, spoke)
+    @rule(agent=agents, identified=st.booleans())
+    def hear(self, agent: str, identified: bool) -> None:
+        self.watch.on_message(agent, self.now, identified)
         if self.sessions[agent] and agent not in self.gone:
             self.heard_at[agent] = self.now
             self.proofs[agent] = []
@@ -474,8 +474,8 @@ class WatchMachine(RuleBasedStateMachine):
                 self.lost_since.pop(agent, None)
             self.silent.discard(agent)
             self.unanswered.pop(agent, None)
-            if spoke:
-                self.spoke.add(agent)
+            if identified:
+                self.identified.add(agent)
 
     @rule(agent=agents)
     def lose(self, agent: str) -> None:
@@ -542,13 +542,13 @@ class WatchMachine(RuleBasedStateMachine):
         self.lost_since.pop(agent, None)
         self.cut_since.pop(agent, None)
         self.gone.discard(agent)
-        self.spoke.discard(agent)
+        self.identified.discard(agent)
         self.silent.discard(agent)
         engine = self.engine(agent)
         if not any(self.sessions[other] for other in "ABCD" if other != agent and self.engine(other) == engine):
             self.started.pop(engine, None)
 
-    def _check(self, order: Order) -> None:
+    def _check(self, order: Action) -> None:
         agent = getattr(order, "agent", None)
         if agent is not None:
             assert self.sessions[agent], f"{order} about nobody's agent"
@@ -560,13 +560,13 @@ class WatchMachine(RuleBasedStateMachine):
                 assert self.heard_at[agent] < first[0]
                 self.gone.add(agent)
             case ReportSilent():
-                assert agent in self.spoke
+                assert agent in self.identified
                 assert agent not in self.gone | self.silent
                 assert self.now >= self.unanswered[agent] + 0.75 * self.timeout_s
                 self.silent.add(agent)
-            case SendPing(_, _, spoke):
+            case SendPing(_, _, identified):
                 self.unanswered.setdefault(agent, self.now)
-                assert spoke == (agent in self.spoke)
+                assert identified == (agent in self.identified)
                 assert agent not in self.gone
             case Reconnect(engine):
                 assert engine in self.reconnects

@@ -1,4 +1,4 @@
-"""A desk that unpacks: windows go out with registrations and come back with requests, whatever becomes of them."""
+"""Loads of a rank that unpacks: windows go out with registrations, and come back when the requests are over."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Unpacking(World):
     """Room for two windows. Blocks 1 and 2 of one layer are registered."""
 
     def __init__(self, ranks: int = 1, windows: int = 2) -> None:
-        super().__init__(ranks)
         layout = layout_of([0], BLOCKS, BLOCK_BYTES)
         self.cache = np.zeros(BLOCKS * BLOCK_BYTES, np.uint8)
         self.staging = NumpyStaging(layout, self.cache, windows * PIECE_BYTES)
         self.windows = Windows(self.staging.ring, PIECE_BYTES)
-        self.unpacker = self.desk.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
+        self.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
+        super().__init__(ranks, unpacking=self.unpacker)
 
     def packed(self, number: int = 1, request_id: str = "r", end: int = 2) -> Unpack:
         """What P says when it has filled the request's window."""
@@ -43,7 +43,7 @@ class Unpacking(World):
         return [message for _, message in self.sent() if isinstance(message, Unpacked)]
 
     def unpacks(self, message: Unpack, agent: str = "p-0") -> None:
-        self.desk.heard(agent, message, self.now)
+        self.receives(message, agent)
         self.tick()
 
     @property
@@ -67,7 +67,7 @@ def test_a_window_goes_out_with_the_registration() -> None:
 def test_none_for_ranks_that_hold_other_parts_of_a_block(odd: dict[str, int]) -> None:
     world = Unpacking()
     address = Address("P", "10.0.0.5", 5600, **{"tp_size": 1, **odd}, notify_only=True)
-    world.desk.await_push(registration(), address, EXTRA, world.now)
+    world.loads.register(registration(), address, EXTRA, world.now)
     assert len(world.windows) == 0
 
 
@@ -76,7 +76,7 @@ def _gone(world: Unpacking) -> None:
 
 
 def _refused(world: Unpacking) -> None:
-    world.desk.dropped("r", "aborted", world.now)
+    world.loads.abort("r", "aborted", world.now)
     world.hears(Cancelled("r"))
 
 
@@ -113,14 +113,14 @@ def test_a_window_comes_back_from_a_prefill_engine_that_is_not_there() -> None:
 def test_a_window_comes_back_from_a_registration_that_cannot_be_sent() -> None:
     world = Unpacking()
     with pytest.raises(WireError):
-        world.desk.await_push(registration(blocks=(1, 1)), P, EXTRA, world.now)
+        world.loads.register(registration(blocks=(1, 1)), P, EXTRA, world.now)
     assert len(world.windows) == len(world.staging.ring) == 0
 
 
 def test_a_window_is_kept_as_long_as_somebody_may_write() -> None:
     world = Unpacking()
     world.awaiting("p-0")
-    world.desk.overdue("r", "late", world.now)
+    world.loads.time_out("r", "late", world.now)
     world.tick(1000.0)
     world.tick()
     assert world.told == ["parked", "failed"]
@@ -175,7 +175,7 @@ def test_a_stranger_unpacks_nothing() -> None:
 def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
     """A question that comes late, or twice, while another rank still writes."""
     world = Unpacking(ranks=2)
-    world.desk.await_push(registration(), P, EXTRA, world.now)
+    world.loads.register(registration(), P, EXTRA, world.now)
     world.settle()
     world.hears(Accepted("r"), "p-0")
     message = world.packed(7)
@@ -192,7 +192,7 @@ def test_the_outcome_waits_until_nothing_is_scattered() -> None:
     world.unpacks(world.packed(7))
     _gone(world)
     assert world.told == []
-    assert world.desk.is_waiting
+    assert world.loads.is_waiting
     assert len(world.windows) == 1
     for _ in range(4):
         world.tick()
@@ -205,7 +205,7 @@ def test_the_outcome_waits_until_nothing_is_scattered() -> None:
 def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None:
     world = Unpacking()
     world.awaiting("p-0")
-    world.desk.overdue("r", "late", world.now)
+    world.loads.time_out("r", "late", world.now)
     world.tick(1000.0)
     world.tick()
     assert world.told == ["parked", "failed"]
@@ -238,8 +238,8 @@ def test_a_question_of_a_request_that_is_over_is_answered_while_it_is_scattered(
 def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:
     world = Unpacking()
     world.engine.known.add("r")
-    world.desk.await_push(registration(), P, EXTRA, world.now)
-    world.desk.heard("p-0", world.packed(7), world.now)
+    world.loads.register(registration(), P, EXTRA, world.now)
+    world.receives(world.packed(7), "p-0")
     assert set(world.unpacked) == {0}
     world.tick()
     world.tick()
@@ -255,9 +255,9 @@ def test_a_scatter_that_cannot_begin_ends_in_a_refusal(monkeypatch: pytest.Monke
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(world.staging, "scatter", broken)
-    world.desk.await_push(registration(), P, EXTRA, world.now)
-    world.desk.heard("p-0", world.packed(7), world.now)
-    world.desk.heard("p-0", Fail("r", 0, "it broke", True), world.now)
+    world.loads.register(registration(), P, EXTRA, world.now)
+    world.receives(world.packed(7), "p-0")
+    world.receives(Fail("r", 0, "it broke", True), "p-0")
     world.tick()
     world.tick()
     assert world.answers() == [Unpacked(7, False)]

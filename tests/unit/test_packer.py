@@ -68,20 +68,17 @@ class Pair:
         return self.packer.pack(write, window or self.window(), write.size, self.record())
 
     def decode_turn(self) -> None:
-        """What a decode rank's desk does."""
+        """What a decode rank's loads do."""
         for agent, payload in self.d.notifications():
             message = read(payload)
             assert isinstance(message, Unpack)
-            answer = self.unpacker.again(agent, message)
-            if answer is None:
-                try:
-                    self.unpacker.unpack(agent, message, self.registration)
-                except UnpackError as error:
-                    self.refusals.append(str(error))
-                    answer = self.unpacker.refuse(agent, message)
-            if answer is not None:
+            answer = self.unpacker.on_message(agent, message, self.registration)
+            if answer.error is not None:
+                self.refusals.append(answer.error)
+            if answer.message is not None:
                 self.d.notify(answer.agent, encode(answer.message))
         for answer in self.unpacker.ended():
+            assert answer.message is not None
             self.d.notify(answer.agent, encode(answer.message))
 
     def prefill_turn(self, staged: StagedWrite) -> WriteState:
@@ -284,13 +281,11 @@ def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
         pair.prefill_turn(staged)
     pair.decode_turn()
     pair.unpacker.close("d-1")
-    told: list[str] = []
-    pair.unpacker.after("d-1", lambda: told.append("over"))
+    assert pair.unpacker.is_unpacking("d-1")
     assert pair.unpacker.offer("d-3") is None
-    assert told == []
     for _ in range(6):
         pair.decode_turn()
-    assert told == ["over"]
+    assert not pair.unpacker.is_unpacking("d-1")
     assert pair.unpacker.offer("d-3") is not None
 
 
@@ -393,12 +388,10 @@ def test_what_is_scattered_is_not_refused_meanwhile() -> None:
     pair.theirs.looks.append(2)
     message = Unpack("d-1", 1, pair.window().offer.offset, (part(),))
     pair.unpacker.unpack("P", message, pair.registration)
-    assert pair.unpacker.refuse("P", message) is None
+    assert pair.unpacker.on_message("P", message, None) == Answer("P", None)
     answers = [answer for _ in range(4) for answer in pair.unpacker.ended()]
     assert [answer.message for answer in answers] == [Unpacked(1, True)]
-    again = pair.unpacker.refuse("P", message)
-    assert again is not None
-    assert again.message == Unpacked(1, True)
+    assert pair.unpacker.on_message("P", message, None) == Answer("P", Unpacked(1, True))
 
 
 class Broken:
@@ -466,9 +459,9 @@ def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.Monke
     monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
     pair = Pair()
     first = Unpack("d-1", 1, 0, ())
-    assert pair.unpacker.refuse("P", first) == Answer("P", Unpacked(1, False))
+    assert pair.unpacker.on_message("P", first, None) == Answer("P", Unpacked(1, False))
     for number in range(100):
-        pair.unpacker.refuse("another", Unpack("d-1", number, 0, ()))
+        pair.unpacker.on_message("another", Unpack("d-1", number, 0, ()), None)
     assert pair.unpacker.again("P", first) == Answer("P", Unpacked(1, False))
     assert pair.unpacker.again("another", Unpack("d-1", 0, 0, ())) is None
     assert pair.unpacker.again("another", Unpack("d-1", 99, 0, ())) is not None

@@ -11,8 +11,9 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
 from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
-from layerpush.prefill import registrations as desk_module
-from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations, address_of
+from layerpush.prefill import decode_peers, registrations
+from layerpush.prefill.decode_peers import address_of
+from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -93,7 +94,7 @@ class World(Town):
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests: dict[str, str] = {}
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
-        self.desk = Registrations(
+        self.registrations = Registrations(
             self.writer,  # type: ignore[arg-type]
             self.peers,
             self.probe,
@@ -101,26 +102,26 @@ class World(Town):
             base_id,
             self.digests,
         )
-        self.peers.on_lost = self.desk.peer_lost
+        self.peers.on_lost = self.registrations.peers.lost
 
     def says(self, registration: Registration, sender: str = "d-0") -> None:
-        self.desk.registered(sender, registration, self.now)
+        self.registrations.on_registration(sender, registration, self.now)
         self.settle()
 
     def cancels(self, registration: Registration, sender: str = "d-0") -> None:
-        self.desk.cancelled(sender, cancel_of(registration), self.now)
+        self.registrations.on_cancel(sender, cancel_of(registration), self.now)
         self.settle()
 
     def retracts(self, registration: Registration, reason: str, drained: bool, withdrawn: bool = False) -> None:
-        self.desk.retract(ReportFailure(registration, 3, reason, drained), withdrawn, self.now)
+        self.registrations.retract(ReportFailure(registration, 3, reason, drained), withdrawn, self.now)
         self.settle()
 
     def ends(self, request_id: str, failure: str | None) -> None:
-        self.desk.ended(request_id, failure, self.now)
+        self.registrations.ended(request_id, failure, self.now)
         self.settle()
 
     def tick(self) -> None:
-        self.desk.tick(self.now)
+        self.registrations.tick(self.now)
         self.settle()
 
     def heard(self, *ranks: str) -> list[Message]:
@@ -134,7 +135,7 @@ class World(Town):
 
     def takes(self, request_id: str = "a/p") -> Registration | None:
         """The request begins, and is served if it had been registered."""
-        registration = self.desk.take(request_id, self.now)
+        registration = self.registrations.take(request_id, self.now)
         if registration is not None:
             self.writer.live[registration.key] = request_id
         return registration
@@ -160,9 +161,9 @@ def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert world.heard() == [Accepted("a/d")]
-    assert world.desk.take("b/p", world.now) is None
-    assert world.desk.take("a/p", world.now) == wanted
-    assert world.desk.take("a/p", world.now) is None
+    assert world.registrations.take("b/p", world.now) is None
+    assert world.registrations.take("a/p", world.now) == wanted
+    assert world.registrations.take("a/p", world.now) is None
 
 
 def test_what_its_request_has_taken_can_be_withdrawn_and_is_not_kept_again() -> None:
@@ -170,7 +171,7 @@ def test_what_its_request_has_taken_can_be_withdrawn_and_is_not_kept_again() -> 
     world.says(wanted)
     assert world.takes() == wanted
     world.says(wanted, "d-1")
-    assert world.desk.take("a/q", world.now) is None
+    assert world.registrations.take("a/q", world.now) is None
     world.cancels(wanted)
     assert world.writer.withdrawn == [("a/p", ("D", "a/d"))]
 
@@ -181,7 +182,7 @@ def test_registered_after_its_request_it_goes_to_the_writer() -> None:
     world.says(wanted)
     assert world.writer.registrations == [("a/p", wanted)]
     assert world.heard() == [Accepted("a/d")]
-    assert world.desk.take("a/p", world.now) is None
+    assert world.registrations.take("a/p", world.now) is None
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -193,7 +194,7 @@ def test_every_rank_registers_and_the_first_counts_for_all(begun: bool) -> None:
     world.says(asks(), "d-0")
     assert len(world.writer.registrations) == begun
     assert set(world.heard()) == {Accepted("a/d")}, "a rank that missed it hears it again"
-    assert (world.desk.take("a/p", world.now) is None) is begun
+    assert (world.registrations.take("a/p", world.now) is None) is begun
 
 
 def test_a_stock_engine_is_told_nothing() -> None:
@@ -227,7 +228,7 @@ def test_equal_base_ids_are_told_apart_by_their_prompts() -> None:
     world.says(asks("a/d1", digest="one"))
     assert [request_id for request_id, _ in world.writer.registrations] == ["a/p2", "a/p1"]
     world.digests["a/p3"] = "three"
-    assert world.desk.take("a/p3", world.now) == asks("a/d3", digest="three")
+    assert world.registrations.take("a/p3", world.now) == asks("a/d3", digest="three")
 
 
 def test_a_request_that_is_named_but_has_another_prompt_is_not_meant() -> None:
@@ -243,9 +244,9 @@ def test_a_registration_that_came_before_the_request_that_it_names_is_refused_to
     world = World()
     world.says(asks("b/d", prefill="a/p", digest="two"))
     world.digests["a/p"] = "one"
-    assert world.desk.take("a/p", world.now) is None
+    assert world.registrations.take("a/p", world.now) is None
     assert Fail in map(type, world.heard())
-    assert world.desk.pending == 0
+    assert world.registrations.pending == 0
 
 
 def test_other_prompts_of_a_request_that_is_named_wait_for_their_own() -> None:
@@ -254,7 +255,7 @@ def test_other_prompts_of_a_request_that_is_named_wait_for_their_own() -> None:
     world.writer.unclaimed = ["cmpl-a-0/p"]
     world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
     assert world.heard() == [Accepted("cmpl-a-1/d")]
-    assert world.desk.pending == 1
+    assert world.registrations.pending == 1
 
 
 @pytest.mark.parametrize("digest", ["same", None])
@@ -293,7 +294,7 @@ def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, o
     if first == "P":
         pushes = {request_id: registration.request_id for request_id, registration in world.writer.registrations}
     else:
-        taken = {request_id: world.desk.take(request_id, world.now) for request_id in at_p}
+        taken = {request_id: world.registrations.take(request_id, world.now) for request_id in at_p}
         pushes = {request_id: each.request_id for request_id, each in taken.items() if each is not None}
     assert pushes == dict(zip(at_p, at_d, strict=True))
 
@@ -344,7 +345,7 @@ def test_withdrawn_before_its_request_came_it_is_gone() -> None:
     world.heard()
     world.cancels(wanted)
     assert world.heard() == [Cancelled("a/d")]
-    assert world.desk.take("a/p", world.now) is None
+    assert world.registrations.take("a/p", world.now) is None
     world.writer.unclaimed = ["a/q"]
     world.says(wanted, "d-1")
     assert world.heard() == [Cancelled("a/d")], "a rank that comes late hears it too"
@@ -449,8 +450,8 @@ def test_who_waits_for_a_request_that_ends_badly_is_told() -> None:
     world.heard()
     world.ends("a/p", "aborted")
     assert world.heard() == [Fail("a/d", 0, "aborted", True)]
-    assert world.desk.take("a/p", world.now) is None
-    assert world.desk.take("b/p", world.now) == asks("b/d")
+    assert world.registrations.take("a/p", world.now) is None
+    assert world.registrations.take("b/p", world.now) == asks("b/d")
 
 
 @pytest.mark.parametrize("prefill", [None, "a/p"], ids=["by base id", "by name"])
@@ -463,7 +464,7 @@ def test_who_comes_after_a_bad_end_is_told(prefill: str | None) -> None:
     assert refusal in world.heard()
     world.says(wanted, "d-1")
     assert world.heard() == [refusal]
-    assert world.desk.take("a/q", world.now) is None
+    assert world.registrations.take("a/q", world.now) is None
 
 
 def test_a_good_end_is_held_against_nobody() -> None:
@@ -477,14 +478,14 @@ def test_a_bad_end_is_forgotten_in_time_or_when_the_request_comes_again() -> Non
     world = World()
     world.ends("a/p", "aborted")
     world.ends("b/p", "aborted")
-    assert world.desk.take("b/q", world.now) is None
+    assert world.registrations.take("b/q", world.now) is None
     world.says(asks("b/d"))
     assert world.heard() == [Accepted("b/d")]
     world.now += ENDED_S
     world.says(asks("a/d"))
     assert world.heard() == [Accepted("a/d")]
     world.tick()
-    assert world.desk._bad_ends == {}
+    assert world.registrations._bad_ends == {}
 
 
 def test_a_request_that_runs_again_has_not_ended() -> None:
@@ -494,7 +495,7 @@ def test_a_request_that_runs_again_has_not_ended() -> None:
     world.digests["a/q"] = "one"
     world.says(asks())
     assert world.heard() == [Accepted("a/d")]
-    assert world.desk.take("a/q", world.now) == asks()
+    assert world.registrations.take("a/q", world.now) == asks()
 
 
 def test_a_stock_engine_waits_on_for_a_request_that_was_aborted() -> None:
@@ -503,14 +504,14 @@ def test_a_stock_engine_waits_on_for_a_request_that_was_aborted() -> None:
     wanted = world.served(asks(layerpush=0))
     world.retracts(wanted, "aborted", drained=True)
     world.ends("a/p", "aborted")
-    assert world.desk.take("a/q", world.now) == wanted
+    assert world.registrations.take("a/q", world.now) == wanted
 
 
 def test_a_stock_engine_that_comes_after_an_abort_waits_for_the_request_to_come_again() -> None:
     world = World()
     world.ends("a/p", "aborted")
     world.says(asks(layerpush=0))
-    assert world.desk.take("a/q", world.now) == asks(layerpush=0)
+    assert world.registrations.take("a/q", world.now) == asks(layerpush=0)
 
 
 @pytest.mark.parametrize(("reason", "drained"), [("cut off", True), ("aborted", False)])
@@ -518,7 +519,7 @@ def test_a_stock_engine_is_kept_for_nothing_else(reason: str, drained: bool) -> 
     world = World()
     wanted = world.served(asks(layerpush=0))
     world.retracts(wanted, reason, drained=drained)
-    assert world.desk.take("a/q", world.now) is None
+    assert world.registrations.take("a/q", world.now) is None
 
 
 def test_what_no_request_came_for_is_refused_in_the_end() -> None:
@@ -542,20 +543,20 @@ def test_too_many_are_refused_oldest_first() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "REMEMBERED", 10)
+    monkeypatch.setattr(registrations, "REMEMBERED", 10)
     world = World()
     for number in range(50):
         wanted = world.served(asks(f"r{number}/d"), f"r{number}/p")
         world.retracts(wanted, "cut off", drained=True)
         world.closes(wanted)
         world.cancels(asks(f"c{number}/d", engine="E"), "e-0")
-    for memory in (world.desk._served, world.desk._over, world.desk._asked):
+    for memory in (world.registrations._served, world.registrations._answers, world.registrations._registered):
         assert len(memory) <= 10
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A desk that remembers 10 of each."""
-    monkeypatch.setattr(desk_module, "REMEMBERED", 10)
+    """Registrations that remember 10 of each."""
+    monkeypatch.setattr(registrations, "REMEMBERED", 10)
     return World()
 
 
@@ -588,12 +589,12 @@ def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, monkeypatch
     else:
         world.says(wanted)
     crowd(world)
-    assert world.desk.is_current(wanted)
-    assert len(world.desk._asked) <= 11
+    assert world.registrations.is_current(wanted)
+    assert len(world.registrations._registered) <= 11
     if not begun:
         assert world.takes() == wanted
         crowd(world)
-        assert world.desk.is_current(wanted)
+        assert world.registrations.is_current(wanted)
 
 
 def test_registrations_of_further_ranks_push_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -603,7 +604,7 @@ def test_registrations_of_further_ranks_push_nobody_out(monkeypatch: pytest.Monk
     for rank in ("d-0", "d-1"):
         for one in wanted:
             world.says(one, rank)
-    assert [one.request_id for one in wanted if not world.desk.is_current(one)] == []
+    assert [one.request_id for one in wanted if not world.registrations.is_current(one)] == []
 
 
 # One id for two requests.
@@ -615,8 +616,8 @@ def test_a_registration_that_differs_takes_the_place_of_one_that_still_waits() -
     world.says(older, "d-0")
     world.network.connected["D"] = ("d-new",)
     world.says(newer, "d-new")
-    assert not world.desk.is_current(older)
-    assert world.desk.is_current(newer)
+    assert not world.registrations.is_current(older)
+    assert world.registrations.is_current(newer)
     assert world.takes() == newer
     assert world.takes("a/q") is None
     assert world.peer_errors.counts == {}
@@ -627,8 +628,8 @@ def test_who_sent_the_older_one_does_not_vouch_for_the_newer() -> None:
     world.says(older, "d-0")
     world.says(newer, "d-1")
     world.network.connected["D"] = ("d-0",)
-    assert not world.desk.is_current(newer)
-    assert not world.desk.is_current(older)
+    assert not world.registrations.is_current(newer)
+    assert not world.registrations.is_current(older)
 
 
 def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() -> None:
@@ -639,8 +640,8 @@ def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() 
     assert world.heard() == [Fail("a/d", 0, "another request of this id is being pushed", True)]
     assert world.peer_errors.counts == {"id in use": 1}
     assert len(world.writer.registrations) == 1
-    assert world.desk.is_current(older)
-    assert not world.desk.is_current(newer)
+    assert world.registrations.is_current(older)
+    assert not world.registrations.is_current(newer)
     world.says(older, "d-1")
     assert world.heard() == [Accepted("a/d")], "the older one has not failed"
     world.cancels(older)
@@ -687,10 +688,10 @@ def test_a_stranger_with_an_id_that_is_being_served_is_no_rank_of_its_engine_if_
 
 def test_a_peer_is_answered_and_a_stranger_is_not() -> None:
     world = World()
-    world.desk.pinged("d-0", Ping("D", 7))
+    world.registrations.on_ping("d-0", Ping("D", 7))
     world.served()
-    world.desk.pinged("d-1", Ping("D", 8))
-    world.desk.pinged("d-new", Ping("D", 9))
+    world.registrations.on_ping("d-1", Ping("D", 8))
+    world.registrations.on_ping("d-new", Ping("D", 9))
     assert world.mail.taken() == [("d-1", Pong(8))]
 
 
@@ -701,7 +702,7 @@ def test_a_lost_engine_is_forgotten_when_nothing_is_on_its_way_to_it() -> None:
     world = World()
     wanted = world.served()
     world.writer.engines_in_flight = {"D"}
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.tick()
     world.tick()
     reason = "the connection to the decode engine was lost"
@@ -722,7 +723,7 @@ def test_a_lost_engine_that_lives_asks_again_and_is_answered(how: str) -> None:
     wanted = world.served()
     world.says(wanted, "d-1")
     world.heard()
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.retracts(wanted, "it was lost", drained=True)
     world.tick()
     assert world.mail.sent == []
@@ -741,7 +742,7 @@ def test_an_engine_that_was_lost_and_is_back_is_told_everything_again(how: str) 
     world = World()
     wanted = world.served()
     world.writer.on_the_wire = {"a/p"}
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.tick()
     if how == "registers":
         world.says(asks("b/d"))
@@ -772,7 +773,7 @@ def doomed() -> tuple[World, Registration]:
     world = World()
     wanted = world.served()
     world.writer.engines_in_flight = {"D"}
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.retracts(wanted, "cut off", drained=False)
     world.retracts(wanted, "cut off", drained=True)
     world.closes(wanted)
@@ -803,11 +804,11 @@ def these(*messages: Message) -> list[str]:
 def test_whether_a_connection_is_about_to_be_dropped_is_said() -> None:
     world = World()
     world.served()
-    assert world.desk.doom("D") is None
-    world.desk.peer_lost("D")
-    assert (world.desk.doom("D"), world.desk.doom("E")) == (LOST, None)
+    assert world.registrations.peers.closing("D") is None
+    world.registrations.peers.lost("D")
+    assert (world.registrations.peers.closing("D"), world.registrations.peers.closing("E")) == (LOST, None)
     world.tick()
-    assert world.desk.doom("D") is None
+    assert world.registrations.peers.closing("D") is None
 
 
 @pytest.mark.parametrize("how", ["registers", "cancels"])
@@ -843,11 +844,11 @@ def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
     assert told(world) == these(Fail("b/d", 3, "cut off", True), Accepted("c/d"))
     world.says(wanted)
     assert world.heard() == [FAILS[1]], "it is still known what became of it"
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.retracts(asks("e/d"), "cut off", drained=True)
     world.now += ENDED_S
     world.tick()
-    assert world.desk._withheld == {}
+    assert world.registrations.peers._withheld == {}
 
 
 def test_what_is_refused_meanwhile_is_not_said_either() -> None:
@@ -855,7 +856,7 @@ def test_what_is_refused_meanwhile_is_not_said_either() -> None:
     world.says(asks("b/d"))
     world.heard()
     world.writer.engines_in_flight = {"D"}
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.ends("b/p", "aborted")
     world.says(asks("b/d"), "d-1")
     assert world.heard() == []
@@ -867,10 +868,10 @@ def test_however_many_engines_are_lost_none_is_told_before_its_connection_has_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world, wanted = doomed()
-    monkeypatch.setattr(desk_module, "REMEMBERED", 2)
+    monkeypatch.setattr(decode_peers, "HELD", 2)
     world.writer.engines_in_flight = {"D", "E", "F", "G"}
     for engine in ("E", "F", "G"):
-        world.desk.peer_lost(engine)
+        world.registrations.peers.lost(engine)
     world.retracts(wanted, "cut off", drained=True)
     world.tick()
     assert world.mail.sent == []
@@ -906,7 +907,7 @@ def test_what_registers_meanwhile_is_heard_when_the_connection_has_been_dropped(
     world.network.listening["D"] = ("d-new",) if rank == "d-new" else ("d-0", "d-1")
     drops(world)
     assert world.writer.registrations[1:] == [("b/p", asks("b/d"))]
-    assert world.desk.is_current(asks("b/d"))
+    assert world.registrations.is_current(asks("b/d"))
     assert told(world, *world.network.connected["D"]) == these(*FAILS, Accepted("b/d"), FAILS[1])
     world.tick()
     assert len(world.writer.registrations) == 2
@@ -918,7 +919,7 @@ def test_what_a_process_that_was_replaced_had_registered_is_not_current() -> Non
     world.network.listening["D"] = ("d-new",)
     drops(world)
     assert world.network.connected["D"] == ("d-new",)
-    assert not world.desk.is_current(asks("b/d"))
+    assert not world.registrations.is_current(asks("b/d"))
 
 
 def test_other_engines_are_told_at_once() -> None:
@@ -936,10 +937,10 @@ def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_
     world.says(asks("m/d"), "d-0")
     world.heard()
     world.writer.engines_in_flight = {"D"}
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.probe.answer(verdict)
     assert world.probe.asked == []
-    assert world.desk.doom("D") == LOST
+    assert world.registrations.peers.closing("D") == LOST
     assert world.peer_errors.counts == {}
     world.tick()
     assert world.writer.registrations[1:] == []
@@ -980,7 +981,7 @@ def test_an_engine_that_was_restarted_is_connected_anew() -> None:
     assert set(world.writer.failed) == {("D", "the decode engine was restarted")}
     assert world.writer.registrations[1:] == [("n/p", newer)]
     assert sorted(message.request_id for message in world.heard("d-new")) == ["l/d", "m/d", "n/d"]
-    assert world.desk.take("l/p", world.now) == asks("l/d")
+    assert world.registrations.take("l/p", world.now) == asks("l/d")
 
 
 def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
@@ -989,8 +990,8 @@ def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
     world.says(asks("other/d", engine="E"), "e-0")
     world.says(asks("n/d"), "d-new")
     world.probe.answer(Verdict.ENDED)
-    assert world.desk.take("old/p", world.now) is None
-    assert world.desk.take("other/p", world.now) is not None
+    assert world.registrations.take("old/p", world.now) is None
+    assert world.registrations.take("other/p", world.now) is not None
 
 
 def test_a_stranger_in_the_name_of_an_engine_that_lives_is_not_listened_to() -> None:
@@ -1007,35 +1008,35 @@ def test_a_registration_counts_only_for_the_process_that_sent_it() -> None:
     """One that was restarted under the same name has given the same blocks to others."""
     world, wanted = World(), asks()
     world.says(wanted, "d-1")
-    assert world.desk.is_current(wanted)
+    assert world.registrations.is_current(wanted)
     world.network.connected["D"] = ("d-new",)
-    assert not world.desk.is_current(wanted)
-    assert not world.desk.is_current(asks("never/registered"))
+    assert not world.registrations.is_current(wanted)
+    assert not world.registrations.is_current(asks("never/registered"))
     world.peers.forget("D")
-    assert not world.desk.is_current(wanted)
+    assert not world.registrations.is_current(wanted)
 
 
 def test_what_was_withdrawn_before_its_request_came_is_unwanted_once() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
-    assert not world.desk.is_unwanted("a/p", world.now)
+    assert not world.registrations.is_unwanted("a/p", world.now)
     world.cancels(wanted)
-    assert not world.desk.is_unwanted("b/p", world.now)
-    assert world.desk.is_unwanted("a/p", world.now)
-    assert not world.desk.is_unwanted("a/p", world.now)
+    assert not world.registrations.is_unwanted("b/p", world.now)
+    assert world.registrations.is_unwanted("a/p", world.now)
+    assert not world.registrations.is_unwanted("a/p", world.now)
 
 
 def test_what_is_unwanted_is_forgotten_in_time() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     world.cancels(wanted)
-    assert not world.desk.is_unwanted("a/p", world.now + KEPT_S)
+    assert not world.registrations.is_unwanted("a/p", world.now + KEPT_S)
 
 
 def test_a_withdrawal_of_what_was_never_asked_for_makes_nothing_unwanted() -> None:
     world = World()
     world.cancels(asks())
-    assert not world.desk.is_unwanted("a/p", world.now)
+    assert not world.registrations.is_unwanted("a/p", world.now)
 
 
 def test_a_request_that_was_aborted_takes_its_withdrawal_with_it() -> None:
@@ -1044,7 +1045,7 @@ def test_a_request_that_was_aborted_takes_its_withdrawal_with_it() -> None:
     world.says(wanted)
     world.cancels(wanted)
     world.ends("a/p", "aborted")
-    assert not world.desk.is_unwanted("a/q", world.now)
+    assert not world.registrations.is_unwanted("a/q", world.now)
 
 
 def test_somebody_who_uses_the_name_of_an_engine_that_lives_elsewhere_is_not() -> None:
@@ -1085,7 +1086,7 @@ def test_a_verdict_on_an_agent_that_was_replaced_meanwhile_comes_too_late(verdic
     """Its connection broke before; the new one must not suffer."""
     world, newer = strange()
     world.network.listening["D"] = ("d-new",)
-    world.desk.peer_lost("D")
+    world.registrations.peers.lost("D")
     world.tick()
     assert world.writer.registrations[1:] == [("n/p", newer)]
     world.heard("d-new")
@@ -1137,6 +1138,6 @@ def test_a_window_is_used_by_the_word_of_the_rank_that_has_it() -> None:
     for sender, registration in (("e-0", forged), ("d-0", mine), ("d-0", asked)):
         world.says(registration, sender)
     for registration in (forged, mine, asks()):
-        assert world.desk.window(registration, "d-0") == mine.window
-    assert world.desk.window(asks(), "d-1") is None
-    assert world.desk.window(asks("another"), "d-0") is None
+        assert world.registrations.window(registration, "d-0") == mine.window
+    assert world.registrations.window(asks(), "d-1") is None
+    assert world.registrations.window(asks("another"), "d-0") is None

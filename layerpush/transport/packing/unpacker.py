@@ -1,10 +1,9 @@
-"""Packed blocks on a decode rank: offers windows of its staging ring, scatters what prefill ranks put there."""
+"""Packed blocks on a decode rank: offers windows of its staging ring, scatters the bytes that prefill ranks write."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -17,19 +16,20 @@ from layerpush.transport.packing.windows import Windows
 logger = logging.getLogger("vllm.layerpush.unpacker")
 
 ANSWERS_KEPT = 4096
-"""Of one agent: it cannot push another one's answers out."""
+"""For each agent: no agent can push out the answers to another."""
 AGENTS_KEPT = 1024
 
 
 class UnpackError(ValueError):
-    """What a prefill rank says that it has packed is not what this request may get. The text says why."""
+    """A prefill rank may not pack these blocks for this request. The text says why."""
 
 
 class Answer(NamedTuple):
-    """To be sent to ``agent``."""
+    """``message`` is for ``agent``; None: ``ended`` returns it later. ``error`` says what the agent did wrong."""
 
     agent: str
-    message: Unpacked
+    message: Unpacked | None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -60,19 +60,16 @@ class Unpacker:
         )
         self._expand = lru_cache(maxsize=64)(layout.expand)
         self._running: list[_Scatter] = []
-        self._later: list[tuple[str, Callable[[], None]]] = []
         self._answered: OrderedDict[str, OrderedDict[int, bool]] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._running or self._later)
+        """Whether blocks are being scattered."""
+        return bool(self._running)
 
-    def after(self, request_id: str, call: Callable[[], None]) -> None:
-        """Do this when we write none of the request's blocks: at once, or in ``ended``."""
-        if self._is_unpacking(request_id):
-            self._later.append((request_id, call))
-        else:
-            call()
+    def is_unpacking(self, request_id: str) -> bool:
+        """Whether blocks of this request are being scattered."""
+        return any(scatter.request_id == request_id for scatter in self._running)
 
     def offer(self, request_id: str) -> Window | None:
         """A window for a request that is about to be registered."""
@@ -93,6 +90,22 @@ class Unpacker:
     def close(self, request_id: str) -> None:
         """No prefill rank writes for the request any more."""
         self._windows.close(request_id)
+
+    def on_message(self, agent: str, message: Unpack, registration: Registration | None) -> Answer:
+        """Begin to scatter, or answer the message as it was answered before. Without a registration, the agent may not
+        write for this request (any more), and nothing is scattered.
+        """
+        answer = self.again(agent, message)
+        if answer is not None:
+            return answer
+        if registration is None:
+            return self._refuse(agent, message.number)
+        try:
+            self.unpack(agent, message, registration)
+        except UnpackError as error:
+            refused = self._refuse(agent, message.number)
+            return refused._replace(error=f"what agent {agent} packed for {message.request_id}: {error}")
+        return Answer(agent, None)
 
     def unpack(self, agent: str, message: Unpack, registration: Registration) -> None:
         """Begin to scatter; ``ended`` says when that is over. The same message again changes nothing.
@@ -121,16 +134,8 @@ class Unpacker:
         done = self._answered.get(agent, OrderedDict()).get(message.number)
         return None if done is None else Answer(agent, Unpacked(message.number, done))
 
-    def refuse(self, agent: str, message: Unpack) -> Answer | None:
-        """Nothing will be scattered for this message, unless it was before: then it is answered as it was. None: it is
-        being scattered.
-        """
-        if self._is_running(agent, message.number):
-            return None
-        return self.again(agent, message) or self._answer(agent, message.number, done=False)
-
     def ended(self) -> list[Answer]:
-        """What has been scattered since the last call."""
+        """The answers to the messages whose blocks have been scattered since the last call."""
         running, over = self._running, list[_Scatter]()
         self._running = []
         for scatter in running:
@@ -139,13 +144,7 @@ class Unpacker:
             self._windows.read_ended(scatter.request_id)
             if scatter.copies.failure is not None:
                 logger.error("blocks of %s were not unpacked: %s", scatter.request_id, scatter.copies.failure)
-        waiting, self._later = self._later, []
-        for request_id, call in waiting:
-            self.after(request_id, call)
         return [self._answer(scatter.agent, scatter.number, done=scatter.copies.failure is None) for scatter in over]
-
-    def _is_unpacking(self, request_id: str) -> bool:
-        return any(scatter.request_id == request_id for scatter in self._running)
 
     def _is_running(self, agent: str, number: int) -> bool:
         return any((scatter.agent, scatter.number) == (agent, number) for scatter in self._running)
@@ -161,6 +160,12 @@ class Unpacker:
         if not part.first < part.end <= registered:
             raise UnpackError(f"blocks {part.first}-{part.end - 1} of {registered} that were registered")
         return (part.end - part.first) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
+
+    def _refuse(self, agent: str, number: int) -> Answer:
+        """Nothing is scattered for this message, unless it is being scattered already."""
+        if self._is_running(agent, number):
+            return Answer(agent, None)
+        return self._answer(agent, number, done=False)
 
     def _answer(self, agent: str, number: int, *, done: bool) -> Answer:
         answers = self._answered.setdefault(agent, OrderedDict())

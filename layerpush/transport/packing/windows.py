@@ -1,7 +1,7 @@
-"""The parts of a decode rank's staging ring that requests have to themselves. Pure; the writer thread owns them.
+"""Windows: parts of a decode rank's staging ring, each of one request. Pure; used by the writer thread only.
 
-A window belongs to its request from the registration that offers it until nobody writes into it any more: as long as
-the request's blocks. It is free again when what was packed into it is scattered, too.
+A window belongs to its request from the registration that offers it until no prefill rank writes into it any more: as
+long as the request's blocks. It is free again when the bytes that were packed into it are scattered, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Windows:
         self._windows[request_id].readers += 1
 
     def read_ended(self, request_id: str) -> None:
-        """They have been."""
+        """The copy is over."""
         window = self._windows[request_id]
         window.readers -= 1
         self._free_if_over(request_id, window)

@@ -1,4 +1,4 @@
-"""A decode engine of one rank: its scheduler's loads, and the real desk that awaits them."""
+"""A decode engine of one rank: its scheduler's loads, and the real ones of its worker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
 from layerpush.decode.loads import Loads
+from layerpush.decode.prefill_peers import PrefillPeers
+from layerpush.decode.unpacking import NoUnpacking
 from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.base import WriteState
 from layerpush.transport.connections import Address
 from layerpush.transport.packing.memory import PIECE_BYTES
@@ -57,26 +60,24 @@ class DecodeEngine(Process):
                 starts = range(rank * piece, self.memory.size, BLOCK_BYTES)
                 self.caches.append(self.transport.describe((ranks, rank), self.memory, starts, piece))
                 self.caches[-1].give_away(range(len(starts)))
-        self.desk = Loads(
-            engine_id,
-            self.peers,
-            self.watch,
-            self.probe,
-            self,
-            self.peer_errors,
-            1,
-            PEER_TIMEOUT_S,
-            self.forget,
-            LoadMeter(Recorder()),
-        )
         layout = layout_of([0] * LAYERS, D_BLOCKS, BLOCK_BYTES)
         self.owned = self.caches[0]
         self.staging = DecodeStaging(self, layout)
         self.windows = OwnedWindows(self, self.staging, world.packing.window_pieces * PIECE_BYTES)
         self.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
-        self.desk.unpacker = self.unpacker if world.packing.plan != "off" else None
+        meter = LoadMeter(Recorder())
+        self.open_loads = Loads(
+            engine_id,
+            1,
+            PEER_TIMEOUT_S,
+            PrefillPeers(engine_id, self.peers, self.watch, self.probe, self, meter),
+            self,
+            self.unpacker if world.packing.plan != "off" else NoUnpacking(),
+            self.peer_errors,
+            meter,
+        )
 
-    def forget(self, engine_id: str) -> bool:
+    def forget_prefill_engine(self, engine_id: str) -> bool:
         """This rank writes to nobody."""
         self.peers.forget(engine_id)
         return True
@@ -104,24 +105,24 @@ class DecodeEngine(Process):
             prompt_digest=prompt.text,
         )
         address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
-        self.task(lambda: self.desk.await_push(registration, address, {}, self.world.now))
+        self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
         return load
 
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker has said how the load ended."""
         load.aborted = True
-        self.task(lambda: self.desk.dropped(load.request_id, "aborted", self.world.now))
+        self.task(lambda: self.open_loads.abort(load.request_id, "aborted", self.world.now))
 
     def _expire(self, load: Load) -> None:
         load.overdue = True
-        self.task(lambda: self.desk.overdue(load.request_id, "overdue", self.world.now))
+        self.task(lambda: self.open_loads.time_out(load.request_id, "overdue", self.world.now))
 
-    # layerpush.decode.loads.Loads
+    # layerpush.decode.outcomes.LoadHost
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.loads
 
-    def loaded(self, completions: list[bytes]) -> None:
+    def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
         assert all(isinstance(message, Completion) for message in messages)
         load = self.loads[messages[0].request_id]  # type: ignore[union-attr]
@@ -146,6 +147,9 @@ class DecodeEngine(Process):
         if load.outcome is not None:
             self._give_away(load)
 
+    def keep_load(self, record: LoadRecord) -> None:
+        assert record.t_settled is not None
+
     # A turn.
 
     def turn(self) -> None:
@@ -154,14 +158,14 @@ class DecodeEngine(Process):
                 self._expire(load)
         super().turn()
         self.peers.tick(self.world.now)
-        self.desk.tick(self.world.now)
+        self.open_loads.tick(self.world.now)
 
-    def take(self, sender: str, message: Message) -> None:
+    def take(self, sender: str, message: Message, payload: bytes) -> None:
         if isinstance(message, Pong):
-            self.desk.heard(sender, None, self.world.now)
+            self.open_loads.peers.on_message(sender, self.world.now, identified=True)
         else:
             assert isinstance(message, Accepted | Fail | Cancelled | Completion | Unpack)
-            self.desk.heard(sender, message, self.world.now)
+            self.open_loads.on_message(sender, message, payload, self.world.now)
 
     def _end(self, load: Load, outcome: str) -> None:
         assert load.outcome is None, f"{load} is reported again, as {outcome}"
@@ -225,8 +229,8 @@ class DecodeEngine(Process):
         super().assert_idle()
         assert not self.loads
         assert len(self.pool.free) == D_BLOCKS - 1
-        assert len(self.desk) == 0
-        assert not self.desk.is_waiting
+        assert len(self.open_loads) == 0
+        assert not self.open_loads.is_waiting
         assert len(self.watch) == 0
         assert not self.staging.running
         assert len(self.windows) == len(self.staging.ring) == 0, "a window was not given back"

@@ -179,7 +179,7 @@ def _awaited(world: World) -> list[tuple[DecodeEngine, Load]]:
         (engine, load)
         for engine in _decoding(world)
         for load in engine.loads.values()
-        if load.request_id in engine.desk._awaited
+        if load.request_id in engine.open_loads._open
     ]
 
 

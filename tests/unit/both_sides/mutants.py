@@ -10,13 +10,14 @@ import pytest
 
 from layerpush.core import load_protocol as awaited
 from layerpush.core import push_protocol as pushed
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import Coverage
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.load_protocol import Action
-from layerpush.core.load_session import DecodeSession
+from layerpush.core.load_session import LoadSession
 from layerpush.core.push_session import Session
 from layerpush.core.wire import Cancel, Cancelled, encode
-from layerpush.prefill.registrations import BoundedDict, Registrations
+from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 
@@ -46,27 +47,30 @@ def mutant(**weather: Any) -> Callable[[Callable[[Patch], None]], Callable[[Patc
 # The decode side.
 
 
-def _leaving(patch: Patch, when: Callable[[DecodeSession, awaited.Event], bool]) -> None:
-    """Some events end a load although agents may still write."""
-    handle = DecodeSession.handle
+LEAVING = (awaited.State.WAITING, awaited.State.CANCELLING, awaited.State.ABORTING)
 
-    def mutated(self: DecodeSession, event: awaited.Event, now: float) -> list[Action]:
-        if self.state in (awaited.State.WAITING, awaited.State.CANCELLING) and when(self, event):
+
+def _leaving(patch: Patch, when: Callable[[LoadSession, awaited.Event], bool]) -> None:
+    """Some events end a load although agents may still write."""
+    handle = LoadSession.handle
+
+    def mutated(self: LoadSession, event: awaited.Event, now: float) -> list[Action]:
+        if self.state in LEAVING and when(self, event):
             self.state = awaited.State.CLOSED
-            return [awaited.GiveUp("mutant")]
+            return [awaited.ReportFailed("mutant")]
         return handle(self, event, now)
 
-    patch.setattr(DecodeSession, "handle", mutated)
+    patch.setattr(LoadSession, "handle", mutated)
 
 
 @mutant()
 def an_overdue_load_is_given_up_at_once(patch: Patch) -> None:
-    _leaving(patch, lambda _, event: isinstance(event, awaited.Overdue))
+    _leaving(patch, lambda _, event: isinstance(event, awaited.TimedOut))
 
 
 @mutant()
 def an_aborted_load_is_given_up_at_once(patch: Patch) -> None:
-    _leaving(patch, lambda _, event: isinstance(event, awaited.Dropped))
+    _leaving(patch, lambda _, event: isinstance(event, awaited.Aborted))
 
 
 @mutant()
@@ -80,13 +84,13 @@ def a_failure_is_taken_for_drained(patch: Patch) -> None:
 
 
 @mutant()
-def the_word_of_one_agent_is_enough(patch: Patch) -> None:
-    patch.setattr(DecodeSession, "_is_over", property(lambda self: bool(self.words)))
+def the_final_status_of_one_agent_is_enough(patch: Patch) -> None:
+    patch.setattr(LoadSession, "_is_over", property(lambda self: bool(self.statuses)))
 
 
 @mutant()
 def one_completion_is_enough(patch: Patch) -> None:
-    patch.setattr(DecodeSession, "_complete", property(lambda self: self.landed > 0))
+    patch.setattr(LoadSession, "_complete", property(lambda self: self.landed > 0))
 
 
 @mutant()
@@ -98,12 +102,12 @@ def patience_frees_the_blocks(patch: Patch) -> None:
 
 @mutant(drop=0.2)
 def a_cancel_is_sent_once_only(patch: Patch) -> None:
-    init = DecodeSession.__init__
+    init = LoadSession.__init__
 
-    def mutated(self: DecodeSession, request_id: str, patience_s: float) -> None:
+    def mutated(self: LoadSession, request_id: str, patience_s: float) -> None:
         init(self, request_id, patience_s, retry_s=1e9)
 
-    patch.setattr(DecodeSession, "__init__", mutated)
+    patch.setattr(LoadSession, "__init__", mutated)
 
 
 @mutant()
@@ -138,13 +142,13 @@ def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
 
 @mutant()
 def a_cancel_is_answered_before_the_wire_is_empty(patch: Patch) -> None:
-    cancelled = Registrations.cancelled
+    on_cancel = Registrations.on_cancel
 
     def mutated(self: Registrations, sender: str, message: Cancel, now: float) -> None:
-        cancelled(self, sender, message, now)
+        on_cancel(self, sender, message, now)
         self._connections.notify(sender, encode(Cancelled(message.request_id)))
 
-    patch.setattr(Registrations, "cancelled", mutated)
+    patch.setattr(Registrations, "on_cancel", mutated)
 
 
 @mutant()

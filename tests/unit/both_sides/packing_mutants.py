@@ -132,14 +132,13 @@ def a_window_is_given_to_others_while_it_is_read_from(patch: Patch) -> None:
 
 @mutant(packing=SLOW, hold_writes=0.8)
 def a_window_is_given_to_others_while_it_may_be_written_to(patch: Patch) -> None:
-    dropped = Loads.dropped
+    abort = Loads.abort
 
     def mutated(self: Loads, request_id: str, reason: str, now: float) -> None:
-        dropped(self, request_id, reason, now)
-        if self.unpacker is not None:
-            self.unpacker.close(request_id)
+        abort(self, request_id, reason, now)
+        self._unpacking.close(request_id)
 
-    patch.setattr(Loads, "dropped", mutated)
+    patch.setattr(Loads, "abort", mutated)
 
 
 @mutant(packing=SLOW)
@@ -149,7 +148,7 @@ def a_window_is_never_closed(patch: Patch) -> None:
 
 @mutant(packing=ENDLESS)
 def an_outcome_does_not_wait_for_what_is_scattered(patch: Patch) -> None:
-    patch.setattr(Unpacker, "after", lambda self, request_id, call: call())
+    patch.setattr(Unpacker, "is_unpacking", lambda self, request_id: False)
 
 
 @mutant(packing=SLOW)

@@ -1,4 +1,4 @@
-"""One rank of a prefill engine: its memory, the real writer and desk, and the worker's part between them."""
+"""One rank of a prefill engine: its memory, the real writer and registrations, and the worker's part between them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class PrefillRank(Process):
             _Plans(world),
             strategy=self.strategy,
         )
-        self.desk = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
-        self.peers.on_lost = self.desk.peer_lost
+        self.registrations = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
+        self.peers.on_lost = self.registrations.peers.lost
 
     def _strategy(self) -> PackingStrategy | None:
         packing = self.world.packing
@@ -153,16 +153,16 @@ class PrefillRank(Process):
         super().turn()
         self.writer.turn()
         self.peers.tick(self.world.now)
-        self.desk.tick(self.world.now)
+        self.registrations.tick(self.world.now)
 
-    def take(self, sender: str, message: Message) -> None:
+    def take(self, sender: str, message: Message, payload: bytes) -> None:
         match message:
             case Registration():
-                self.desk.registered(sender, message, self.world.now)
+                self.registrations.on_registration(sender, message, self.world.now)
             case Cancel():
-                self.desk.cancelled(sender, message, self.world.now)
+                self.registrations.on_cancel(sender, message, self.world.now)
             case Ping():
-                self.desk.pinged(sender, message)
+                self.registrations.on_ping(sender, message)
             case Unpacked():
                 self.packer.unpacked(sender, message.number, message.done)
             case _:
@@ -180,10 +180,10 @@ class PrefillRank(Process):
         return replace(link, window=self._window(link, registration))
 
     def require_current(self, registration: Registration) -> None:
-        doom = self.desk.doom(registration.decode_engine_id)
-        if doom is not None:
-            raise HandshakeError(doom)
-        if not self.desk.is_current(registration):
+        closing = self.registrations.peers.closing(registration.decode_engine_id)
+        if closing is not None:
+            raise HandshakeError(closing)
+        if not self.registrations.is_current(registration):
             raise HandshakeError("the decode engine was restarted")
 
     def _route(self, engine_id: str) -> Route:
@@ -196,10 +196,10 @@ class PrefillRank(Process):
         return PushWindow(offer, Route(link.routes[0].agent, 0, "pieces", "ring"), registration.request_id)
 
     def take_registration(self, request_id: str) -> Registration | None:
-        return self.desk.take(request_id, self.world.now)
+        return self.registrations.take(request_id, self.world.now)
 
     def is_unwanted(self, request_id: str) -> bool:
-        return self.desk.is_unwanted(request_id, self.world.now)
+        return self.registrations.is_unwanted(request_id, self.world.now)
 
     def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
@@ -234,13 +234,13 @@ class PrefillRank(Process):
             self.peers.notify(agent, self.completion(registration))
 
     def report_failure(self, report: ReportFailure) -> None:
-        self.desk.retract(report, report.cancelled, self.world.now)
+        self.registrations.retract(report, report.cancelled, self.world.now)
 
     def ended(self, request_id: str, failure: str | None) -> None:
-        self.desk.ended(request_id, failure, self.world.now)
+        self.registrations.ended(request_id, failure, self.world.now)
 
     def peer_lost(self, decode_engine_id: str) -> None:
-        self.desk.peer_lost(decode_engine_id)
+        self.registrations.peers.lost(decode_engine_id)
 
     def completion(self, registration: Registration) -> bytes:
         self.world.note_completion(self, registration)
@@ -257,8 +257,9 @@ class PrefillRank(Process):
         assert len(self.staging.ring) == 0, "a span was not given back"
         assert not self.packer.unpacking
         assert not self.writer.engines_in_use | self.writer.engines_in_flight
-        assert len(self.desk._pending) == 0
-        assert not any([self.desk._strangers, self.desk._doomed, self.digests, self.evictions])
+        assert len(self.registrations._pending) == 0
+        peers = self.registrations.peers
+        assert not any([peers._held, peers._closing, self.digests, self.evictions])
 
 
 def descriptor_ids(blocks: list[int]) -> list[int]:

@@ -136,9 +136,9 @@ class Process:
         for _ in range(len(self.tasks)):
             self.tasks.popleft()()
         for sender, payload in self.transport.notifications():
-            self.take(sender, read(payload))
+            self.take(sender, read(payload), payload)
 
-    def take(self, sender: str, message: Message) -> None:
+    def take(self, sender: str, message: Message, payload: bytes) -> None:
         raise NotImplementedError
 
     def _end_handshakes(self) -> None:

@@ -1,0 +1,111 @@
+"""How loads ended: counted at once, kept until they can be reported to the engine. Writer thread only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from msgspec.structs import replace
+
+from layerpush.decode.unpacking import Unpacking
+from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.trace_records import LoadRecord
+
+Outcome = Literal["loaded", "failed", "parked", "aborted", "refused"]
+
+
+class LoadHost(Protocol):
+    """What loads ask of the worker that they belong to. Writer thread."""
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
+
+    def loaded(self, completions: Sequence[bytes]) -> None:
+        """Every byte is there; ``completions`` are the notifications of the prefill ranks, as they came."""
+
+    def failed(self, request_id: str) -> None:
+        """The load failed: ``kv_load_failure_policy`` decides what becomes of the request."""
+
+    def parked(self, request_id: str) -> None:
+        """The load failed, but prefill ranks may still write: the blocks must not be used until ``cleared``. Comes
+        before ``failed``.
+        """
+
+    def cleared(self, request_id: str) -> None:
+        """No prefill rank writes into the parked blocks any more."""
+
+    def keep_load(self, record: LoadRecord) -> None:
+        """Take the record of a load that was reported; once more when its parked blocks are free."""
+
+    def forget_prefill_engine(self, engine_id: str) -> bool:
+        """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    record: LoadRecord
+    completions: Sequence[bytes] = ()
+    clears: bool = False
+
+
+class Outcomes:
+    """An outcome is reported when the engine knows the request, and when nothing is being unpacked for it."""
+
+    def __init__(self, host: LoadHost, unpacking: Unpacking, meter: LoadMeter) -> None:
+        self._host = host
+        self._unpacking = unpacking
+        self._meter = meter
+        self._reports: deque[_Report] = deque()
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def add(
+        self,
+        record: LoadRecord,
+        outcome: Outcome,
+        reason: str | None,
+        now: float,
+        completions: Sequence[bytes] = (),
+    ) -> None:
+        """A load is over for its request. ``completions`` are the notifications that say that it is ``loaded``."""
+        self._meter.ended(outcome, now - (record.t_awaited or now))
+        settled = {"loaded": "completed", "aborted": "cancelled"}.get(outcome, "failed")
+        record.settled(settled, reason, now)
+        if outcome == "parked":
+            record.t_parked = now
+            self._host.parked(record.request_id)
+        self._reports.append(_Report(record, completions))
+
+    def clear(self, record: LoadRecord, now: float) -> None:
+        """The blocks of a parked load are free again."""
+        record.t_cleared = now
+        if record.t_reported is not None:
+            self._host.keep_load(replace(record))
+        self._reports.append(_Report(record, clears=True))
+
+    def tick(self, now: float) -> None:
+        """Report the outcomes that the engine can take by now."""
+        for _ in range(len(self._reports)):
+            report = self._reports.popleft()
+            if not self._deliver(report, now):
+                self._reports.append(report)
+
+    def _deliver(self, report: _Report, now: float) -> bool:
+        request_id, record = report.record.request_id, report.record
+        if self._unpacking.is_unpacking(request_id):
+            return False
+        if report.clears:
+            self._host.cleared(request_id)
+            return True
+        if not self._host.knows(request_id):  # its step is not over; every request that was registered will be known
+            return False
+        if report.completions:
+            self._host.loaded(report.completions)
+        else:
+            self._host.failed(request_id)
+        record.t_reported = now
+        self._host.keep_load(replace(record))
+        return True

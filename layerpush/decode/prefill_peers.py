@@ -1,0 +1,164 @@
+"""The prefill engines that loads are awaited from: what is sent to them, and whether they live. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from layerpush.core import liveness, load_protocol
+from layerpush.core.liveness import PeerWatch
+from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.decode.outcomes import LoadHost
+from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.transport.connections import Address, Connections, Probe
+
+if TYPE_CHECKING:
+    from layerpush.decode.load import Load
+
+logger = logging.getLogger("vllm.layerpush.decode")
+
+IDENTIFIED_KEPT = 4096
+
+
+class PrefillPeers:
+    """Sends to agents, and performs the actions of ``PeerWatch``: pings, probes, reconnections.
+
+    Only the host drops a connection, because pushes of this rank may be on their way over it.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        connections: Connections,
+        watch: PeerWatch,
+        probe: Probe,
+        host: LoadHost,
+        meter: LoadMeter,
+    ) -> None:
+        self.connections = connections
+        self._engine_id = engine_id
+        self._watch = watch
+        self._probe = probe
+        self._host = host
+        self._meter = meter
+        self._pings = 0
+        self._identified: OrderedDict[str, None] = OrderedDict()
+
+    # Agents.
+
+    def on_message(self, agent: str, now: float, *, identified: bool) -> None:
+        """Something came from an agent; ``identified``: a message that only layerpush sends."""
+        self._watch.on_message(agent, now, identified)
+        if identified:
+            self._identified[agent] = None
+            self._identified.move_to_end(agent)
+            while len(self._identified) > IDENTIFIED_KEPT:
+                self._identified.popitem(last=False)
+
+    def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, to_anybody: bool = False) -> None:
+        """``to_anybody``: in a form that a stock engine ignores, unless the agent is known to speak layerpush."""
+        payload = encode_quietly(message) if to_anybody and agent not in self._identified else encode(message)
+        self._send(engine_id, agent, payload, now)
+
+    def send_registration(self, engine_id: str, payload: bytes, now: float) -> frozenset[str]:
+        """Send to every agent of a connected engine; returns those that were reached."""
+        agents = self.connections.agents(engine_id)
+        reached = frozenset(agent for agent in agents if self.connections.notify(agent, payload))
+        for agent in agents:
+            if agent not in reached:
+                self._watch.lost(agent, now)
+        return reached
+
+    def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
+        """Another load awaits something from these agents."""
+        self._watch.add(engine_id, frozenset(agents), now)
+        for agent in agents:
+            if agent in self._identified:  # its answer to the new registration may be lost
+                self._watch.identify(agent)
+
+    def remove(self, engine_id: str, agents: frozenset[str]) -> None:
+        """A load is over that had been added with these agents."""
+        self._watch.remove(engine_id, agents)
+
+    # Connections.
+
+    def drop(self, engine_id: str) -> bool:
+        """Drop the connection to an engine that something is awaited from; False if it has to stay for now."""
+        agents = self.connections.agents(engine_id)
+        if not self._host.forget_prefill_engine(engine_id):
+            return False
+        for agent in agents:
+            self._watch.cut(agent)
+        return True
+
+    def reconnected(self, engine_id: str) -> None:
+        """There is a new connection to the engine."""
+        self._watch.reconnected(self.connections.agents(engine_id))
+
+    def connection_lost(self, agents: Collection[str], now: float) -> None:
+        """Another part of this rank found the connection to an engine broken, and will drop it. If the engine has
+        several agents, it is not known which of them could not be reached.
+        """
+        for agent in agents:
+            if len(agents) == 1:
+                self._watch.lost(agent, now)
+            self._watch.cut(agent)
+
+    # Time.
+
+    def tick(self, loads: Mapping[str, Load], now: float) -> Iterator[tuple[str, load_protocol.Event]]:
+        """Do what is due, and yield what happened to agents. The caller handles each event before it takes the next:
+        ``loads``, by request id, then shows what is left.
+        """
+        for action in self._watch.due(now):
+            match action:
+                case liveness.SendPing(engine_id, agent, identified):
+                    self._pings += 1
+                    ping = encode(Ping(self._engine_id, self._pings)) if identified else encode_heartbeat(())
+                    self._send(engine_id, agent, ping, now)
+                case liveness.StartProbe(engine_id, agent):
+                    self._start_probe(engine_id, agent, loads)
+                case liveness.ReportSilent(agent, reason):
+                    self._meter.peer_lost("silent")
+                    yield agent, load_protocol.Silent(agent, reason)
+                case liveness.ReportGone(agent, reason):
+                    self._meter.peer_lost("gone")
+                    yield agent, load_protocol.Gone(agent, reason)
+                    self._forget_dead_engine_of(agent, loads)
+                case liveness.Reconnect(engine_id):
+                    self._reconnect(engine_id, loads, now)
+
+    def _send(self, engine_id: str, agent: str, payload: bytes, now: float) -> None:
+        """A send that fails is evidence that the agent is dead, unless we dropped the connection ourselves."""
+        if agent not in self.connections.agents(engine_id):
+            self._watch.cut(agent)
+        elif not self.connections.notify(agent, payload):
+            self._watch.lost(agent, now)
+
+    def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
+        load = next((load for load in loads.values() if agent in load.session.agents), None)
+        if load is not None and agent in load.ranks:
+            on_verdict = partial(self._watch.verdict, engine_id, agent)
+            self._probe(agent, load.ranks[agent], load.address, on_verdict)
+
+    def _reconnect(self, engine_id: str, loads: Mapping[str, Load], now: float) -> None:
+        found: Iterator[Address] = (load.address for load in loads.values() if load.ranks)
+        address = next((address for address in found if address.engine_id == engine_id), None)
+        if address is not None and self.drop(engine_id):
+            self.connections.reach(address, partial(self._on_reconnected, engine_id), now, tries=1)
+
+    def _on_reconnected(self, engine_id: str, error: str | None, _: float) -> None:
+        if error is None:
+            self.reconnected(engine_id)
+        else:
+            logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
+
+    def _forget_dead_engine_of(self, agent: str, loads: Mapping[str, Load]) -> None:
+        """Only when no rank of it may live: a send to a forgotten rank would fail, and that proves nothing."""
+        for engine_id in {address.engine_id for address in self.connections.addresses}:
+            agents = set(self.connections.agents(engine_id))
+            if agent in agents and all(agents.isdisjoint(load.session.open_agents) for load in loads.values()):
+                self._host.forget_prefill_engine(engine_id)

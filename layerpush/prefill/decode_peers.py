@@ -1,0 +1,109 @@
+"""The decode engines that this prefill rank is connected to: answers to them, and engines that were replaced.
+
+The connection to a decode engine is *closing* when it was lost, or when the engine was restarted: its pushes fail, and
+it is dropped when no WRITE is on its way. Until then nothing new begins on it, and registrations are held. Answers to
+an engine whose connection was lost are kept for a while, in case it lives. Writer thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from layerpush.core.bounded_dict import BoundedDict
+from layerpush.core.liveness import Verdict
+from layerpush.core.wire import Accepted, Cancelled, Fail, Registration, encode
+from layerpush.prefill.writer import PushWriter
+from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.transport.connections import Address, Connections, Probe
+
+HELD = 4096
+LOST_KEPT = 4096
+ANSWERS_KEPT_S = 60.0
+
+Answer = Accepted | Fail | Cancelled
+
+
+class DecodePeers:
+    def __init__(self, writer: PushWriter, connections: Connections, probe: Probe, peer_errors: PeerErrors) -> None:
+        self._writer = writer
+        self._connections = connections
+        self._probe = probe
+        self._peer_errors = peer_errors
+        self._closing: dict[str, str] = {}
+        self._lost: BoundedDict[str, None] = BoundedDict(LOST_KEPT)
+        self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
+        self._held: dict[str, list[tuple[str, Registration]]] = {}
+
+    def answer(self, address: Address, message: Answer, now: float) -> None:
+        """Send to every rank; if the connection is gone, keep it until it is clear whether the engine lives."""
+        if address.engine_id in self._closing or address.engine_id in self._lost:
+            self._withheld.setdefault(address.engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
+        else:
+            self._connections.say(address, encode(message), now)
+
+    def found(self, engine_id: str, now: float) -> None:
+        """A decode engine lives, and can be answered over a new connection if the old one was lost."""
+        self._lost.pop(engine_id, None)
+        for _, address, message in self._withheld.pop(engine_id, []):
+            self._connections.say(address, encode(message), now)
+
+    def lost(self, engine_id: str) -> None:
+        """The connection to a decode engine is gone: its pushes have failed, and its next message connects anew."""
+        self.close(engine_id, "the connection to the decode engine was lost")
+
+    def close(self, engine_id: str, reason: str) -> None:
+        """Drop the connection as soon as no WRITE is on its way over it."""
+        self._lost.note(engine_id, None)
+        self._closing.setdefault(engine_id, reason)
+
+    def closing(self, engine_id: str) -> str | None:
+        """Why the connection to this engine is closing; None if it is not."""
+        return self._closing.get(engine_id)
+
+    def hold(self, sender: str, registration: Registration) -> bool:
+        """Keep a registration until it is clear what becomes of the connection; True if it is the engine's first."""
+        held = self._held.setdefault(registration.decode_engine_id, [])
+        if len(held) < HELD:
+            held.append((sender, registration))
+        return len(held) == 1
+
+    def holds(self, engine_id: str) -> bool:
+        return engine_id in self._held
+
+    def take_held(self, engine_id: str) -> list[tuple[str, Registration]]:
+        """Return the registrations that were held of this engine, each with its sender, and forget them."""
+        return self._held.pop(engine_id, [])
+
+    def probe(self, engine_id: str, agent: str, on_verdict: Callable[[Verdict, float], None]) -> None:
+        """Ask whether the process that we are connected to is the one that runs under this name."""
+        address = self._connections.address(engine_id) or address_of(self._held[engine_id][0][1])
+        rank = self._connections.rank_of(engine_id, agent)
+        if rank is not None:
+            self._probe(agent, rank, address, on_verdict)
+
+    def reject_held(self, engine_id: str, now: float) -> None:
+        """The engine that we are connected to lives, so these registrations come from some other process."""
+        address = self._connections.address(engine_id)
+        for sender, registration in self.take_held(engine_id):
+            elsewhere = address != address_of(registration)
+            what = "which lives elsewhere" if elsewhere else "of which it is no living rank that we write to"
+            text = f"agent {sender} registers {registration.request_id} as engine {engine_id}, {what}"
+            self._peer_errors.add("engine id in use", text, now)
+
+    def tick(self, now: float) -> Iterator[str]:
+        """Forget old answers; drop connections that can be dropped by now, and yield the ids of their engines."""
+        for engine_id, answers in list(self._withheld.items()):
+            self._withheld[engine_id] = [answer for answer in answers if answer[0] > now][-HELD:]
+            if not self._withheld[engine_id]:
+                del self._withheld[engine_id]
+        for engine_id, reason in list(self._closing.items()):
+            self._writer.fail_engine(engine_id, reason)
+            if engine_id not in self._writer.engines_in_flight:
+                del self._closing[engine_id]
+                self._connections.forget(engine_id)
+                yield engine_id
+
+
+def address_of(message: Registration) -> Address:
+    """The way back to the engine that sent a registration."""
+    return Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
