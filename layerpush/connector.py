@@ -104,10 +104,10 @@ class LayerwisePushConnector(NixlPushConnector):
     ) -> None:
         """A layer's attention has been issued on this thread's stream. Engine's main thread."""
         assert self.connector_worker is not None
-        self.connector_worker.layer_saved(layer_name)
+        self.connector_worker.step_events.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         """The step's forward is issued: what no hook reported is swept up. Engine's main thread."""
         super().wait_for_save()
         assert self.connector_worker is not None
-        self.connector_worker.sweep()
+        self.connector_worker.step_events.sweep()

@@ -126,7 +126,7 @@ def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
     return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
 
 
-def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
+def sample_request(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
     """A made-up request with one block per group: shows where upstream would write it."""
     blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
     physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)

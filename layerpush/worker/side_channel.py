@@ -65,7 +65,7 @@ class Listener:
             try:
                 socket.bind(self._path)
             except zmq.ZMQError as error:
-                self._complain(
+                self._report(
                     "cannot listen",
                     f"cannot listen on {self._path} ({error}): see VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT; trying again",
                 )
@@ -85,9 +85,9 @@ class Listener:
         except zmq.Again:
             return
         except QueryError as error:
-            self._complain("bad handshake query", f"dropped what {asker} sent: {error}")
+            self._report("bad handshake query", f"dropped what {asker} sent: {error}")
         except Exception as error:  # noqa: BLE001  # nobody else can answer peers: the query is lost, not the thread
-            self._complain("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
+            self._report("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
             self._stop.wait(WAIT_MS / 1000)  # a socket that fails at once must not spin
 
     def _reply(self, frames: list[bytes], asker: str) -> tuple[bytes, ...]:
@@ -101,12 +101,12 @@ class Listener:
             raise QueryError(f"{message[:32]!r} is not {GET_META_MSG!r}")
         answer = self._answers.get((pp_rank, tp_rank))
         if answer is None:
-            self._complain("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
+            self._report("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
             return (b"",)
         # The clock must be that of the process which stamps leases; this thread is one of the scheduler's.
         return answer, msgspec.msgpack.encode(time.perf_counter())
 
-    def _complain(self, kind: str, text: str) -> None:
+    def _report(self, kind: str, text: str) -> None:
         self._peer_errors.add(kind, f"side channel: {text}", time.perf_counter())
 
 
