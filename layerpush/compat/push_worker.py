@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.platforms import current_platform
 
 from layerpush.compat.affinity import Affinity
-from layerpush.compat.facts import refusal, sample_request, share, split_at
+from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
+from layerpush.compat.links import RankTarget, agent_name, discover_link, refusal
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
-from layerpush.transport.base import Route
 from layerpush.transport.connections import Address, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
@@ -77,7 +77,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
         self.transport = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
         self._tasks: deque[tuple[str, Task]] = deque()
-        self._discovered: list[tuple[ReadSpec, int, int]] | None = None
+        self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
         self._whole_writes = WholeWrites(self.transport)
         self._departed: dict[str, Any] = {}
@@ -242,8 +242,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         remote_xfer_side_handle: int,
     ) -> int | None:
         """Post vLLM's WRITE and have it watched. Returns no handle, so vLLM polls nothing."""
-        if self._discovered is not None:
-            self._discovered.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
+        if self._noted is not None:
+            self._noted.append(RankTarget(read_spec, local_xfer_side_handle, remote_xfer_side_handle))
             return None
         part = self._whole_writes.post(
             self,
@@ -257,7 +257,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
                 remote_xfer_side_handle,
             ),
             request_id,
-            _agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)]),
+            agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)]),
             read_spec.remote_rank,
         )
         if part is not None:
@@ -279,12 +279,12 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         with self._handshake_lock:
-            return tuple(map(_agent_name, (self._remote_agents.get(engine_id) or {}).values()))
+            return tuple(map(agent_name, (self._remote_agents.get(engine_id) or {}).values()))
 
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         with self._handshake_lock:
             ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
-        return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), None)
+        return next((rank for rank, name in ranks.items() if agent_name(name) == agent), None)
 
     def clock_offset(self, engine_id: str) -> float | None:
         """How many seconds a connected engine's clock is ahead of ours, as the handshake measured it."""
@@ -327,29 +327,18 @@ class VllmPushWorker(NixlPushConnectorWorker):
         return refusal(self, engine_id) is None
 
     def discover_link(self, engine_id: str) -> Link:
-        """The way to a connected decode engine. vLLM's tensor-parallel logic writes a made-up request, whose WRITEs are
-        noted and not posted.
-        """
-        reason = refusal(self, engine_id)
-        discovered: list[tuple[ReadSpec, int, int]] = []
-        if reason is None:
-            self._discovered = discovered
-            try:
-                self._xfer_blocks_for_req("layerpush-link", sample_request(self, engine_id))
-            except (NotImplementedError, AssertionError) as error:
-                reason = f"upstream cannot map it: {error}"
-            finally:
-                self._discovered = None
-        if reason is None and not all(all(spec.local_block_ids) for spec, _, _ in discovered):
-            reason = "some KV cache groups go to other ranks than the rest"
-        if reason is not None:
-            return Link(engine_id, (), (), refusal=reason)
-        agents = self._remote_agents[engine_id]
-        routes = tuple(
-            Route(_agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
-            for spec, local, remote in discovered
-        )
-        return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=share(self, engine_id))
+        """The way to a connected decode engine."""
+        return discover_link(self, engine_id, self._note_writes)
+
+    def _note_writes(self, request: ReqMeta) -> list[RankTarget]:
+        """The WRITEs that vLLM would post for ``request``: ``_xfer_blocks`` notes and drops them."""
+        noted: list[RankTarget] = []
+        self._noted = noted
+        try:
+            self._xfer_blocks_for_req("layerpush-link", request)
+        finally:
+            self._noted = None
+        return noted
 
     # Writer thread: loads (layerpush.decode.load.LoadHost), and messages that vLLM reads.
 
@@ -374,11 +363,6 @@ def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
             yield inbox.get_nowait()
         except queue.Empty:
             return
-
-
-def _agent_name(name: str | bytes) -> str:
-    """NIXL names an agent that was added in bytes, and the sender of a notification in a string."""
-    return name.decode() if isinstance(name, bytes) else name
 
 
 def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id: str, pp_rank: int = 0) -> Any:

@@ -43,6 +43,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     """
 
     answer_handshakes = staticmethod(listen)
+    awaited: AwaitedPushes
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
@@ -54,7 +55,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prompt_digests: dict[str, str] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
-        self._awaited: AwaitedPushes | None = None
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -66,13 +66,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` is where the engine's KV cache blocks come from."""
-        self._awaited = AwaitedPushes(self.registration_timeout, block_pool)
-        watch_block_holds(self.metrics, self._awaited.block_holds)
-
-    @property
-    def awaited(self) -> AwaitedPushes:
-        assert self._awaited is not None, "bind comes first"
-        return self._awaited
+        self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
+        watch_block_holds(self.metrics, self.awaited.block_holds)
 
     def on_new_request(self, request: Request) -> None:
         self._request_filter.drop_invalid(request, time.perf_counter())

@@ -122,8 +122,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self.step_events = StepEvents(
             layout.index_of, self._waker.wake, fences_for(device), nudge=self._waker.wake_lazily, hooked=hooked
         )
-        self._connections = Connections(self, self.transport, config.allowed_hosts)
-        self._connections.on_lost = self._peer_lost
+        self._connections = Connections(self, self.transport, config.allowed_hosts, on_lost=self._peer_lost)
         self._host = WorkerHost(self, self._connections, guard, self._peer_lost)
         self._host.layout = None if packing.strategy is None else layout
         self.writer = PushWriter(
