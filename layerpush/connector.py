@@ -1,4 +1,4 @@
-"""``LayerwisePushConnector``: what vLLM calls. It only delegates."""
+"""``LayerwisePushConnector``, the class that vLLM makes and calls. It only delegates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerwisePushConnector(NixlPushConnector):
     """Pushes each layer's KV blocks to the decode engine while prefill runs; see docs/design.
 
     Raises ``layerpush.core.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
-    for decode context parallelism, as upstream does.
+    for decode context parallelism, as vLLM's push connector does.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -49,12 +49,12 @@ class LayerwisePushConnector(NixlPushConnector):
             raise ValueError(f"Unsupported KVConnectorRole: {role}")
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Scheduler's thread, before the first request."""
+        """Hand over the pool of KV cache blocks. Scheduler's thread, before the first request."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind(gpu_block_pool)
 
     def get_kv_connector_stats(self) -> LayerPushStats | None:
-        """What has happened since the last call. The scheduler's thread, or the engine's main thread after a step."""
+        """Metrics since the last call. The scheduler's thread, or the engine's main thread after a step."""
         now = time.perf_counter()
         if self.connector_worker is not None:
             return LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
@@ -63,7 +63,7 @@ class LayerwisePushConnector(NixlPushConnector):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeardStats:
-        """Of what ``to_dict`` gave in another process. Front end's process."""
+        """A report from ``to_dict`` of another process. Front end's process."""
         return HeardStats(data)
 
     @classmethod
@@ -78,12 +78,12 @@ class LayerwisePushConnector(NixlPushConnector):
         return LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> DecodeReport | None:
-        """What the scheduler must know beside the loads that have ended. Main thread, after these were taken."""
+        """The worker's report to the scheduler. Main thread, after ``get_transfer_results``."""
         assert self.connector_worker is not None
         return self.connector_worker.report()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Blocks are about to change hands. Engine's main thread, where the runner calls it at all."""
+        """The step takes blocks away from requests. Engine's main thread, if the runner calls it at all."""
         assert isinstance(kv_connector_metadata, LayerwiseMetadata)
         if self.connector_worker is not None:
             self.connector_worker.revoke(kv_connector_metadata)
@@ -104,10 +104,10 @@ class LayerwisePushConnector(NixlPushConnector):
     ) -> None:
         """A layer's attention has been issued on this thread's stream. Engine's main thread."""
         assert self.connector_worker is not None
-        self.connector_worker.layer_saved(layer_name)
+        self.connector_worker.step_events.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """The step's forward is issued: what no hook reported is swept up. Engine's main thread."""
+        """The step's forward is issued: every layer that no hook reported counts as saved. Engine's main thread."""
         super().wait_for_save()
         assert self.connector_worker is not None
-        self.connector_worker.sweep()
+        self.connector_worker.step_events.sweep()

@@ -1,4 +1,4 @@
-"""vLLM's way in: entry point `vllm.general_plugins`, called in every vLLM process (front end, engine core, workers)."""
+"""Entry point `vllm.general_plugins`: every vLLM process (front end, engine core, worker) calls `register`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _registered = False
 
 
 class ConnectorNameError(RuntimeError):
-    """Somebody else's class already has our connector's name."""
+    """Another class already has our connector's name."""
 
 
 def register() -> None:
-    """Make `"kv_connector": "LayerwisePushConnector"` known to vLLM, and have its requests checked where they come in.
+    """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check its requests in vLLM's front end.
 
-    Also applies the CPU cures if LAYERPUSH_CALM asks. Idempotent, and lazy: neither the connector nor NIXL is imported
-    until vLLM creates a connector of that name, and the front end is patched when vLLM imports it.
+    Also patches busy waits if LAYERPUSH_CALM asks. Idempotent and lazy: the connector and NIXL are imported when vLLM
+    creates a connector of that name, and the front end is patched when vLLM imports it.
 
-    vLLM only logs an entry point that cannot be imported, and later says `Unsupported connector type`; what this
-    function raises stops the vLLM process instead. So whatever can go wrong goes wrong in here, not at import.
+    vLLM only logs an entry point that cannot be imported, and later says `Unsupported connector type`. An error in this
+    function stops the vLLM process instead. So this module must not fail at import.
 
     Raises:
         ConnectorNameError: the name belongs to a class that is not layerpush's.
@@ -40,7 +40,7 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_CLASS)
     except ValueError as taken:
-        # Only on this road is the holder of the name imported: it has to be named in the message.
+        # Only here is the holder of the name imported: the message has to name it.
         holder = _holder()
         if holder != f"{CONNECTOR_MODULE}.{CONNECTOR_CLASS}":
             raise ConnectorNameError(
@@ -52,11 +52,11 @@ def register() -> None:
 
 
 def _holder() -> str:
-    """Who has the connector name now, as `module.Class`."""
+    """The class that has the connector name now, as `module.Class`."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         cls = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
-    except Exception as error:  # noqa: BLE001  # not ours: it may fail to import in any way, and the caller raises
+    except Exception as error:  # noqa: BLE001  # another project's import may fail in any way; the caller raises
         return f"a class that cannot be imported ({type(error).__name__}: {error})"
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -75,7 +75,8 @@ class Lane:
         streams = self.streams = STREAMS[mode]
         self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
-        self.capture = StepEvents(layout.index_of, pusher.wake, fences, nudge=pusher.nudge)
+        waker = pusher.waker
+        self.capture = StepEvents(layout.index_of, waker.wake, fences, nudge=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
@@ -103,26 +104,15 @@ class Pusher:
         self.failure: BaseException | None = None
         self._transport = transport
         self._lag = Lag()
-        self._wake = Waker()
+        self.waker = Waker(self._lag.woken)
         self._turning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """As a worker's hooks do."""
-        if not self._wake.is_set():
-            self._lag.woken(time.perf_counter())
-            self._wake.set()
-
-    def nudge(self) -> None:
-        """As they do for every layer but the last."""
-        if not self._wake.naps:
-            self.wake()
-
     def serve(self, lane: Lane) -> None:
         """After a ``rest``, or when nothing is pushed on the lane before."""
         self._lane = lane
-        self.wake()
+        self.waker.wake()
 
     def rest(self) -> None:
         """Returns when the thread is in no turn; it begins none that does anything before the next ``serve``."""
@@ -133,13 +123,13 @@ class Pusher:
     def _run(self) -> None:
         try:
             while True:
-                self._wake.clear()
+                self.waker.clear()
                 self._lag.began(time.perf_counter())
                 with self._turning:
-                    patience, naps = self._turn()
+                    timeout, polls_layers = self._turn()
                     self.cpu_s = time.thread_time()
-                self._lag.ended(time.perf_counter(), patience)
-                self._wake.wait(patience, naps=naps)
+                self._lag.ended(time.perf_counter(), timeout)
+                self.waker.wait(timeout, polls_layers=polls_layers)
         except BaseException as error:  # the main thread waits for what will not come, and has to hear why
             self.failure = error
             logger.exception("the writer thread has died")
@@ -161,5 +151,5 @@ class Pusher:
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
         own = lane.writer.patience
-        patience = waits if own is None else min(own, waits)
-        return patience, lane.writer.keeps_pace(patience)
+        timeout = waits if own is None else min(own, waits)
+        return timeout, lane.writer.keeps_pace(timeout)

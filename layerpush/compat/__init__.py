@@ -1,4 +1,6 @@
-"""Everything layerpush knows of vLLM's private names (0.32; 0.33 differs little). No other folder may use them.
+"""All uses of vLLM's private names (0.32; 0.33 differs little). No other folder may use them.
 
-Nothing is imported here: `busy_wait` and `admission` are needed where neither NIXL nor a worker may be loaded.
+There is one adapter class for each class of vLLM that layerpush extends: `VllmPushWorker`, `VllmPushScheduler`,
+`LayerwiseMetadata`, `LayerPushStats`, `LayerPushPromMetrics`. This file imports nothing: `busy_wait` and `admission`
+run in processes that may load neither NIXL nor a worker.
 """

@@ -1,7 +1,7 @@
-"""Where vLLM's front end admits requests: one with bad `kv_transfer_params` is refused, and its client is told why.
+"""vLLM's front end refuses a request with bad `kv_transfer_params` and tells its client the reason.
 
-Beside compat/ the only module that uses private names of vLLM. compat/ imports vLLM's NIXL connector, which would
-cost every process that vLLM starts; this one waits for the front end to be imported, and imports nothing for it.
+vLLM's NIXL connector is slow to import, and most vLLM processes have no front end. So this module imports neither: it
+patches the front end when vLLM imports it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from layerpush.core.request_params import KvRole, ParamsError, check_params
 FRONT_END = "vllm.v1.engine.input_processor"
 
 
-class Door(NamedTuple):
-    """One layerpush connector of an engine, as far as requests meet it."""
+class ConnectorSettings(NamedTuple):
+    """What decides which params one layerpush connector of an engine takes."""
 
     role: KvRole
     config: LayerPushConfig
 
 
-def doors(connector: str, transfer: Mapping[str, Any]) -> Iterator[Door]:
-    """The connectors of that name in the fields of a `--kv-transfer-config`, those inside of a MultiConnector too."""
+def connectors_in(transfer: Mapping[str, Any], name: str) -> Iterator[ConnectorSettings]:
+    """The connectors called `name` in the fields of a `--kv-transfer-config`, and in its MultiConnector."""
     extra = transfer.get("kv_connector_extra_config") or {}
-    if transfer.get("kv_connector") == connector:
-        yield Door(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
+    if transfer.get("kv_connector") == name:
+        yield ConnectorSettings(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
     elif transfer.get("kv_connector") == "MultiConnector":
         for inner in extra.get("connectors") or ():
-            yield from doors(connector, inner)
+            yield from connectors_in(inner, name)
 
 
 class AdmissionHook(ImportHook):
@@ -43,7 +43,7 @@ class AdmissionHook(ImportHook):
 
     def __init__(self, connector: str) -> None:
         self._connector = connector
-        self._known: weakref.WeakKeyDictionary[Any, tuple[Door, ...]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, tuple[ConnectorSettings, ...]] = weakref.WeakKeyDictionary()
 
     def patch(self, module: ModuleType) -> None:
         processor: Any = getattr(module, "InputProcessor", None)
@@ -68,17 +68,17 @@ class AdmissionHook(ImportHook):
         """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors take these params."""
         if processor not in self._known:
             transfer = processor.vllm_config.kv_transfer_config
-            self._known[processor] = () if transfer is None else tuple(doors(self._connector, vars(transfer)))
-        for door in self._known[processor]:
-            _check(params, door)
+            self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer), self._connector))
+        for settings in self._known[processor]:
+            _check(params, settings)
 
 
-def _check(sampling_or_pooling: Any, door: Door) -> None:
+def _check(sampling_or_pooling: Any, settings: ConnectorSettings) -> None:
     extra = getattr(sampling_or_pooling, "extra_args", None)
     if not isinstance(extra, dict):
         return
     try:
-        check_params(extra.get("kv_transfer_params"), door.role, door.config)
+        check_params(extra.get("kv_transfer_params"), settings.role, settings.config)
     except ParamsError as error:
         from vllm.exceptions import VLLMValidationError  # what vLLM answers with HTTP status 400
 

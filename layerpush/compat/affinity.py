@@ -1,4 +1,4 @@
-"""Which cores the engine's main thread and the writer run on."""
+"""Keeps the engine's main thread on its cores, and lets the writer use the core for transfers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 class Affinity:
-    """As a context: what binds this thread to other cores inside has no effect on it afterwards.
+    """A context that undoes, at its end, every binding of this thread to other cores.
 
-    On a CPU vLLM's NIXL worker binds the thread that makes it to the last core of each NUMA node, to have transfers
-    away from the cores that compute. That thread is the engine's main thread, which computes: P, its writer, and a D on
-    the same host would all share one core. ``bind_writer`` gives the core to the thread that it was meant for.
+    On a CPU vLLM's NIXL worker binds the thread that makes it to the last core of each NUMA node, to keep transfers off
+    the cores that compute. But that thread is the engine's main thread, which computes: P, its writer, and a D on the
+    same host would share one core. ``bind_writer`` gives the core to the writer instead.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,6 @@ class Affinity:
             os.sched_setaffinity(0, self._main)
 
     def bind_writer(self) -> None:
-        """Let this thread run on the cores for transfers, and where it may anyway."""
+        """Let this thread run on the cores for transfers, beside those that it may use already."""
         if self._transfers - self._main:
             os.sched_setaffinity(0, self._transfers | os.sched_getaffinity(0))

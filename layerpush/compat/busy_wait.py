@@ -1,13 +1,13 @@
-"""Cures for busy loops that make a small CPU machine slow. Applied only when LAYERPUSH_CALM asks, never by itself.
+"""Patches busy waits of NIXL and vLLM that make a small CPU machine slow. Applied only if LAYERPUSH_CALM asks.
 
-* NIXL's Python API starts its progress thread with a delay of 0: one core per agent is spent polling.
+* NIXL's Python API starts its progress thread with a delay of 0: polling takes one core per agent.
 * vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
   computes.
-* While requests wait for KV, vLLM's engine takes a step in which nothing is computed every millisecond or so: D uses a
-  core all the time that P computes.
+* While requests wait for KV, vLLM's engine takes an empty step every millisecond or so: D uses a core all the time that
+  P computes.
 
-The cures cost a little latency where cores are plentiful (up to 1 ms per transfer, 50 us to 1 ms per step, 10 ms until
-D looks whether KV has come), hence the switch.
+With plenty of cores the patches cost a little latency, hence the switch: up to 1 ms per transfer, 50 us to 1 ms per
+step, 10 ms until D notices that KV has come.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ VARIABLE = "LAYERPUSH_CALM"
 PROGRESS_DELAY_US = 1000
 YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
 YIELD_SHARE = 0.05
-"""Of the time waited already: so much later may whoever waits notice that it is over."""
+"""Longest sleep as a share of the time waited so far."""
 NEW_WAIT_SECONDS = 1e-3
-"""So long after the last sleep it is another wait."""
+"""Time after the last sleep at which another wait begins."""
 EMPTY_STEP_SECONDS = 10e-3
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -40,7 +40,7 @@ _applied = False
 
 
 def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
-    """Whether LAYERPUSH_CALM asks for the cures.
+    """Whether LAYERPUSH_CALM asks for the patches.
 
     Raises:
         ConfigError: the variable is neither a yes nor a no.
@@ -57,7 +57,7 @@ def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
 
 
 def apply() -> None:
-    """Cure both loops in this process and in those that it forks; the log says so once. Call before engines start."""
+    """Patch this process and those that it forks; the log says so once. Call before engines start."""
     global _applied
     if _applied:
         return
@@ -102,10 +102,10 @@ def _calm_vllm() -> list[str]:
 
 
 class Rest(threading.local):
-    """What a thread does instead of yielding: sleep, the longer the longer it waits.
+    """Sleeps instead of yielding. The sleep grows with the time that the thread has waited.
 
-    A reader of vLLM's message queues could wait for the word that comes with each message instead. Of two within a
-    millisecond ZeroMQ drops one, though, and the reader then sleeps on for seconds (seen with vLLM 0.32).
+    A reader of vLLM's message queues could wait for the notification of each message instead. But ZeroMQ drops one of
+    two within a millisecond, and the reader then sleeps on for seconds (seen with vLLM 0.32).
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Rest(threading.local):
 
     @staticmethod
     def seconds(waited: float) -> float:
-        """How long to sleep after having waited so long."""
+        """How long to sleep, in seconds, after ``waited`` seconds."""
         return min(max(YIELD_SECONDS, YIELD_SHARE * waited), LONGEST_YIELD_SECONDS)
 
 
@@ -151,7 +151,7 @@ class _NixlHook(ImportHook):
 
 
 def rest_after_empty_steps(core: ModuleType) -> None:
-    """Let engines of ``core`` (vLLM's ``v1.engine.core``) wait for input after a step that computed nothing."""
+    """Make engines of ``core`` (vLLM's ``v1.engine.core``) wait for input after an empty step."""
     engine: Any = core.EngineCoreProc
     plain = engine._process_engine_step
 
@@ -165,7 +165,7 @@ def rest_after_empty_steps(core: ModuleType) -> None:
 
 
 def wait_for_input(inputs: queue.Queue[Any], seconds: float) -> None:
-    """Return as soon as there is something to get, after ``seconds`` at the latest. Takes nothing."""
+    """Wait until the queue holds something, at most ``seconds``. Takes nothing from it."""
     with inputs.not_empty:
         if not inputs.queue:
             inputs.not_empty.wait(seconds)

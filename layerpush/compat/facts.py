@@ -1,4 +1,4 @@
-"""What vLLM's push worker and scheduler know of the engine's model and caches, as layerpush's own types."""
+"""Facts about an engine's model and caches, from vLLM's push worker and scheduler, as layerpush's own types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
-    """Why this engine must push whole requests, as far as its scheduler and its workers both can tell."""
+    """The reason why this engine must push whole requests, if its scheduler and its workers both know one."""
     if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
     if side._has_mamba:
@@ -29,7 +28,7 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
 
 
 def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
-    """Why this worker must push whole requests, beside a layout that cannot be told apart by layer."""
+    """The reason why this worker must push whole requests, if there is one. ``cache_layout`` may find another."""
     if (reason := engine_fallback(worker)) is not None:
         return reason
     if worker.pcp_size > 1:
@@ -42,7 +41,7 @@ def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
 
 
 def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> CacheLayout:
-    """Layer by layer, where the worker registered its KV cache. Call after ``register_kv_caches``.
+    """Where each layer lies in the KV cache that the worker has registered. After ``register_kv_caches``.
 
     Raises ``LayoutError``.
     """
@@ -73,7 +72,7 @@ def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
 
 
 def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
-    """From how many descriptors on NIXL may spread a WRITE over several endpoints."""
+    """Number of descriptors from which on NIXL may spread a WRITE over several endpoints."""
     assert vllm_config.kv_transfer_config is not None
     if worker.nixl_backends != ["UCX"]:
         return 0  # not known
@@ -94,46 +93,6 @@ def device_of(kv_caches: dict[str, Any]) -> torch.device:
     return tensor.device
 
 
-def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
-    """Why a decode engine's blocks cannot be written layer by layer; None when they can."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    if worker.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
-        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
-    if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
-        return (
-            f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
-            f"ours {worker._physical_blocks_per_logical_kv_block}"
-        )
-    local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
-    if len(local) != len(theirs):
-        return f"it registered {len(theirs)} regions, we {len(local)}"
-    return None
-
-
-def share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
-    """The part of each of our blocks that one decode rank gets: all of it, or its share of the heads."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
-    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
-
-
-def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
-    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
-    assert worker.transfer_topo is not None
-    remote = worker.transfer_topo.get_engine_info(engine_id)
-    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
-
-
-def probe_meta(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
-    """A made-up request with one block per group: shows where upstream would write it."""
-    blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
-    physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)
-    remote = RemoteMeta(block_ids=blocks, host="", port=0, engine_id=engine_id, request_id="")
-    return ReqMeta(local_block_ids=blocks, local_physical_block_ids=physical, tp_size=worker.world_size, remote=remote)
-
-
 def _span(cache: torch.Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
     return int((last + 1) * cache.element_size())
@@ -150,7 +109,7 @@ def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def slot_views(worker: NixlPushConnectorWorker, kv_caches: dict[str, Any]) -> list[torch.Tensor]:
-    """Each region, in descriptor order, as ``uint8 [kernel blocks, block bytes]``: the same memory, seen as blocks.
+    """A view of each region, in descriptor order, as ``uint8 [kernel blocks, block bytes]``.
 
     Raises ``LayoutError`` for a region that lies in no tensor.
     """

@@ -7,21 +7,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 
 
 class _HandshakeAnswer(msgspec.Struct):
-    """``NixlHandshakePayload``, as far as it is needed to tell incarnations of an engine apart."""
+    """The fields of ``NixlHandshakePayload`` that tell incarnations of an engine apart."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
 
 
 class _AgentDescription(msgspec.Struct):
-    """``NixlAgentMetadata``, likewise; the rest, which may be long, is skipped and not built."""
+    """Those of ``NixlAgentMetadata``. The decoder skips the others, which may be long."""
 
     engine_id: str
     agent_metadata: bytes
 
 
 def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
-    """What a side channel is asked for a rank's agent."""
+    """The query for a rank's agent."""
     return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
 
 

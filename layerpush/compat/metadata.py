@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers in a step."""
+"""``LayerwiseMetadata``: the scheduler's message to its workers in a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from layerpush.core.step_plan import StepPlan
 
 
 class LayerwiseMetadata(NixlConnectorMetadata):
-    """Upstream's metadata of a step, and what layerpush's scheduler has to tell its workers beside it."""
+    """vLLM's metadata of a step, extended by layerpush's. Lasts for one step."""
 
     step_plan: StepPlan = StepPlan()
     prompt_digests: Mapping[str, str] = MappingProxyType({})
-    """Of requests that this prefill engine has begun with, by their ids."""
+    """Digests of the prompts that this prefill engine has begun with, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
-    """Pushes that this decode engine gives up: its request ids, and why."""
+    """Loads that this decode engine gives up: request id -> reason."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    """Requests that came since the last step with the W3C headers of an OpenTelemetry trace, by their ids."""
+    """W3C headers of an OpenTelemetry trace, by id of the requests that came with them since the last step."""
 
     @classmethod
     def extending(

@@ -1,4 +1,4 @@
-"""layerpush's metrics as Prometheus objects beside upstream's, on the engine's own ``/metrics``."""
+"""layerpush's metrics as Prometheus objects beside vLLM's, on the engine's own ``/metrics``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class LayerPushPromMetrics(NixlPromMetrics):
-    """One child per engine and label value; known label values are there from the start, at 0.
+    """One child per engine and label value; known label values exist from the start, at 0.
 
-    Lives in the front end's process and thread, and is told of every engine step's ``LayerPushStats.to_dict()``.
+    Lives in the front end's process and thread. ``observe`` gets every engine step's ``LayerPushStats.to_dict()``.
     """
 
     def __init__(

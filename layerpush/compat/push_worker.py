@@ -1,28 +1,31 @@
-"""Upstream's push worker, opened up where layerpush takes part."""
+"""vLLM's push worker with public names for its internals, so that no other folder uses vLLM's private names.
+
+A subclass overrides the hooks at the top of ``VllmPushWorker`` and calls its other public methods. Each section of the
+class names the thread that calls its methods.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from layerpush.compat.affinity import Affinity
-from layerpush.compat.facts import probe_meta, refusal, share, split_at
+from layerpush.compat.facts import split_at
+from layerpush.compat.leases import SendLeases, extend
+from layerpush.compat.links import RankTarget, agent_name, discover_link, refusal
+from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
-from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import Route, TransportError
 from layerpush.transport.connections import Address, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
@@ -36,58 +39,77 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = init_logger("vllm.layerpush.compat")
-
-LEASE_GRACE_S = 1.0
-LEASE_SLACK_S = 0.1
 DEPARTED_KEPT = 1024
 MAX_REGIONS = 1 << 14
 SETUP_FAILED = "transfer_setup_failed"
 
+T = TypeVar("T")
+Task = Callable[[], None]
+
+
+class WriterWaker(Protocol):
+    """Wakes the writer thread. Any thread."""
+
+    def wake(self) -> None:
+        """There is work."""
+
+    def set(self) -> None:
+        """There may be work. vLLM calls it by this name, which is that of ``threading.Event``."""
+
 
 class VllmPushWorker(NixlPushConnectorWorker):
-    """Upstream's push worker with every NIXL call moved off the engine's main thread and every WRITE watchable.
+    """Makes every NIXL call on the writer thread, and lets the writer watch every WRITE.
 
-    Upstream's own thread (``nixl-push-writer``) stays the writer. Heartbeats and the polling of whole-request WRITEs,
-    which upstream leaves to the main thread, run on it too. ``LockedAgent`` keeps it apart from the handshake
-    executor, the only other thread that calls NIXL once the caches are registered.
+    vLLM's own thread, ``nixl-push-writer``, stays the writer; it runs the loop given to ``start_writer``. It also sends
+    heartbeats and polls whole-request WRITEs, which vLLM leaves to the main thread. Once the caches are registered,
+    only the handshake executor calls NIXL beside the writer; ``LockedAgent`` keeps the two apart.
     """
 
     nixl_wrapper: Any
 
-    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, waker: WriterWaker
+    ) -> None:
+        self._loop: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         with Affinity() as self._cores:
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._push_writer_wake = waker
         self.nixl_wrapper = LockedAgent(self.nixl_wrapper)
         self.transport = NixlTransport(self.nixl_wrapper, split_at(self, vllm_config))
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._telemetry: deque[Any] = deque()
-        self._probed: list[tuple[ReadSpec, int, int]] | None = None
-        self._lease_lock = threading.Lock()  # never held across a NIXL call
-        self._posting: set[str] = set()
-        self._expired: set[str] = set()
+        self._tasks: deque[tuple[str, Task]] = deque()
+        self._noted: list[RankTarget] | None = None
+        self._leases = SendLeases()
+        self._whole_writes = WholeWrites(self.transport)
         self._departed: dict[str, Any] = {}
-        self._setup_failures: dict[str, BaseException] = {}
 
-    # What a subclass adds.
+    # Hooks that a subclass overrides.
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
-        """Upstream posted one WRITE of a whole-request push. Writer thread."""
+        """vLLM posted one WRITE of a whole-request push. Writer thread."""
         raise NotImplementedError
 
     def lease_expired(self, request_id: str) -> None:
-        """The request's blocks are about to be freed. Main thread."""
+        """vLLM is about to free the request's blocks. Main thread."""
         raise NotImplementedError
 
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from this request's blocks. Main thread."""
         raise NotImplementedError
 
+    def disconnecting(self, engine_id: str) -> None:
+        """vLLM is about to forget an engine's agents and descriptors. Writer thread, or main thread."""
+        raise NotImplementedError
+
+    @property
+    def engines_in_use(self) -> set[str]:
+        """Engines that vLLM must not forget, however long they are silent. Any thread."""
+        raise NotImplementedError
+
     # Handshake executor.
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
-        """Upstream sizes its tables by what the peer claims to have: claims beyond reason are refused. Raises
-        ``ValueError``, which fails the handshake.
+        """vLLM sizes its tables by what the peer claims to have. Raises ``ValueError`` for claims beyond reason, which
+        fails the handshake.
         """
         regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
         if min(regions, default=0) < 0 or sum(regions) > MAX_DESCRIPTORS or len(regions) > MAX_REGIONS:
@@ -97,16 +119,33 @@ class VllmPushWorker(NixlPushConnectorWorker):
         name: str = super().add_remote_agent(nixl_agent_meta, *args, **kwargs)
         return name
 
-    # Main thread.
+    # Any thread.
 
-    def task(self, task: Callable[[], None]) -> None:
-        """Have the writer thread do something soon."""
-        self._tasks.append(task)
-        self._push_writer_wake.set()
+    def task(self, task: Task, what: str = "a task") -> None:
+        """Have the writer thread do something soon. ``what`` names it in the log if it fails."""
+        self._tasks.append((what, task))
+        self._push_writer_wake.wake()
+
+    # Main thread: the writer thread's life.
+
+    def start_writer(self, loop: Task) -> None:
+        """Have the writer thread run ``loop``. After ``register_kv_caches``, whose end starts the thread."""
+        self._loop.put(loop)
+
+    def join_writer(self, timeout_s: float) -> bool:
+        """Wait until the loop has returned; whether it has. True without a thread, or after a failed initialiser."""
+        thread = getattr(self, "_push_writer_thread", None)
+        if thread is None:
+            return True
+        self._loop.put(None)  # a thread that was given no loop ends, too
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    # Main thread: steps.
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        while self._telemetry:
-            self.xfer_stats.record_transfer(self._telemetry.popleft())
+        for telemetry in self._whole_writes.telemetry():
+            self.xfer_stats.record_transfer(telemetry)
         return super().get_transfer_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -126,64 +165,104 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self.task(partial(super()._send_heartbeats, snapshot))
 
     def _handle_heartbeat(self, payload: str) -> None:
-        """Extend leases. A router that asks both engines at once knows no more of P's request than its base id."""
-        named = set(payload.split(","))
-        bases = {get_base_request_id(name) for name in named}
-        for request_id in self._reqs_to_send:
-            if request_id in named or get_base_request_id(request_id) in bases:
-                expires = max(self._reqs_to_send[request_id], time.perf_counter() + self._lease_extension)
-                self._reqs_to_send[request_id] = expires
+        extend(self._reqs_to_send, set(payload.split(",")), time.perf_counter() + self._lease_extension)
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
-        """No lease expires while a WRITE reads from the request's blocks, and none is posted after it expired.
-
-        What is due, or would be by the time upstream looks at the clock again, is either kept or ended here.
-        """
-        now = time.perf_counter()
-        with self._lease_lock:
-            due = [request_id for request_id, expires in self._reqs_to_send.items() if expires <= now + LEASE_SLACK_S]
-            for request_id in due:
-                if request_id in self._posting or self.has_writes_in_flight(request_id):
-                    self._reqs_to_send[request_id] = now + LEASE_GRACE_S
-                else:
-                    self._reqs_to_send[request_id] = now
-                    self._expired.add(request_id)
-                    self.lease_expired(request_id)
+        self._leases.reap(self._reqs_to_send, time.perf_counter(), self.has_writes_in_flight, self.lease_expired)
         super()._reap_expired_send_leases(done_sending)
 
-    # Writer thread.
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        return self.engines_in_use
+
+    # Writer thread: its loop, and what other threads have left for it.
+
+    def _push_writer_loop(self) -> None:
+        self._cores.bind_writer()
+        loop = self._loop.get()
+        if loop is not None:
+            loop()
 
     def use_device(self) -> None:
         """Give this thread the device's context: without one, UCX quietly leaves CUDA IPC out."""
         if not self.use_host_buffer:
             current_platform.set_device(self.device_id)
 
-    def take_errands(self) -> Iterator[Callable[[], None]]:
+    def tasks(self) -> Iterator[tuple[str, Task]]:
+        """Take what ``task`` was called with: a name for the log, and what to call."""
         while self._tasks:
             yield self._tasks.popleft()
 
-    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
-        """Start upstream's whole-request push, unless the lease has ended: its completion rides on the WRITE."""
-        with self._lease_lock:
-            if request_id in self._expired:
-                return
-            self._posting.add(request_id)
-        try:
-            self._do_start_push_kv(request_id, blocks, registration)
-        finally:
-            with self._lease_lock:
-                self._posting.discard(request_id)
+    def ended_requests(self) -> Iterator[str]:
+        """Take P's requests that the main thread has reported as sent, or whose lease is over."""
+        for request_id in _drained(self._evict_finished_inbox):
+            yield request_id
+            self._leases.settled(request_id)
 
-    def lease_settled(self, request_id: str) -> None:
-        """Nothing of the request is left here that a push could start from."""
-        with self._lease_lock:
-            self._expired.discard(request_id)
+    def deferred_pushes(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """Take whole-request pushes whose handshake is over: request, blocks, registration."""
+        yield from _drained(self._deferred_push_inbox)
+
+    # Writer thread: whole-request pushes.
+
+    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
+        """Start vLLM's whole-request push, unless the lease has ended: its completion rides on the WRITE."""
+        with self._leases.posting(request_id) as lives:
+            if lives:
+                self._do_start_push_kv(request_id, blocks, registration)
 
     def report_sent(self, request_id: str) -> None:
         """Let the main thread's next look report the request as over: it was sent, or never will be."""
         with self._sending_transfers_lock:
             self._send_failures.discard(request_id)
             self._sending_transfers[request_id] = []
+
+    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
+        """Account for one of vLLM's WRITEs as vLLM would, while its handle is still valid."""
+        if landed:
+            self._whole_writes.landed(self.nixl_wrapper, request_id, transfer)
+            return
+        self.xfer_stats.record_failed_transfer()
+        with self._sending_transfers_lock:
+            self._send_failures.add(request_id)
+
+    def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **kwargs: Any) -> None:
+        error = kwargs.get("error")
+        if failure_type == SETUP_FAILED and req_id is not None and error is not None:
+            self._whole_writes.setup_failed(req_id, error)  # it will be logged with the push that it ends
+        else:
+            super()._log_failure(failure_type, req_id, *args, **kwargs)
+
+    def _xfer_blocks(
+        self,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        remote_request_id: str,
+        local_xfer_side_handle: int,
+        remote_xfer_side_handle: int,
+    ) -> int | None:
+        """Post vLLM's WRITE and have it watched. Returns no handle, so vLLM polls nothing."""
+        if self._noted is not None:
+            self._noted.append(RankTarget(read_spec, local_xfer_side_handle, remote_xfer_side_handle))
+            return None
+        transfer = self._whole_writes.post(
+            self,
+            partial(
+                super()._xfer_blocks,
+                read_spec,
+                dst_engine_id,
+                request_id,
+                remote_request_id,
+                local_xfer_side_handle,
+                remote_xfer_side_handle,
+            ),
+            request_id,
+            agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)]),
+            read_spec.remote_rank,
+        )
+        if transfer is not None:
+            self.whole_write_posted(request_id, transfer, dst_engine_id, remote_request_id)
+        return None
 
     # Writer thread: connections (layerpush.transport.connections.Network).
 
@@ -200,15 +279,15 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         with self._handshake_lock:
-            return tuple(map(_agent_name, (self._remote_agents.get(engine_id) or {}).values()))
+            return tuple(map(agent_name, (self._remote_agents.get(engine_id) or {}).values()))
 
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         with self._handshake_lock:
             ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
-        return next((rank for rank, name in ranks.items() if _agent_name(name) == agent), None)
+        return next((rank for rank, name in ranks.items() if agent_name(name) == agent), None)
 
     def clock_offset(self, engine_id: str) -> float | None:
-        """What a connected engine's clock is ahead of ours, in seconds, as the handshake measured it."""
+        """How many seconds a connected engine's clock is ahead of ours, as the handshake measured it."""
         with self._handshake_lock:
             offset: float | None = self._engine_clock_offset.get(engine_id)
         return offset
@@ -225,6 +304,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
         while len(self._departed) > DEPARTED_KEPT:
             self._departed.pop(next(iter(self._departed)))
         self._cleanup_remote_engine(engine_id, log_eviction=False)
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        self.disconnecting(engine_id)
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def touch_engine(self, engine_id: str) -> None:
         """The engine is in use: it is not stale."""
@@ -243,113 +326,47 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Whether a block here is as many tokens as one on a connected decode engine."""
         return refusal(self, engine_id) is None
 
-    # Writer thread: loads (layerpush.decode.outcomes.LoadHost).
+    def discover_link(self, engine_id: str) -> Link:
+        """The way to a connected decode engine."""
+        return discover_link(self, engine_id, self._note_writes)
+
+    def _note_writes(self, request: ReqMeta) -> list[RankTarget]:
+        """The WRITEs that vLLM would post for ``request``: ``_xfer_blocks`` notes and drops them."""
+        noted: list[RankTarget] = []
+        self._noted = noted
+        try:
+            self._xfer_blocks_for_req("layerpush-link", request)
+        finally:
+            self._noted = None
+        return noted
+
+    # Writer thread: loads (layerpush.decode.outcomes.LoadHost), and messages that vLLM reads.
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._recving_metadata
 
-    def loaded(self, completions: Sequence[bytes]) -> None:
+    def loaded(self, completions: list[bytes]) -> None:
         for completion in completions:
-            self._pending_completion_notifs.put(completion)
+            self.pass_on(completion)
 
     def failed(self, request_id: str) -> None:
         self._failed_recv_reqs.put(request_id)
 
-    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
-        """Account for one of upstream's WRITEs as upstream would, while its handle is still valid."""
-        if landed:
-            try:
-                telemetry = self.nixl_wrapper.get_xfer_telemetry(transfer.handle)
-            except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed
-                logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
-                return
-            transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes
-            self._telemetry.append(telemetry)
-            return
-        self.xfer_stats.record_failed_transfer()
-        with self._sending_transfers_lock:
-            self._send_failures.add(request_id)
+    def pass_on(self, notification: bytes) -> None:
+        """Hand a heartbeat or a completion to vLLM's main thread."""
+        self._pending_completion_notifs.put(notification)
 
-    def probe(self, engine_id: str) -> Link:
-        """Let upstream's tensor-parallel logic write a made-up request, and keep where it would have gone."""
-        reason = refusal(self, engine_id)
-        probed: list[tuple[ReadSpec, int, int]] = []
-        if reason is None:
-            self._probed = probed
-            try:
-                self._xfer_blocks_for_req("layerpush-probe", probe_meta(self, engine_id))
-            except (NotImplementedError, AssertionError) as error:
-                reason = f"upstream cannot map it: {error}"
-            finally:
-                self._probed = None
-        if reason is None and not all(all(spec.local_block_ids) for spec, _, _ in probed):
-            reason = "some KV cache groups go to other ranks than the rest"
-        if reason is not None:
-            return Link(engine_id, (), (), refusal=reason)
-        agents = self._remote_agents[engine_id]
-        routes = tuple(
-            Route(_agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
-            for spec, local, remote in probed
-        )
-        return Link(engine_id, routes, tuple(self.dst_region_num_blocks[engine_id]), share=share(self, engine_id))
 
-    def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **kwargs: Any) -> None:
-        error = kwargs.get("error")
-        if failure_type == SETUP_FAILED and req_id is not None and error is not None:
-            self._setup_failures[req_id] = error  # it will be logged with the push that it ends
-        else:
-            super()._log_failure(failure_type, req_id, *args, **kwargs)
-
-    def _xfer_blocks(
-        self,
-        read_spec: ReadSpec,
-        dst_engine_id: str,
-        request_id: str,
-        remote_request_id: str,
-        local_xfer_side_handle: int,
-        remote_xfer_side_handle: int,
-    ) -> int | None:
-        """Post upstream's WRITE and have it watched: the main thread must not poll NIXL, so it gets no handle."""
-        if self._probed is not None:
-            self._probed.append((read_spec, local_xfer_side_handle, remote_xfer_side_handle))
-            return None
-        started = time.perf_counter()
-        agent, post = self.nixl_wrapper, self.transport.noted()
-        self.nixl_wrapper = post
+def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
+    while True:
         try:
-            handle = super()._xfer_blocks(
-                read_spec, dst_engine_id, request_id, remote_request_id, local_xfer_side_handle, remote_xfer_side_handle
-            )
-        finally:
-            self.nixl_wrapper = agent
-        error = self._setup_failures.pop(request_id, None)
-        if handle is not None:
-            record = WriteRecord(
-                remote_rank=read_spec.remote_rank,
-                layers=(0, self.num_regions - 1),
-                chunks=(0, 0),
-                descriptors=0,
-                bytes=0,
-                t_post=started,
-                t_posted=time.perf_counter(),
-            )
-            name = _agent_name(self._remote_agents[dst_engine_id][(0, read_spec.remote_rank)])
-            self.transport.adopt(handle, post, name, read_spec.remote_rank)
-            self.whole_write_posted(
-                request_id, Transfer(self.transport, record, handle), dst_engine_id, remote_request_id
-            )
-        elif error is not None:  # it could not even be prepared, and upstream would go on regardless
-            raise TransportError(f"a WRITE could not be prepared: {error}") from error
-        return None
-
-
-def _agent_name(name: str | bytes) -> str:
-    """NIXL names an agent that was added in bytes, and the sender of a notification in a string."""
-    return name.decode() if isinstance(name, bytes) else name
+            yield inbox.get_nowait()
+        except queue.Empty:
+            return
 
 
 def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
-    """What is known of an engine, or was when the connection to it ended."""
+    """vLLM's facts about an engine; after a disconnection, the last ones."""
     try:
         return connected(engine_id, pp_rank)
     except KeyError:

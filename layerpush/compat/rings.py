@@ -11,7 +11,7 @@ from layerpush.transport.packing.memory import PIECE_BYTES
 
 
 class Worker(Protocol):
-    """What of vLLM's NIXL worker is needed."""
+    """The attributes of vLLM's NIXL worker that this module uses."""
 
     nixl_wrapper: Any
     nixl_memory_type: str
@@ -21,8 +21,9 @@ class Worker(Protocol):
 
 
 def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
-    """Make a ring known to NIXL. Before the KV cache is registered: peers get to know of both at once. The worker's own
-    ``device_id`` is 0 until then, whatever its device.
+    """Register a ring of ``size`` bytes with NIXL, before the KV cache: a handshake describes both to a peer.
+
+    ``device`` is the device's number: the worker's ``device_id`` is 0 until the cache is registered.
     """
     descriptors = worker.nixl_wrapper.get_reg_descs([(base, size, device, "")], worker.nixl_memory_type)
     worker.nixl_wrapper.register_memory(descriptors, backends=worker.nixl_backends)
@@ -30,12 +31,12 @@ def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
 
 
 def own_ring(worker: Worker, base: int, size: int, element: int) -> Any:
-    """Our ring as a list of descriptors of ``element`` bytes each; what is left over at the end has none."""
+    """Our ring as a list of descriptors of ``element`` bytes each, without a remainder at its end."""
     return _prepared(worker, "NIXL_INIT_AGENT", base, size, element, worker.device_id)
 
 
 def peer_ring(worker: Worker, agent: str, window: Window) -> Any:
-    """A decode rank's ring as a list of pieces. Raises what NIXL raises, as for memory that the rank has not."""
+    """A decode rank's ring as a list of pieces. Raises NIXL's errors, as for memory that the rank does not have."""
     return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
 
 

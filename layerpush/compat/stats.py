@@ -1,4 +1,4 @@
-"""vLLM's statistics of a connector, extended by layerpush's: upstream's numbers stay what they are."""
+"""vLLM's statistics of a connector, extended by layerpush's. vLLM's own numbers do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "layerpush"
 
 
 class LayerPushStats(NixlKVConnectorStats):
-    """``data`` is upstream's dict with a ``Tally``'s data under ``KEY``; it travels between processes as it is."""
+    """``data`` is vLLM's dict with a ``Tally``'s data under ``KEY``. vLLM sends it between processes."""
 
     def reset(self) -> None:
         super().reset()
@@ -23,7 +23,7 @@ class LayerPushStats(NixlKVConnectorStats):
 
     @classmethod
     def joined(cls, upstream: KVConnectorStats | None, tally: Tally | None) -> LayerPushStats | None:
-        """What there is to report; None if neither has anything."""
+        """Both as one report; None if there is neither."""
         if upstream is None and tally is None:
             return None
         stats = cls()
@@ -39,7 +39,7 @@ class LayerPushStats(NixlKVConnectorStats):
         return Tally.from_data(self.data.get(KEY, {}))
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the front end, which would be thrown away."""
+        """Whether vLLM may drop this report instead of sending it to the front end."""
         return self._is_silent_upstream() and self.tally.is_empty
 
     def aggregate(self, other: KVConnectorStats) -> LayerPushStats:
@@ -52,7 +52,7 @@ class LayerPushStats(NixlKVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """layerpush's numbers first; upstream's, which are about whole-request WRITEs, only when there were any."""
+        """Numbers for vLLM's log line: layerpush's first, then vLLM's if there were whole-request WRITEs."""
         line = summary(self.tally)
         if not self._is_silent_upstream():
             line |= super().reduce()
@@ -66,11 +66,11 @@ class LayerPushStats(NixlKVConnectorStats):
 
 
 class HeardStats(LayerPushStats):
-    """What a front end has heard since its last log line. ``data`` stays the caller's: its metrics need it too."""
+    """A front end's sum of reports since its last log line. Copies ``data``: the front end's metrics need it too."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         super().__init__(dict(data or {}))
 
     def is_empty(self) -> bool:
-        """Whether there is nothing that a log line should tell; levels may have changed all the same."""
+        """Whether a log line would say nothing. Gauges alone make no log line."""
         return self._is_silent_upstream() and not is_eventful(self.tally)

@@ -1,4 +1,4 @@
-"""What peers and the wire do wrong, counted by kind and logged without flooding the log."""
+"""Errors of peers and of the network: counted by kind, and logged at a limited rate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class _Kind:
 
 
 class PeerErrors:
-    """At most one line per kind in ``quiet_s`` seconds, which also says how many were left out since the last.
+    """Logs at most one line of a kind in ``quiet_s`` seconds. The line says how many errors of its kind were not logged
+    since the last.
 
-    Kinds beyond ``max_kinds`` count as one kind, "other". A text may hold what a peer sent. Writer thread only.
+    Kinds beyond ``max_kinds`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one
+    short line. One thread adds; any thread may read ``counts``.
     """
 
     def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S, max_kinds: int = MAX_KINDS) -> None:
@@ -34,7 +36,7 @@ class PeerErrors:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str, now: float) -> None:
-        """Something of this kind has gone wrong at time ``now``, in seconds."""
+        """Count an error of this kind at time ``now``, in seconds; log ``text`` if the kind's time has come."""
         if kind not in self._kinds:
             if len(self._kinds) >= self._max_kinds:
                 kind = OTHER

@@ -1,8 +1,8 @@
 """An OpenTelemetry span of each push and each load, in the trace that the request's client began.
 
-vLLM makes one span per request, ``llm_request``, in its API server when the request is over. Ours lie beside it, below
-the same parent: what they would lie in is known to that process only. So there are spans for requests that came with a
-``traceparent`` header, as vLLM hands it on, and for no others: those would belong to nothing.
+vLLM's API server makes one span per request, ``llm_request``, when the request is over. Only that process knows the
+span's id, so ours cannot be its children: they lie beside it, below the client's span. A request without a
+``traceparent`` header has no such parent, and gets no spans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
 
 
 class Spans:
-    """Remembers the headers of requests until their push or load is over."""
+    """Remembers the headers of requests until their push or load is over, and then makes the span."""
 
     def __init__(self, emit: Emit, request_id_key: str) -> None:
         self._emit = emit
@@ -37,14 +37,14 @@ class Spans:
         self._peer_errors = PeerErrors(logger, QUIET_S)
 
     def expect(self, headers: Mapping[str, Headers]) -> None:
-        """Requests of this engine that belong to a trace, by their ids. Main thread."""
+        """Remember the headers of requests of this engine, by request id. Main thread."""
         self._headers.update(headers)
         with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
             while len(self._headers) > HEADERS_KEPT:
                 self._headers.pop(next(iter(self._headers)), None)
 
     def add(self, record: PushRecord | LoadRecord) -> None:
-        """It is over. A load whose blocks were set aside counts the first time. Writer thread."""
+        """Make the span of a push or load that is over. A load that is recorded twice gets one span. Writer thread."""
         headers = self._headers.pop(record.request_id, None)
         marks = [at for at in _marks(record) if at is not None]
         if headers is None or not marks:
@@ -54,13 +54,13 @@ class Spans:
         attributes = {self._request_id_key: record.request_id, **dict(_attributes(record))}
         try:
             self._emit(f"layerpush.{record.kind}", start, end, attributes, headers)
-        except Exception as error:  # noqa: BLE001  an exporter's defect costs a span, never a push
+        except Exception as error:  # noqa: BLE001  a defective exporter costs a span, never a push
             text = f"the span of {record.request_id} is lost: {type(error).__name__}: {error}"
             self._peer_errors.add("span lost", text, time.perf_counter())
 
 
 class SpannedTrace(TraceFile):
-    """A trace whose records are exported as spans, too."""
+    """A trace file that also makes a span of each record."""
 
     def __init__(self, directory: str | None, engine_id: str, rank: int, spans: Spans) -> None:
         super().__init__(directory, engine_id, rank)
@@ -78,7 +78,7 @@ def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:
 
 
 def _attributes(record: PushRecord | LoadRecord) -> Iterator[tuple[str, str | int | float]]:
-    """Names without a standard have our prefix; what is not known is left out: None is no attribute."""
+    """Attributes without a standard name have our prefix. A value that is not known is left out."""
     known: dict[str, str | int | float | None] = {
         "engine_id": record.engine_id,
         "rank": record.rank,

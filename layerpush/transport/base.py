@@ -1,4 +1,9 @@
-"""The one narrow interface between layerpush and the wire."""
+"""``Transport``: all that pushes and loads need of the network.
+
+``NixlTransport`` is the real one; tests use a fake that keeps the same contract and adds faults. Only the writer thread
+calls a transport. It knows agents by name and memory by prepared descriptor lists; connecting is vLLM's business, and
+``Connections`` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ WriteHandle = Hashable
 
 
 class WriteState(enum.Enum):
-    """Where a posted WRITE is: on the wire, in the peer's memory, or lost."""
+    """State of a posted WRITE: on the wire, in the peer's memory, or lost."""
 
     PENDING = "pending"
     LANDED = "landed"
@@ -36,7 +41,7 @@ class Route:
 
 
 class TransportError(RuntimeError):
-    """A call to the transport failed; nothing is known to have reached the peer."""
+    """A call to the transport failed. Part of it may have reached the peer unless the method says otherwise."""
 
 
 class PeerLostError(TransportError):

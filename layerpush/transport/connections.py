@@ -85,6 +85,7 @@ class Connections:
         transport: Transport,
         allowed_hosts: Iterable[str] | None,
         clock: Callable[[], float] = time.perf_counter,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
         self._transport = transport
@@ -93,7 +94,7 @@ class Connections:
         self._addresses: dict[str, Address] = {}
         self._shaking: dict[str, _Handshake] = {}
         self._retries: list[_Retry] = []
-        self.on_lost: Callable[[str], None] = lambda _: None
+        self.on_lost = on_lost
 
     def agents(self, engine_id: str) -> tuple[str, ...]:
         return self._network.agents_of(engine_id)

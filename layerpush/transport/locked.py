@@ -1,4 +1,4 @@
-"""One lock around a NIXL agent, for processes in which several threads talk to it."""
+"""``LockedAgent``: one lock around a NIXL agent, because the writer and the handshake executor both call it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class LockedAgent:
-    """A NIXL agent whose methods run one at a time; everything else of the agent shows through.
+    """A NIXL agent whose methods run one at a time. Its other attributes are the agent's own.
 
     NIXL agents are created without thread synchronisation and their bindings release the GIL, so two threads inside one
-    agent corrupt it. The lock is held for the whole call: up to tens of milliseconds in ``transfer`` with thousands of
-    descriptors, so a thread that must not wait must not call the agent.
+    agent corrupt it. The lock is held for the whole call, up to tens of milliseconds in ``transfer`` with thousands of
+    descriptors. So the engine's main thread must not call the agent.
 
     Finalisers of NIXL handles go around the lock: release handles explicitly.
     Bound methods are remembered on first use: replace a method on this object, not on the agent behind it.

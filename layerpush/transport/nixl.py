@@ -1,4 +1,29 @@
-"""The real wire: one-sided WRITEs and notifications through a NIXL agent that somebody else created."""
+"""The real transport: WRITEs and notifications through vLLM's NIXL agent.
+
+Only the writer thread may call it. An agent has no lock and its bindings release the GIL, so two threads in one agent
+corrupt it; ``LockedAgent`` keeps the handshake executor out. ``transfer`` may copy for tens of milliseconds before it
+returns, so the engine's main thread must never call NIXL, or wait for that lock.
+
+NIXL promises (1.5.1 over UCX, measured):
+
+- ``DONE`` means that every byte is in the peer's memory. A notification that is sent after ``DONE`` cannot overtake it.
+- A WRITE to a process that died fails with ``nixlRemoteDisconnectError``, and nothing of it lands any more.
+
+NIXL does not promise:
+
+- Order. A later WRITE or a notification may overtake a WRITE on the wire. NIXL sends a WRITE's own notification after
+  that WRITE alone, ahead of earlier ones, so our WRITEs carry none.
+- Progress. A WRITE may move, and end, only while this side polls its handle. The target must make progress as well.
+- An end. To a stopped process, or over a cut link, a WRITE stays ``PROC`` for minutes: callers have deadlines.
+- Cancellation. ``release_xfer_handle`` returns at once; the bytes still land, with what the source holds by then.
+- The end of a WRITE that failed. While the connection lives, UCX may still send parts of it, even after the handle was
+  released and the peer removed. So ``poll`` says ``PENDING`` until a *fence* has landed: one descriptor of the WRITE,
+  written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers what was
+  posted there before. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
+  more over several. No fence covers such a WRITE: it ends with its peer.
+- Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
+  thread drops it. So ``NixlTransport`` keeps each handle from post to release.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +41,7 @@ from layerpush.transport.locked import LockedAgent
 logger = logging.getLogger("vllm.layerpush.transport")
 
 SPLIT_AT = 1024
-"""From so many descriptors on, NIXL spreads a WRITE over the threads of its pool, each with an endpoint of its own."""
+"""Descriptors from which on NIXL spreads a WRITE over the threads of its pool; each has an endpoint of its own."""
 FENCE_RETRY_S = 1.0
 
 _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
@@ -24,7 +49,7 @@ _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
 
 @dataclass(slots=True)
 class _Posted:
-    """Where a WRITE goes, and one of its descriptors."""
+    """A WRITE on the wire: its route, its first descriptor on each side, and how many it has."""
 
     route: Route
     local: DescriptorIds
@@ -34,7 +59,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Torn:
-    """A WRITE that failed when parts of it may have been on the wire, and the fence that shows when they have ended."""
+    """A WRITE that failed while parts of it may be on the wire. ``due``: the earliest time of its next fence."""
 
     failure: TransportError
     posted: _Posted
@@ -44,7 +69,7 @@ class _Torn:
 
 
 class NotedPost:
-    """The agent, for the time of one WRITE that somebody else posts: notes what is posted, and that it failed."""
+    """Stands in for the agent while vLLM posts one WRITE: notes its descriptors, and whether it failed."""
 
     def __init__(self, agent: Any, errors: tuple[type[Exception], ...]) -> None:
         self._agent = agent
@@ -73,14 +98,6 @@ class NixlTransport:
     A route's ``local_descriptors`` and ``remote_descriptors`` are the handles that ``prep_xfer_dlist`` returned.
     Descriptor ids should be contiguous int32 arrays, which the bindings read in place; anything else is copied.
 
-    WRITEs carry no notification of their own: NIXL would send it after that WRITE alone, ahead of earlier ones.
-
-    A WRITE that fails while its connection lives is no WRITE that has ended: neither releasing it nor removing the peer
-    stops what UCX has taken over (seen with NIXL 1.5.1: half of the bytes landed after both). So it stays ``PENDING``
-    until a *fence* has landed, one descriptor written once more to the same place. NIXL ends each WRITE with a flush of
-    its endpoint, which covers whatever was posted there before; a thread that posts has one endpoint for each peer, as
-    long as WRITEs have fewer than ``SPLIT_AT`` descriptors. No fence covers a larger one: it ends with its peer.
-
     Raises:
         TypeError: ``agent`` is not an agent of any NIXL build.
     """
@@ -89,8 +106,6 @@ class NixlTransport:
         self._agent = agent
         self._split_at = split_at
         self._errors = _errors_of(agent)
-        # Polling a freed handle crashes NIXL, and a handle that is garbage-collected is released on whichever thread
-        # drops it: handles live here from post to release.
         self._live: dict[Any, _Posted] = {}
         self._torn: dict[Any, _Torn] = {}
 
@@ -109,11 +124,11 @@ class NixlTransport:
         return result
 
     def noted(self) -> NotedPost:
-        """The agent, for somebody else to post one WRITE with, on this thread."""
+        """A stand-in for the agent, for vLLM to post one WRITE with on this thread."""
         return NotedPost(self._agent, self._errors)
 
     def adopt(self, handle: WriteHandle, post: NotedPost, agent: str, remote_rank: int) -> None:
-        """Take over a WRITE that somebody else has posted, well or not: it is polled and released here from now on."""
+        """Take over a WRITE that vLLM has posted through ``post``, well or not. From now on it is polled here."""
         assert post.sides is not None
         local, local_ids, remote, remote_ids = post.sides
         route = Route(agent, remote_rank, local, remote)
@@ -122,7 +137,7 @@ class NixlTransport:
             self._torn[handle] = _Torn(post.failure, posted)
 
     def poll(self, handle: WriteHandle) -> WriteState:
-        """Make progress on a WRITE. Raises ``TransportError`` with what went wrong when it has failed and is over."""
+        """Make progress on a WRITE. Raises ``TransportError``, which says why, when it has failed and is over."""
         self._require_live(handle)
         if handle not in self._torn:
             state = self._look_at(handle)
@@ -208,7 +223,7 @@ class NixlTransport:
             self._abandon(torn.fence)
 
     def _abandon(self, handle: Any) -> None:
-        """Give back the handle of a WRITE that nobody waits for."""
+        """Release the handle of a WRITE that has no caller: a fence, or one whose post failed."""
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:

@@ -1,4 +1,4 @@
-"""What a worker and a scheduler look up when they report."""
+"""Gauges and totals that a worker's and a scheduler's ``Reporter`` read for each report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StagingRing(Protocol):
-    """Memory that WRITEs are put together in, or land in. Any thread may look."""
+    """Memory that WRITEs are gathered in, or land in. Any thread may read its sizes."""
 
     @property
     def capacity_bytes(self) -> int: ...
@@ -41,7 +41,7 @@ class StagingRing(Protocol):
 
 
 def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
-    """All of a worker's: none, if it packs nothing."""
+    """``rings`` are all of a worker's; empty if it packs nothing."""
     reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
     reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))
 
@@ -49,24 +49,24 @@ def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
 def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: PeerErrors) -> None:
     reporter.level(RANKS, lambda: ranks)
     reporter.level(AWAITED_LOADS, lambda: len(loads))
-    watch_complaints(reporter, peer_errors)
+    watch_peer_errors(reporter, peer_errors)
 
 
 def watch_writer(
-    reporter: Reporter, writer: PushWriter, registrations: Registrations, capture: StepEvents, trace: TraceFile
+    reporter: Reporter, writer: PushWriter, registrations: Registrations, step_events: StepEvents, trace: TraceFile
 ) -> None:
     reporter.level(ACTIVE_PUSHES, lambda: writer.active)
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
     reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)
-    reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": capture.dropped})
+    reporter.total(DROPPED_RECORDS, lambda: {"trace": trace.dropped, "hooks": step_events.dropped})
 
 
-def watch_quarantine(reporter: Reporter, block_holds: BlockHolds) -> None:
+def watch_block_holds(reporter: Reporter, block_holds: BlockHolds) -> None:
     reporter.level(PARKED_REQUESTS, lambda: block_holds.parked_requests)
     reporter.level(PARKED_BLOCKS, lambda: block_holds.parked_blocks)
 
 
-def watch_complaints(reporter: Reporter, peer_errors: PeerErrors) -> None:
+def watch_peer_errors(reporter: Reporter, peer_errors: PeerErrors) -> None:
     def totals() -> Mapping[str, int]:
         counts = dict(peer_errors.counts)  # in one go: another thread may be adding a kind
         return {kind.replace(" ", "_"): number for kind, number in counts.items()}

@@ -1,6 +1,7 @@
-"""A worker's staging memory: made at start-up, known to NIXL, used by the packer of pushes and the unpacker of loads.
+"""A worker's staging memory, for the packer of pushes and the unpacker of loads.
 
-Writer thread, but for ``allocate`` and ``build``, which run before there is one.
+``allocate`` and ``build`` run on the main thread at start-up, before the writer's loop. All else runs on the writer
+thread, except where it says otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from layerpush.compat.facts import engine_fallback, has_equal_blocks, slot_views
+from layerpush.compat.facts import engine_fallback, slot_views
+from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.layout import CacheLayout, LayoutError
@@ -37,7 +39,7 @@ WINDOWS = 8
 
 
 class WorkerPacking:
-    """Without staging memory, or for a KV cache that cannot be packed, ``stager`` and ``unpacker`` stay None."""
+    """``strategy`` and ``unpacker`` stay None without staging memory, or if the KV cache cannot be packed."""
 
     def __init__(self, worker: VllmPushWorker, config: LayerPushConfig) -> None:
         self.strategy: PackingStrategy | None = None
@@ -52,7 +54,7 @@ class WorkerPacking:
 
     @property
     def engines_in_flight(self) -> set[str]:
-        """Decode engines that WRITEs are timed to. Any thread."""
+        """Decode engines that calibration writes to. Any thread."""
         return set() if self.strategy is None else self.strategy.engines_in_flight
 
     @property
@@ -60,12 +62,15 @@ class WorkerPacking:
         return () if self._staging is None else (self._staging.ring,)
 
     def allocate(self, device: torch.device) -> None:
-        """Before the KV cache is registered: peers get to know of both at once."""
+        """Make staging memory and register it with NIXL, before the KV cache: a handshake describes both to a peer.
+
+        A failure is logged; then this worker packs nothing.
+        """
         size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
         if self._config.packing == "off" or not self._config.layerwise or not size:
             return
         if engine_fallback(self._worker) is not None:
-            return  # said elsewhere: nothing is pushed by layer
+            return  # logged elsewhere: this engine pushes whole requests
         try:
             self._memory = staging_memory(size, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU
@@ -78,7 +83,7 @@ class WorkerPacking:
             self._memory = None
 
     def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
-        """When the KV cache is registered, and can be told apart by layer."""
+        """Make the packer and the unpacker. After the KV cache was registered, if it can be told apart by layer."""
         if self._memory is None:
             return
         try:
@@ -89,7 +94,7 @@ class WorkerPacking:
             return
         try:
             copy_s, byte_s = staging.copy_costs()
-        except Exception as error:  # noqa: BLE001  Triton's or a device's: whoever cannot copy does not pack
+        except Exception as error:  # noqa: BLE001  Triton's or a device's: without copies there is no packing
             logger.warning("layerpush packs nothing: blocks cannot be copied on this device: %s", error)
             return
         costs = Costs(gather_s=byte_s, scatter_s=byte_s, copy_s=copy_s)
@@ -111,7 +116,7 @@ class WorkerPacking:
         self.unpacker = Unpacker(staging, windows, layout, worker.tp_rank, staging.base, worker.device_id)
 
     def with_gathering(self, link: Link) -> Link:
-        """``link``, with the way from our ring into the decode engine's cache if there is one."""
+        """``link``, with a route from our ring into the decode engine's cache if there is one."""
         if self.strategy is None or link.refusal is not None or len(link.routes) != 1:
             return link
         if not has_equal_blocks(self._worker, link.engine_id):
@@ -119,14 +124,14 @@ class WorkerPacking:
         return replace(link, gathered=replace(link.routes[0], local_descriptors=self._blocks))
 
     def ring_of(self, engine_id: str, agent: str, window: Window) -> Route | None:
-        """The way from our ring into a decode rank's; None if it cannot be written to."""
+        """The route from our ring into a decode rank's; None if that ring cannot be written to."""
         if self.strategy is None:
             return None
         known = self._rings.get(engine_id)
         if known is None:
             try:
                 handle = peer_ring(self._worker, agent, window)
-            except Exception as error:  # noqa: BLE001  NIXL's; its memory is not what it says, so nothing is packed for it
+            except Exception as error:  # noqa: BLE001  NIXL's; the rank announced memory that it does not have
                 logger.warning("layerpush packs nothing for decode engine %s: %s", engine_id, error)
                 handle = None
             known = self._rings[engine_id] = (window, handle)
@@ -139,24 +144,24 @@ class WorkerPacking:
             window.ring_size,
             window.device,
         ):
-            return None  # a process has one ring for as long as it lives: WRITEs may be on their way to the first
+            return None  # a process has one ring for life: WRITEs may be on their way to the first
         return Route(agent, window.rank, self._pieces, handle)
 
     def unpacked(self, agent: str, message: Unpacked) -> None:
-        """A decode rank has answered."""
+        """A decode rank has unpacked a window, or failed to."""
         if self.strategy is not None:
             self.strategy.unpacked(agent, message.number, message.done)
 
     def disconnected(self, engine_id: str) -> None:
-        """What was known of a decode engine is void."""
+        """Forget a decode engine and its ring."""
         if self.strategy is not None:
-            self.strategy.forget(engine_id)  # its WRITEs, before where they go
+            self.strategy.forget(engine_id)  # its WRITEs, before the ring that they go to
         _, handle = self._rings.pop(engine_id, (None, None))
         if handle is not None:
             self._release(handle)
 
     def close(self) -> None:
-        """Before NIXL goes."""
+        """Give descriptor lists back, before NIXL shuts down. Main thread, after the writer."""
         for engine_id in list(self._rings):
             self.disconnected(engine_id)
         for handle in (self._blocks, self._pieces):

@@ -1,4 +1,4 @@
-"""The scheduler's half of an engine of either role: engine step -> StepPlan, and the pushes that it awaits."""
+"""``LayerwisePushScheduler``: plans P's pushes of each step and awaits D's. One class, for an engine may be both."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ from vllm.logger import init_logger
 
 from layerpush.compat.facts import block_sizes, engine_fallback
 from layerpush.compat.metadata import LayerwiseMetadata
-from layerpush.compat.nixl_connector import NixlConnectorMetadata, NixlPushConnectorScheduler
-from layerpush.compat.requests import (
-    StagedRegistration,
-    awaits_scheduling,
-    is_streamed,
-    prompt_digest,
-    registration_timeout,
-    take_staged_registration,
-    withdraw_receive,
-)
+from layerpush.compat.nixl_connector import NixlConnectorMetadata
+from layerpush.compat.push_scheduler import StagedRegistration, VllmPushScheduler, awaits_scheduling, is_streamed
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import chosen_mode
@@ -29,8 +21,8 @@ from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.reporter import Reporter
-from layerpush.worker.drop_invalid import RequestFilter
-from layerpush.worker.metric_sources import watch_complaints, watch_quarantine
+from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
+from layerpush.worker.request_filter import RequestFilter
 from layerpush.worker.side_channel import listen
 
 if TYPE_CHECKING:
@@ -45,13 +37,14 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.layerpush.scheduler")
 
 
-class LayerwisePushScheduler(NixlPushConnectorScheduler):
-    """Upstream's push scheduler; a plan of every step for the workers; and an eye on every push that is awaited.
+class LayerwisePushScheduler(VllmPushScheduler):
+    """Adds to vLLM's push scheduler a plan of every step for the workers, and deadlines for the pushes that D awaits.
 
-    Runs in the scheduler's thread. ``bind`` comes before the first request.
+    Every method runs in the scheduler's thread. ``bind`` comes before the first request.
     """
 
-    _nixl_handshake_listener = staticmethod(listen)
+    answer_handshakes = staticmethod(listen)
+    awaited: AwaitedPushes
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
@@ -63,38 +56,32 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
         self._prompt_digests: dict[str, str] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
-        self._awaited: AwaitedPushes | None = None
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
-        self._doorkeeper = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
+        self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
-        watch_complaints(self.metrics, self._doorkeeper.peer_errors)
+        watch_peer_errors(self.metrics, self._request_filter.peer_errors)
         self._can_stream = engine_fallback(self) is None
 
     def bind(self, block_pool: BlockPool) -> None:
-        """The pool that the engine's KV cache blocks come from."""
-        self._awaited = AwaitedPushes(registration_timeout(self), block_pool)
-        watch_quarantine(self.metrics, self._awaited.block_holds)
-
-    @property
-    def awaited(self) -> AwaitedPushes:
-        assert self._awaited is not None, "bind comes first"
-        return self._awaited
+        """``block_pool`` is where the engine's KV cache blocks come from."""
+        self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
+        watch_block_holds(self.metrics, self.awaited.block_holds)
 
     def on_new_request(self, request: Request) -> None:
-        self._doorkeeper.admit(request, time.perf_counter())
+        self._request_filter.drop_invalid(request, time.perf_counter())
         super().on_new_request(request)
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        staged = take_staged_registration(self, request.request_id, blocks)
+        staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
         if not is_streamed(request):
             return
-        if not request.num_preemptions and (digest := prompt_digest(self, request)) is not None:
+        if not request.num_preemptions and (digest := self.prompt_digest(request)) is not None:
             self._prompt_digests[request.request_id] = digest
         known = self._prompts.get(request.request_id)
         if known is not None:
@@ -112,7 +99,7 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
         staged.message.update(
             layerpush=PROTOCOL_VERSION,
             prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
-            prompt_digest=prompt_digest(self, request),
+            prompt_digest=self.prompt_digest(request),
         )
         self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
 
@@ -130,7 +117,7 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
         self.awaited.reported(connector_output.finished_recving or (), report)
-        if report is not None and report.settling:  # a step of which nothing is reported does not come here
+        if report is not None and report.settling:  # a step without a report does not come here
             self._workers_settle_until = time.perf_counter() + NEXT_REPORT_S
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -138,7 +125,7 @@ class LayerwisePushScheduler(NixlPushConnectorScheduler):
         never_registered = awaits_scheduling(request)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if never_registered:
-            withdraw_receive(self, request.request_id)
+            self.withdraw_receive(request.request_id)
         self.awaited.finished(request.request_id)
         return outcome
 

@@ -1,4 +1,4 @@
-"""Answers handshake queries on an engine's side channel, whoever asks, and whatever they send."""
+"""Answers handshake queries on an engine's side channel. Strangers may connect to it and send anything."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Answers = Mapping[tuple[int, int], bytes]
 
 
 class QueryError(ValueError):
-    """What arrived is no handshake query; the message says why."""
+    """A message is no handshake query; the text says why."""
 
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
-    """vLLM's listener thread: the same answers to good queries, and bad ones change nothing."""
+    """Runs in vLLM's listener thread instead of its own loop: good queries get the same answers, bad ones none."""
     bare = host.strip("[]")
     Listener(answers, stop, f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}").run(ready)
 
@@ -37,7 +37,7 @@ def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host
 class Listener:
     """One ROUTER socket. A good query gets (payload, clock), one for a rank that is not here a single empty frame.
 
-    The empty frame ends the asker's handshake at once; without it, it would wait for 5 s.
+    The empty frame ends the asker's handshake at once; without an answer it would wait for 5 s.
     """
 
     def __init__(self, answers: Answers, stop: threading.Event, path: str) -> None:
@@ -47,7 +47,7 @@ class Listener:
         self._peer_errors = PeerErrors(logger)
 
     def run(self, ready: threading.Event) -> None:
-        """Until `stop` is set."""
+        """Serve until `stop` is set. `ready` is set when the port is bound."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
@@ -60,12 +60,12 @@ class Listener:
                 self._serve(socket)
 
     def _bind(self, socket: zmq.Socket[bytes]) -> bool:
-        """vLLM waits for the port as long as it takes; this says what it is waiting for."""
+        """Try until the port is free; whether it was before `stop`. vLLM waits meanwhile, so the log says why."""
         while not self._stop.is_set():
             try:
                 socket.bind(self._path)
             except zmq.ZMQError as error:
-                self._complain(
+                self._report(
                     "cannot listen",
                     f"cannot listen on {self._path} ({error}): see VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT; trying again",
                 )
@@ -75,7 +75,7 @@ class Listener:
         return False
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        """At most one query."""
+        """Answer at most one query; wait at most WAIT_MS for it."""
         asker = "somebody"
         try:
             received = socket.recv_multipart(copy=False)
@@ -85,9 +85,9 @@ class Listener:
         except zmq.Again:
             return
         except QueryError as error:
-            self._complain("bad handshake query", f"dropped what {asker} sent: {error}")
-        except Exception as error:  # noqa: BLE001  # nobody else can answer peers: the query is lost, not the thread
-            self._complain("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
+            self._report("bad handshake query", f"dropped what {asker} sent: {error}")
+        except Exception as error:  # noqa: BLE001  # no other thread answers peers: this one must live on
+            self._report("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
             self._stop.wait(WAIT_MS / 1000)  # a socket that fails at once must not spin
 
     def _reply(self, frames: list[bytes], asker: str) -> tuple[bytes, ...]:
@@ -101,12 +101,12 @@ class Listener:
             raise QueryError(f"{message[:32]!r} is not {GET_META_MSG!r}")
         answer = self._answers.get((pp_rank, tp_rank))
         if answer is None:
-            self._complain("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
+            self._report("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
             return (b"",)
         # The clock must be that of the process which stamps leases; this thread is one of the scheduler's.
         return answer, msgspec.msgpack.encode(time.perf_counter())
 
-    def _complain(self, kind: str, text: str) -> None:
+    def _report(self, kind: str, text: str) -> None:
         self._peer_errors.add(kind, f"side channel: {text}", time.perf_counter())
 
 

@@ -1,4 +1,4 @@
-"""Asks an engine's side channel whether the process that owned a NIXL agent is still there."""
+"""The probe: asks an engine's side channel whether the process that owned a NIXL agent still lives."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
 NO_SUCH_RANK = b""
-"""Our own listener's answer where its engine has fewer ranks than the one that was here before."""
+"""Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
 
 def probe(
     host: str, port: int, agent_name: str, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Verdict:
-    """Returns within ``timeout_s``, raises nothing, and leaves nothing open, whatever the other end does.
+    """Whether the process of an agent lives. Returns within ``timeout_s`` seconds, raises nothing, and leaves no socket
+    open, whatever the other end does.
 
-    The question is upstream's handshake query, which a stock engine answers too.
+    It sends vLLM's handshake query, which a stock engine answers, too. Any thread.
     """
     deadline = time.monotonic() + timeout_s
     if not 0 < port < 1 << 16 or not agent_name:
@@ -39,7 +40,7 @@ def probe(
         connection = _connect(host, port, deadline)
     except ConnectionRefusedError:
         return Verdict.ENDED
-    except (OSError, ValueError):  # the latter: a host that is none
+    except (OSError, ValueError):  # ValueError: no host name
         return Verdict.UNKNOWN
     try:
         with connection:
@@ -55,7 +56,9 @@ def probe(
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """The first of the host's addresses that lets us in. ``ConnectionRefusedError`` only if each of them refuses."""
+    """Connect to the first of the host's addresses that accepts. Raises ``ConnectionRefusedError`` if all refuse, else
+    another ``OSError``.
+    """
     failure: OSError = ConnectionRefusedError()
     for family, kind, protocol, _, address in _addresses(host, port, deadline):
         connection = socket.socket(family, kind, protocol)
@@ -66,7 +69,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
             connection.close()
             if not isinstance(error, ConnectionRefusedError):
                 failure = error
-        except BaseException:  # nobody else knows of the socket
+        except BaseException:  # no caller has the socket yet
             connection.close()
             raise
         else:
@@ -75,7 +78,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """As ZeroMQ looks them up: names as IPv4. A thread of its own asks for a name, since nothing can cut that short."""
+    """Look up the host as ZeroMQ does: names as IPv4. Another thread looks up a name: nothing can cut that short."""
     try:
         return socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -113,13 +116,13 @@ class _Job:
     def verdict(self) -> Verdict:
         try:
             return probe(self.host, self.port, self.agent_name, self.tp_rank, self.pp_rank)
-        except Exception:  # a defect costs this verdict; whoever asked must hear one, and the next probe asks again
+        except Exception:  # a defect costs this verdict; the caller needs one, and the next probe asks again
             logger.exception("layerpush: the probe of %s:%d failed", self.host, self.port)
             return Verdict.UNKNOWN
 
 
 class Prober:
-    """Probes one after another on a thread of its own, which the first one starts."""
+    """Runs probes one after another on a thread of its own, which the first probe starts. Any thread may call it."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(MAX_PENDING)
@@ -137,7 +140,10 @@ class Prober:
         on_verdict: Callable[[Any, Verdict], None],
         pp_rank: int = 0,
     ) -> None:
-        """``on_verdict(key, verdict)`` follows on the prober's thread; at once, UNKNOWN, if too many wait already."""
+        """Queue a probe. ``on_verdict(key, verdict)`` follows on the prober's thread.
+
+        If the queue is full, it is called at once, with UNKNOWN.
+        """
         job = _Job(key, host, port, agent_name, tp_rank, pp_rank, on_verdict)
         with self._lock:
             if self._closed:
@@ -153,7 +159,7 @@ class Prober:
         on_verdict(key, Verdict.UNKNOWN)
 
     def close(self) -> None:
-        """No verdict comes any more, except that of the probe under way. Does not wait for it."""
+        """Drop queued probes. The one under way may still report its verdict; this does not wait for it."""
         with self._lock:
             self._closed = True
             while not self._jobs.empty():

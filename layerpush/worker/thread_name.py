@@ -10,6 +10,9 @@ WRITER = "push-writer"
 
 
 def name_this_thread(name: str) -> None:
-    """Python before 3.14 keeps names to itself. The kernel takes 15 characters; elsewhere than on Linux none."""
+    """Name the calling thread, in at most 15 characters. Linux only; elsewhere nothing happens.
+
+    Python before 3.14 does not tell the system the names of its threads.
+    """
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -1,14 +1,16 @@
-"""Wakes one sleeping thread. Like ``threading.Event``, with less to do for whoever rings."""
+"""Wakes one sleeping thread. Like ``threading.Event``, with less to do for the thread that wakes it."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from layerpush.prefill.layer_interval import NAP_S
 
 
-class Door(Protocol):
+class Lock(Protocol):
     """A ``threading.Lock``, or a test's."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
@@ -17,46 +19,58 @@ class Door(Protocol):
 
 
 class Waker:
-    """Any thread may ``set``; one thread waits and clears. ``Event`` wakes through a condition with a lock and a list
-    of waiters, and whoever rings here is the forward pass, at every layer.
+    """Any thread wakes; one thread clears and waits.
+
+    The forward pass wakes the writer at every layer. ``Event`` would cost it more: a condition, a lock and a list of
+    waiters. Here a lock that the waiting thread holds is the latch: to wake is to release it.
+
+    ``on_wake`` gets the time, in seconds of ``time.perf_counter``, of each wake-up that is not merely repeated.
     """
 
-    def __init__(self, door: Door | None = None) -> None:
-        self._rung = self._naps = False
-        self._door = door or threading.Lock()
-        self._door.acquire()
-
-    def is_set(self) -> bool:
-        return self._rung
-
-    def set(self) -> None:
-        """The waiting thread wakes up; one that does not wait yet will not."""
-        if self._rung:
-            return
-        self._rung = True
-        try:
-            self._door.release()
-        except RuntimeError:  # rung by somebody else in the same moment, or before ``clear`` took it back: it is open
-            return
+    def __init__(self, on_wake: Callable[[float], None] = lambda _: None, lock: Lock | None = None) -> None:
+        self._on_wake = on_wake
+        self._is_set = self._polls = False
+        self._lock = lock or threading.Lock()
+        self._lock.acquire()
 
     @property
-    def naps(self) -> bool:
-        """Whether the waiting thread will wake up by itself soon enough for what is not urgent. It will find what was
-        left for it before.
-        """
-        return self._naps
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wake(self) -> None:
+        """There is work: end the wait, or the next one if nobody waits yet."""
+        if not self._is_set:
+            self._on_wake(time.perf_counter())
+            self.set()
+
+    def wake_lazily(self) -> None:
+        """There is work that can wait for the waiting thread's next poll. Wakes it unless it polls soon by itself."""
+        if not self._polls:
+            self.wake()
+
+    def set(self) -> None:
+        """End the wait without a word to ``on_wake``: there may be no work. vLLM's code calls it by this name."""
+        if self._is_set:
+            return
+        self._is_set = True
+        try:
+            self._lock.release()
+        except RuntimeError:  # another thread set it in the same moment, or before ``clear`` took it back: it is open
+            return
 
     def clear(self) -> None:
-        """What is rung from now on ends the next ``wait``. By the waiting thread."""
-        self._rung = False
-        self._door.acquire(blocking=False)
+        """Forget wake-ups so far; later ones end the next ``wait``. Waiting thread."""
+        self._is_set = False
+        self._lock.acquire(blocking=False)
 
-    def wait(self, timeout: float | None = None, *, naps: bool = False) -> bool:
-        """Sleep until it rings, ``timeout`` seconds at most; whether it has rung. ``naps``: or no longer than
-        ``NAP_S``, so that who rings for something that is not urgent need not.
+    def wait(self, poll_timeout: float | None = None, *, polls_layers: bool = False) -> bool:
+        """Sleep until woken, at most ``poll_timeout`` seconds; whether it was woken. Waiting thread.
+
+        ``polls_layers``: the timeout is short enough for the layers of the running step, so ``wake_lazily`` leaves this
+        wait alone. It does so in any case if the timeout is no longer than ``NAP_S``.
         """
-        if not self._rung:
-            self._naps = naps or (timeout is not None and timeout <= NAP_S)
-            self._door.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
-            self._naps = False
-        return self._rung
+        if not self._is_set:
+            self._polls = polls_layers or (poll_timeout is not None and poll_timeout <= NAP_S)
+            self._lock.acquire(timeout=-1 if poll_timeout is None else max(poll_timeout, 0.0))
+            self._polls = False
+        return self._is_set

@@ -1,20 +1,16 @@
-"""``LayerwisePushWorker``: vLLM's push worker, with a writer that pushes layers during prefill, and desks for peers.
+"""``LayerwisePushWorker``: one rank's push worker. Builds P's and D's side, and runs the main thread's hooks of a step.
 
-Three kinds of thread meet here. The engine's main thread runs the hooks of a step and only appends to queues. The
-writer thread (upstream's ``nixl-push-writer``) runs everything else. The handshake executor and the prober finish
-work that the writer started and hand it back as errands.
+The hooks only append to queues; ``writer_thread`` says which thread reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
@@ -25,7 +21,6 @@ from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
-from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
@@ -46,7 +41,7 @@ from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.base import Route, TransportError
+from layerpush.transport.base import Route
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer
@@ -55,8 +50,8 @@ from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_wri
 from layerpush.worker.packing import WorkerPacking
 from layerpush.worker.prefill_host import WorkerHost
 from layerpush.worker.side_channel_probe import Prober
-from layerpush.worker.thread_name import WRITER, name_this_thread
 from layerpush.worker.wake import Waker
+from layerpush.worker.writer_thread import DRAIN_S, Guard, WriterThread
 
 if TYPE_CHECKING:
     import torch
@@ -67,105 +62,45 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.layerpush.worker")
 
-T = TypeVar("T")
-
-NOTIFICATION_POLL_S = 1e-3
-IDLE_POLL_S = 50e-3
-SHUTDOWN_DRAIN_S = 2.0
 DIGESTS_KEPT = 1 << 16
 
 
 class LayerwisePushWorker(VllmPushWorker):
+    """``register_kv_caches`` comes before the first step. Only ``shutdown`` may be called without it."""
+
+    step_events: StepEvents
+    writer: PushWriter
+    registrations: Registrations
+    loads: Loads
+    _writer_thread: WriterThread | None = None
+
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
     ) -> None:
-        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.metrics = Reporter(str(vllm_config.parallel_config.rank))
+        self._waker = Waker(self.metrics.lag.woken)
+        super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
-        self._spans = Spans(emit_span, REQUEST_ID)
-        self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
-        self._writer: PushWriter | None = None
-        self._step_events: StepEvents | None = None
-        self._prepared = threading.Event()
-        self._push_writer_wake = Waker()  # before vLLM starts the thread
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
-        self._peer_errors = PeerErrors(logger)
-        self.metrics = Reporter(str(vllm_config.parallel_config.rank))
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
-        self._staging = WorkerPacking(self, config)
-        self._connections = Connections(self, self.transport, config.allowed_hosts)
-        self._host = WorkerHost(self, self._connections, self._guarded, self._peer_lost)
-        self._loads: Loads | None = None
-        self._registrations: Registrations | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._spans = Spans(emit_span, REQUEST_ID)
+        self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
+        self._packing = WorkerPacking(self, config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._staging.allocate(device_of(kv_caches))
+        """Builds everything that the hooks and the writer thread use, and starts the writer's loop. Main thread."""
+        self._packing.allocate(device_of(kv_caches))
         super().register_kv_caches(kv_caches)
         layout, fallback = self._layout(kv_caches)
-        config = self._config
         if fallback is None:
-            self._staging.build(layout, kv_caches)
-            self._host.layout = layout if self._staging.strategy is not None else None
-        hooked = not runs_in_microbatches(self.vllm_config)
-        if not hooked and config.layerwise:
-            logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
-        fences = fences_for(device_of(kv_caches))
-        self._step_events = StepEvents(layout.index_of, self._wake, fences, nudge=self._nudge, hooked=hooked)
-        self._writer = PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
-            layout,
-            Policy(
-                by_layer=config.granularity == "layer",
-                min_write_bytes=config.min_write_bytes,
-                streams=config.layerwise and fallback is None,
-            ),
-            self.transport,
-            self._step_events,
-            self._host,
-            self._trace,
-            config.write_timeout_s,
-            PushMeter(self.metrics.recorder, engine_fallback=fallback),
-            self._staging.strategy,
-        )
-        self._registrations = Registrations(
-            self._writer,
-            self._connections,
-            self._probe_peer,
-            self._peer_errors,
-            get_base_request_id,
-            self._digests,
-        )
-        meter = LoadMeter(self.metrics.recorder)
-        watch = PeerWatch(config.peer_timeout_s)
-        self._loads = Loads(
-            self.engine_id,
-            self.world_size,
-            config.peer_timeout_s,
-            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, meter),
-            self,
-            self._staging.unpacker or NoUnpacking(),
-            self._peer_errors,
-            meter,
-        )
-        self._dispatcher = Dispatcher(
-            self.transport,
-            self._registrations,
-            self._loads,
-            self._staging.unpacked,
-            self._pending_completion_notifs.put,
-            self._peer_errors,
-        )
-        watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self._loads, self._peer_errors)
-        watch_writer(self.metrics, self._writer, self._registrations, self._step_events, self._trace)
-        watch_rings(self.metrics, self._staging.rings)
-        self._connections.on_lost = self._peer_lost
-        self._host.desk = self._registrations
-        self._prepared.set()
+            self._packing.build(layout, kv_caches)
+        self._writer_thread = self._build(layout, fallback, device_of(kv_caches))
+        self.start_writer(self._writer_thread.run)
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
-        """The cache by layer and why it cannot be used by layer, if it cannot."""
+        """The cache by layer and, if it cannot be used by layer, the reason."""
         reason = worker_fallback(self)
         if reason is None:
             try:
@@ -180,63 +115,128 @@ class LayerwisePushWorker(VllmPushWorker):
             logger.warning("layerpush pushes whole requests from this engine: %s", reason)
         return CacheLayout((), ()), reason
 
-    @property
-    def writer(self) -> PushWriter:
-        assert self._writer is not None, "register_kv_caches comes first"
-        return self._writer
+    def _build(self, layout: CacheLayout, fallback: str | None, device: torch.device) -> WriterThread:
+        config, packing, peer_errors = self._config, self._packing, PeerErrors(logger)
+        guard = Guard(lambda request_id, reason: self.writer.fail(request_id, reason))  # noqa: PLW0108  made below
+        hooked = not runs_in_microbatches(self.vllm_config)
+        if not hooked and config.layerwise:
+            logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
+        self.step_events = StepEvents(
+            layout.index_of, self._waker.wake, fences_for(device), nudge=self._waker.wake_lazily, hooked=hooked
+        )
+        self._connections = Connections(self, self.transport, config.allowed_hosts, on_lost=self._peer_lost)
+        self._host = WorkerHost(self, self._connections, guard, self._peer_lost)
+        self._host.layout = None if packing.strategy is None else layout
+        self.writer = PushWriter(
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
+            layout,
+            Policy(
+                by_layer=config.granularity == "layer",
+                min_write_bytes=config.min_write_bytes,
+                streams=config.layerwise and fallback is None,
+            ),
+            self.transport,
+            self.step_events,
+            self._host,
+            self._trace,
+            config.write_timeout_s,
+            PushMeter(self.metrics.recorder, engine_fallback=fallback),
+            packing.strategy,
+        )
+        self.registrations = Registrations(
+            self.writer,
+            self._connections,
+            self._probe_peer,
+            peer_errors,
+            get_base_request_id,
+            self._digests,
+        )
+        self._host.desk = self.registrations
+        meter, watch = LoadMeter(self.metrics.recorder), PeerWatch(config.peer_timeout_s)
+        self.loads = Loads(
+            self.engine_id,
+            self.world_size,
+            config.peer_timeout_s,
+            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, meter),
+            self,
+            packing.unpacker or NoUnpacking(),
+            peer_errors,
+            meter,
+        )
+        dispatcher = Dispatcher(
+            self.transport, self.registrations, self.loads, packing.unpacked, self.pass_on, peer_errors
+        )
+        watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
+        watch_writer(self.metrics, self.writer, self.registrations, self.step_events, self._trace)
+        watch_rings(self.metrics, packing.rings)
+        return WriterThread(
+            self,
+            guard,
+            self._waker,
+            self.metrics.lag,
+            self._connections,
+            dispatcher,
+            self.writer,
+            self.registrations,
+            self.loads,
+            self._unreported_aborts,
+        )
 
-    @property
-    def registrations(self) -> Registrations:
-        assert self._registrations is not None, "register_kv_caches comes first"
-        return self._registrations
+    def shutdown(self) -> None:
+        """Stop the writer, then vLLM's worker, and NIXL with it. Also after an initialiser that failed. Main thread."""
+        thread, self._writer_thread = self._writer_thread, None
+        stopped = self.join_writer(DRAIN_S) if thread is None else thread.stop()
+        if hasattr(self, "_packing"):  # made last: the prober and the trace are there too
+            if stopped:
+                self._packing.close()
+            self._prober.close()
+            self._trace.close()
+        super().shutdown()
 
-    @property
-    def loads(self) -> Loads:
-        assert self._loads is not None, "register_kv_caches comes first"
-        return self._loads
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        assert self._dispatcher is not None, "register_kv_caches comes first"
-        return self._dispatcher
-
-    # Main thread: hooks of a step.
+    # Main thread: hooks of a step. ``step_events`` has those for a layer and for the end of the forward pass.
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
-        """A step begins: tell the writer before the first layer runs, and hand it what need not wait for the last."""
-        if self._step_events is None or (self.pcp_rank > 0 and not self.pcp_dcp_sharded):
+        """A step begins. The writer hears of it before the first layer runs, and takes what need not wait for the
+        last.
+        """
+        if self.pcp_rank > 0 and not self.pcp_dcp_sharded:
             return
         self._digests.update(metadata.prompt_digests)
         with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
             while len(self._digests) > DIGESTS_KEPT:
                 self._digests.pop(next(iter(self._digests)), None)
         self._spans.expect(metadata.trace_headers)
-        for request in metadata.push_registrations.items():
-            self._reg_send_inbox.put(request)
+        for request_id, data in metadata.push_registrations.items():
+            self.task(partial(self._await_push, request_id, data), "a registration")
         for request_id, blocks in metadata.push_finished_blocks.items():
-            self._step_events.finish(request_id, blocks)
+            self.step_events.finish(request_id, blocks)
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         if metadata.cancelled:
             self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
-        self._step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
+        self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
         if metadata.reqs_not_processed:
             self._unreported_aborts.dropped(time.perf_counter())
-        self._wake()
+        self._waker.wake()
 
     def revoke(self, metadata: LayerwiseMetadata) -> None:
         """A step will take these requests' blocks away, and may overwrite them before ``arm``."""
-        if self._step_events is not None:
-            self._step_events.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
+        self.step_events.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
+
+    def lease_expired(self, request_id: str) -> None:
+        self.step_events.expire(request_id)
+        self._unreported_aborts.dropped(time.perf_counter())
+        self._waker.wake()
+
+    def has_writes_in_flight(self, request_id: str) -> bool:
+        return self.writer.writes_in_flight(request_id)
 
     def measured(self, now: float) -> Tally | None:
-        """What is new for the metrics. Before ``report``: what it keeps the engine stepping for is told by then."""
+        """Metrics since the last call. Comes before ``report``: an abort that is reported here needs no more steps."""
         self._settles = self._unreported_aborts.is_pending(now)
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were given up while somebody may still write, and such as are over now, since the last report;
-        whether dropped requests' pushes are not over.
-        """
+        """Loads that were parked or cleared since the last report, and whether pushes of aborted requests still run."""
         if not self._reports and not self._settles:
             return None
         report, rank = DecodeReport(settling=self._settles), int(self.vllm_config.parallel_config.rank)
@@ -245,102 +245,27 @@ class LayerwisePushWorker(VllmPushWorker):
             (report.parked if kind == "parked" else report.cleared)[request_id] = {rank}
         return report
 
-    def _wake(self) -> None:
-        if not self._push_writer_wake.is_set():
-            self.metrics.lag.woken(time.perf_counter())
-            self._push_writer_wake.set()
+    # Any thread.
 
-    def _nudge(self) -> None:
-        if not self._push_writer_wake.naps:
-            self._wake()
+    @property
+    def engines_in_use(self) -> set[str]:
+        return self.writer.engines_in_use | self._packing.engines_in_flight | self.loads.engines_in_use
 
-    def layer_saved(self, layer_name: str) -> None:
-        if self._step_events is not None:
-            self._step_events.layer_saved(layer_name)
+    # Writer thread: P's side.
 
-    def sweep(self) -> None:
-        if self._step_events is not None:
-            self._step_events.sweep()
+    def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
+        self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
 
-    def lease_expired(self, request_id: str) -> None:
-        if self._step_events is not None:
-            self._step_events.expire(request_id)
-            self._unreported_aborts.dropped(time.perf_counter())
-            self._wake()
+    def link_to(self, engine_id: str) -> Link:
+        return self._packing.with_gathering(self.discover_link(engine_id))
 
-    def has_writes_in_flight(self, request_id: str) -> bool:
-        return self.writer.writes_in_flight(request_id)
+    def ring_of(self, link: Link, window: Window) -> Route | None:
+        return self._packing.ring_of(link.engine_id, link.routes[0].agent, window)
 
-    # Writer thread: the loop.
-
-    def _push_writer_loop(self) -> None:
-        name_this_thread(WRITER)
-        self._cores.bind_writer()
-        self._prepared.wait()
-        self._guarded("using the device", None, self.use_device)
-        while not self._push_writer_stop.is_set():
-            self._push_writer_wake.clear()
-            self.metrics.lag.began(time.perf_counter())
-            try:
-                self._turn()
-            except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
-                logger.exception("layerpush: the writer's turn failed")
-                self.writer.fail_all(f"{type(error).__name__}: {error}")
-            patience = self._patience()
-            self.metrics.lag.ended(time.perf_counter(), patience)
-            self._push_writer_wake.wait(patience, naps=self.writer.keeps_pace(patience))
-
-    def _turn(self) -> None:
-        dropped = self._unreported_aborts.count
-        for task in self.take_errands():
-            self._guarded("an errand", None, task)
-        self._drain_inboxes()
-        self.dispatcher.deliver()
-        self.writer.turn()
-        now = time.perf_counter()
-        self._connections.tick(now)
-        self.registrations.tick(now)
-        self.loads.tick(now)
-        if not self.writer.is_draining:
-            self._unreported_aborts.settled(dropped)
-
-    def _patience(self) -> float:
-        own = self.writer.patience
-        peers = NOTIFICATION_POLL_S if self.loads.is_waiting else IDLE_POLL_S
-        return peers if own is None else min(own, peers)
-
-    def _drain_inboxes(self) -> None:
-        assert self._step_events is not None
-        for request_id in _drained(self._evict_finished_inbox):
-            self.writer.evicted(request_id)
-            self.lease_settled(request_id)
-        for request_id, data in _drained(self._reg_send_inbox):
-            self._guarded("a registration", None, partial(self._await_push, request_id, data))
-        for request_id, blocks, data in _drained(self._deferred_push_inbox):
-            if self.writer.is_delegated(request_id):
-                self._guarded("a deferred push", request_id, partial(self.push_whole, request_id, blocks, data))
-        for request_id, blocks in _drained(self._finished_blocks_inbox):
-            self._step_events.finish(request_id, blocks)
-
-    def _guarded(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
-        try:
-            call()
-        except (MismatchError, TransportError) as error:
-            if request_id is None:
-                logger.exception("layerpush: %s failed", what)
-            else:
-                self.writer.fail(request_id, str(error))
-            return False
-        except Exception as error:  # upstream's code may raise anything; the push fails, the writer thread lives on
-            logger.exception("layerpush: %s failed (request %s)", what, request_id)
-            if request_id is not None:
-                self.writer.fail(request_id, f"{type(error).__name__}: {error}")
-            return False
-        return True
-
-    # Writer thread: a decode engine's side.
+    # Writer thread: D's side.
 
     def _await_push(self, request_id: str, data: dict[str, Any]) -> None:
+        """Register with P for a request that the scheduler has just allocated blocks for."""
         now = time.perf_counter()
         try:
             registration = msgspec.convert(data, Registration)
@@ -359,7 +284,6 @@ class LayerwisePushWorker(VllmPushWorker):
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)
 
     def _cancel_loads(self, cancelled: dict[str, str]) -> None:
-        self._drain_inboxes()  # a registration and its end may come in one step
         now = time.perf_counter()
         for request_id, reason in cancelled.items():
             if reason == ABORTED:
@@ -379,16 +303,10 @@ class LayerwisePushWorker(VllmPushWorker):
             record.clock_offset = self.clock_offset(record.prefill_engine_id)
         self._trace.add(record)
 
-    def forget_prefill_engine(self, engine_id: str) -> bool:
-        self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")  # it may be both
-        if engine_id in self.writer.engines_in_flight:
-            self.registrations.peers.lost(engine_id)
-            return False
-        self._connections.forget(engine_id)
-        return True
+    # Writer thread: engines that may be gone.
 
     def _probe_peer(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
-        """Have somebody ask the engine's side channel about its agent; the answer comes back to the writer thread."""
+        """Have the prober ask the engine's side channel about its agent; the answer comes back as a task."""
         pp_rank, tp_rank = rank
 
         def asked(_: Any, verdict: Any) -> None:
@@ -400,47 +318,15 @@ class LayerwisePushWorker(VllmPushWorker):
         self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())
         self.registrations.peers.lost(engine_id)
 
-    def link_to(self, engine_id: str) -> Link:
-        return self._staging.with_gathering(self.probe(engine_id))
+    def forget_prefill_engine(self, engine_id: str) -> bool:
+        """Drop the connection to a prefill engine; False if WRITEs are on their way to it: it may be a D as well."""
+        self.writer.fail_engine(engine_id, "the connection to the decode engine was dropped")
+        if engine_id in self.writer.engines_in_flight:
+            self.registrations.peers.lost(engine_id)
+            return False
+        self._connections.forget(engine_id)
+        return True
 
-    def ring_of(self, link: Link, window: Window) -> Route | None:
-        return self._staging.ring_of(link.engine_id, link.routes[0].agent, window)
-
-    def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
-        self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
-
-    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+    def disconnecting(self, engine_id: str) -> None:
         self._host.disconnected(engine_id)
-        self._staging.disconnected(engine_id)
-        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-
-    def _engines_with_inflight_transfers(self) -> set[str]:
-        return self.writer.engines_in_use | self._staging.engines_in_flight | self.loads.engines_in_use
-
-    def shutdown(self) -> None:
-        thread = getattr(self, "_push_writer_thread", None)
-        if thread is not None:
-            self._push_writer_stop.set()
-            self._prepared.set()
-            self._push_writer_wake.set()
-            thread.join(timeout=SHUTDOWN_DRAIN_S)
-            if self._writer is not None and not thread.is_alive():
-                self._writer.fail_all("the prefill engine shuts down")
-                left = self._writer.drain(SHUTDOWN_DRAIN_S, self.dispatcher.deliver_answers)
-                if left:
-                    logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
-        if hasattr(self, "_staging") and (thread is None or not thread.is_alive()):
-            self._staging.close()
-        if hasattr(self, "_prober"):
-            self._prober.close()
-        if hasattr(self, "_trace"):
-            self._trace.close()
-        super().shutdown()
-
-
-def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
-    while True:
-        try:
-            yield inbox.get_nowait()
-        except queue.Empty:
-            return
+        self._packing.disconnected(engine_id)

@@ -1,7 +1,7 @@
-"""One question to a ZeroMQ ROUTER over a plain socket: ZMTP 3.0, as a REQ would ask it.
+"""Asks a ZeroMQ ROUTER one question over a plain socket: ZMTP 3.0, as a REQ does.
 
-A peer that is not trusted must not be able to make us wait or to fill our memory. ZeroMQ itself bounds a frame
-(``MAXMSGSIZE``) but not the number of frames of a message, which it collects before it shows any of them.
+A peer that we do not trust must not make us wait or fill our memory. ZeroMQ itself cannot promise that: it bounds each
+frame (``MAXMSGSIZE``) but not the number of frames, and collects all frames of a message before it returns the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 1 << 16
 
 
 class ZmtpError(Exception):
-    """The other end does not speak ZMTP 3, or says more than may be said."""
+    """The other end does not speak ZMTP 3, or sends too much."""
 
 
 def ask(connection: socket.socket, question: bytes, deadline: float, limit: int) -> list[bytes]:

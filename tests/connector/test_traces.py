@@ -93,7 +93,7 @@ def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], 
     d.step()
     registered(p)
     d.abort("r-1")
-    step_until(p, d, done=lambda: len(d.worker.connector_worker._loads) == 0 and "r-1" in d.failed)
+    step_until(p, d, done=lambda: len(d.worker.connector_worker.loads) == 0 and "r-1" in d.failed)
 
     (request,) = read().requests
     (load,) = request.loads

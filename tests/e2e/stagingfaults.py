@@ -117,4 +117,4 @@ def _staging() -> Any:
 
 
 def _worker_staging() -> Any:
-    return getattr(probes.connector_worker(), "_staging", None)
+    return getattr(probes.connector_worker(), "_packing", None)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from layerpush.compat.admission import FRONT_END, AdmissionHook, Door, doors
+from layerpush.compat.admission import FRONT_END, AdmissionHook, ConnectorSettings, connectors_in
 from layerpush.core.config import LayerPushConfig
-from layerpush.worker.drop_invalid import RequestFilter
+from layerpush.worker.request_filter import RequestFilter
 
 OURS = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_consumer"}
 GOOD = {
@@ -41,11 +41,11 @@ def multi(*inner: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("transfer", "found"),
     [
-        (OURS, [Door("kv_consumer", LayerPushConfig())]),
-        (OURS | {"kv_connector_extra_config": None}, [Door("kv_consumer", LayerPushConfig())]),
+        (OURS, [ConnectorSettings("kv_consumer", LayerPushConfig())]),
+        (OURS | {"kv_connector_extra_config": None}, [ConnectorSettings("kv_consumer", LayerPushConfig())]),
         (
             OURS | {"kv_connector_extra_config": {"allowed_hosts": ["a"], "num_threads": 2}},
-            [Door("kv_consumer", LayerPushConfig(allowed_hosts=("a",)))],
+            [ConnectorSettings("kv_consumer", LayerPushConfig(allowed_hosts=("a",)))],
         ),
         (OURS | {"kv_connector": "NixlPushConnector"}, []),
         (OURS | {"kv_connector": None}, []),
@@ -53,13 +53,13 @@ def multi(*inner: dict[str, Any]) -> dict[str, Any]:
         (multi({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}), []),
         (
             multi({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, OURS),
-            [Door("kv_consumer", LayerPushConfig())],
+            [ConnectorSettings("kv_consumer", LayerPushConfig())],
         ),
-        (multi(multi(OURS)), [Door("kv_consumer", LayerPushConfig())]),
+        (multi(multi(OURS)), [ConnectorSettings("kv_consumer", LayerPushConfig())]),
     ],
 )
-def test_doors_are_the_engines_own_connectors(transfer: dict[str, Any], found: list[Door]) -> None:
-    assert list(doors("LayerwisePushConnector", transfer)) == found
+def test_only_the_engines_own_connectors_count(transfer: dict[str, Any], found: list[ConnectorSettings]) -> None:
+    assert list(connectors_in(transfer, "LayerwisePushConnector")) == found
 
 
 class Processor:
@@ -150,27 +150,27 @@ def request(params: object) -> Any:
     return SimpleNamespace(request_id="cmpl-7", kv_transfer_params=params)
 
 
-def test_the_doorkeeper_takes_bad_params_away_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_filter_takes_bad_params_away_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     keeper = RequestFilter("kv_consumer", LayerPushConfig())
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
         for number in range(100):
             bad = request(BAD)
-            keeper.admit(bad, now=number / 1000)
+            keeper.drop_invalid(bad, now=number / 1000)
             assert bad.kv_transfer_params is None
     (line,) = (record.getMessage() for record in caplog.records)
     assert "request cmpl-7 runs without a KV transfer: kv_transfer_params: 'remote_engine_id' is missing" in line
 
 
 @pytest.mark.parametrize("params", [None, {}, GOOD])
-def test_the_doorkeeper_leaves_good_params_alone(params: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_filter_leaves_good_params_alone(params: object, caplog: pytest.LogCaptureFixture) -> None:
     good = request(params)
-    RequestFilter("kv_consumer", LayerPushConfig()).admit(good, now=0.0)
+    RequestFilter("kv_consumer", LayerPushConfig()).drop_invalid(good, now=0.0)
     assert good.kv_transfer_params is params
     assert not caplog.records
 
 
 @pytest.mark.parametrize("params", [[], "text", 7, {"do_remote_prefill": []}, {"do_remote_decode": True}])
-def test_the_doorkeeper_never_raises(params: object) -> None:
+def test_the_filter_never_raises(params: object) -> None:
     bad = request(params)
-    RequestFilter("kv_consumer", LayerPushConfig()).admit(bad, now=0.0)
+    RequestFilter("kv_consumer", LayerPushConfig()).drop_invalid(bad, now=0.0)
     assert bad.kv_transfer_params is None

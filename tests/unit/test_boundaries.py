@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,101 @@ def test_no_module_imports_a_top_level_kernels() -> None:
 )
 def test_every_way_to_import_is_seen(source: str) -> None:
     assert any(name.startswith(NIXL_CONNECTOR) for name in imports(source))
+
+
+def is_private(name: str) -> bool:
+    return len(name) > 1 and name.startswith("_") and not name.startswith("__")
+
+
+def members(scope: ast.ClassDef) -> set[str]:
+    """The names that a class defines: methods, class variables, and what its methods assign to attributes of self."""
+    found = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and is_private(node.id):
+            found.add(node.id)
+    return found
+
+
+def private_names_of_vllm() -> frozenset[str]:
+    """Private names that the NIXL connector and the base classes of its package define, functions and constants too."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    v1 = Path(spec.origin).parent.joinpath(*NIXL_CONNECTOR.split(".")[1:-1])
+    found = set()
+    for file in [*(v1 / "nixl").glob("*.py"), v1 / "base.py", v1 / "metrics.py"]:
+        tree = ast.parse(file.read_text())
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.ClassDef):
+                found |= members(scope)
+        for statement in tree.body:
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                found.add(statement.name)
+            elif isinstance(statement, ast.Assign):
+                found |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    return frozenset(filter(is_private, found))
+
+
+def uses_of_private_names(source: str, private: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) for each attribute, import or string in ``source`` that is one of ``private``, and for each
+    definition of one in a class that extends vLLM's or compat's. A name that another class of ``source`` defines is
+    that class's own.
+    """
+    tree = ast.parse(source)
+    foreign = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("vllm.", "layerpush.compat"))
+        for alias in node.names
+    }
+    own: set[str] = set()
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.ClassDef):
+            continue
+        if foreign & {base.id for base in scope.bases if isinstance(base, ast.Name)}:
+            yield from ((scope.lineno, name) for name in members(scope) & private)
+        else:
+            own |= members(scope)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private - own:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and node.value in private - own:
+            yield node.lineno, str(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm."):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+
+
+def test_only_compat_uses_vllms_private_names() -> None:
+    private = private_names_of_vllm()
+    assert {"_push_writer_loop", "_reg_send_inbox", "_cleanup_remote_engine", "_reqs_to_send"} <= private
+    uses = {
+        f"{file.relative_to(PACKAGE)}:{line} {name}"
+        for file in PACKAGE.rglob("*.py")
+        if "compat" not in file.relative_to(PACKAGE).parts
+        for line, name in uses_of_private_names(file.read_text(), private)
+    }
+    assert sorted(uses) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("worker._secret.put(1)", True),
+        ("getattr(worker, '_secret')", True),
+        (f"from {NIXL_CONNECTOR}.utils import _unlisted", True),
+        ("from layerpush.compat.x import Base\nclass A(Base):\n    def _secret(self): ...", True),
+        ("from layerpush.compat.x import Base\nclass A(Base):\n    _secret = 1", True),
+        ("from layerpush.compat.x import Base\nclass A(Base):\n    def f(self): self._secret = 1", True),
+        ("from vllm.x import Base\nclass A(Base):\n    def f(self): return self._secret", True),
+        ("class A:\n    def f(self): self._secret = 1\n    def g(self): return self._secret", False),
+        ("class A:\n    def _secret(self): ...\nA()._secret()", False),
+        ("from layerpush.compat.x import Base\nclass A(Base):\n    def f(self): self._own = 1", False),
+    ],
+)
+def test_every_use_of_a_private_name_is_seen(source: str, found: bool) -> None:
+    assert bool(list(uses_of_private_names(source, frozenset({"_secret"})))) == found

@@ -31,12 +31,12 @@ class Lag:
             self._late = self._lateness(now)
             self._began, self._woken = now, None
 
-    def ended(self, now: float, patience: float) -> None:
-        """The loop will wait for ``patience`` seconds, unless it is woken."""
+    def ended(self, now: float, poll_timeout: float) -> None:
+        """The loop now waits for ``poll_timeout`` seconds, unless it is woken."""
         with self._lock:
             if self._began is not None:
                 self._worst = max(self._worst, self._late + now - self._began)
-            self._began, self._due = None, now + patience
+            self._began, self._due = None, now + poll_timeout
 
     def take(self, now: float) -> float | None:
         """The worst since the last call; None if there was no turn."""

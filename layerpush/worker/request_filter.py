@@ -1,6 +1,6 @@
-"""The engine core's own look at `kv_transfer_params`, for requests that came past the check of `admission`.
+"""The engine core's own check of `kv_transfer_params`, for requests that do not pass the check of `compat.admission`.
 
-vLLM sends such requests itself: to tell the connector of a request that its front end has refused.
+vLLM makes such requests itself: it has the connector clean up after a request that its front end has refused.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ logger = init_logger("vllm.layerpush.doorkeeper")
 
 
 class RequestFilter:
-    """Keeps bad params from the connector, whose code trusts them. Runs in the scheduler's thread."""
+    """Drops bad params before they reach the connector, whose code trusts them. Scheduler's thread."""
 
     def __init__(self, role: KvRole, config: LayerPushConfig) -> None:
         self._role = role
         self._config = config
         self.peer_errors = PeerErrors(logger)
 
-    def admit(self, request: Any, now: float) -> None:
-        """Take bad params away: D computes the prompt itself, P keeps it to itself. Never raises."""
+    def drop_invalid(self, request: Any, now: float) -> None:
+        """Set bad params to None: then D computes the prompt itself, and P pushes nothing. Never raises."""
         try:
             check_params(request.kv_transfer_params, self._role, self._config)
         except ParamsError as error:

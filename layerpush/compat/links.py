@@ -1,0 +1,92 @@
+"""Whether and where this rank writes into a connected decode engine, as vLLM's tensor-parallel logic decides it.
+
+Writer thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
+
+from layerpush.transport.base import Route
+from layerpush.transport.link import Link
+
+
+class RankTarget(NamedTuple):
+    """A WRITE that vLLM would post: which blocks to which rank, and the descriptor lists of both sides."""
+
+    spec: ReadSpec
+    local_descriptors: int
+    remote_descriptors: int
+
+
+def discover_link(
+    worker: NixlPushConnectorWorker, engine_id: str, note_writes: Callable[[ReqMeta], list[RankTarget]]
+) -> Link:
+    """The way to a connected decode engine. ``note_writes`` has vLLM push a made-up request, and posts nothing."""
+    reason = refusal(worker, engine_id)
+    targets: list[RankTarget] = []
+    if reason is None:
+        try:
+            targets = note_writes(_sample_request(worker, engine_id))
+        except (NotImplementedError, AssertionError) as error:
+            reason = f"upstream cannot map it: {error}"
+    if reason is None and not all(all(target.spec.local_block_ids) for target in targets):
+        reason = "some KV cache groups go to other ranks than the rest"
+    if reason is not None:
+        return Link(engine_id, (), (), refusal=reason)
+    agents = worker._remote_agents[engine_id]
+    routes = tuple(
+        Route(agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
+        for spec, local, remote in targets
+    )
+    return Link(engine_id, routes, tuple(worker.dst_region_num_blocks[engine_id]), share=_share(worker, engine_id))
+
+
+def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
+    """The reason why a decode engine's blocks cannot be written layer by layer; None if they can."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    if worker.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
+        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
+    if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
+        return (
+            f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
+            f"ours {worker._physical_blocks_per_logical_kv_block}"
+        )
+    local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
+    if len(local) != len(theirs):
+        return f"it registered {len(theirs)} regions, we {len(local)}"
+    return None
+
+
+def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
+    """Whether a block of ours is a whole block of the decode engine's, not one rank's heads of it."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    return bool(worker.use_mla or worker.transfer_topo.tp_ratio(remote.remote_tp_size) == 1)
+
+
+def agent_name(name: str | bytes) -> str:
+    """NIXL names an agent that was added in bytes, and the sender of a notification in a string."""
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
+    """Which part of each of our blocks one decode rank gets: 1.0, or less where ranks split the heads."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)
+    return -1.0 / ratio if ratio < 0 and not worker.use_mla else 1.0
+
+
+def _sample_request(worker: NixlPushConnectorWorker, engine_id: str) -> ReqMeta:
+    """A made-up request with one block per group."""
+    blocks = tuple([0] for _ in worker.kv_cache_config.transfer_groups)
+    physical = worker._logical_to_kernel_block_ids(blocks, worker._physical_blocks_per_logical_kv_block)
+    remote = RemoteMeta(block_ids=blocks, host="", port=0, engine_id=engine_id, request_id="")
+    return ReqMeta(local_block_ids=blocks, local_physical_block_ids=physical, tp_size=worker.world_size, remote=remote)

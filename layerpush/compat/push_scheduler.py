@@ -1,0 +1,83 @@
+"""vLLM's push scheduler with public names for its internals, so that no other folder uses vLLM's private names."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRegistration:
+    """``message`` may be extended until the step's metadata is built. ``blocks`` are the blocks that it names."""
+
+    message: dict[str, Any]
+    blocks: list[KVCacheBlock]
+
+
+class VllmPushScheduler(NixlPushConnectorScheduler):
+    """Every method runs in the scheduler's thread."""
+
+    answer_handshakes: ClassVar[Callable[..., None]]
+    """A subclass's static method, which vLLM runs on a thread of its own: ``listen`` of ``worker.side_channel``."""
+
+    @property
+    def _nixl_handshake_listener(self) -> Callable[..., None]:
+        return self.answer_handshakes
+
+    @property
+    def registration_timeout(self) -> float:
+        """Seconds that a decode engine waits for a push, vLLM's ``push_registration_timeout``."""
+        return float(self._push_registration_timeout)
+
+    def take_staged_registration(self, request_id: str, blocks: KVCacheBlocks) -> StagedRegistration | None:
+        """The registration that vLLM has just staged for these blocks, once for each; None if it staged none.
+
+        vLLM's own deadline for it ends here: vLLM would only log, and forget the request.
+        """
+        if self._push_registration_deadlines.pop(request_id, None) is None:
+            return None
+        message = self._push_pending_registrations[request_id]
+        tables = self.kv_cache_config.select_transfer_block_ids(blocks.blocks)
+        registered = [
+            block
+            for ids, table in zip(map(set, message["local_block_ids"]), tables, strict=True)
+            for block in table
+            if block.block_id in ids and not block.is_null
+        ]
+        return StagedRegistration(message, registered)
+
+    def withdraw_receive(self, request_id: str) -> None:
+        """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
+        self._reqs_need_recv.pop(request_id, None)
+
+    def prompt_digest(self, request: Request) -> str | None:
+        """Equal on both sides of a push for equal prompts; None if the two sides cannot compare them."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or self._prefill_backoff():
+            return None
+        digest = hashlib.blake2b(array("i", request.prompt_token_ids).tobytes(), digest_size=16)
+        adapter = request.lora_request.lora_name if request.lora_request else ""
+        for name in (adapter, *(feature.identifier for feature in request.mm_features)):
+            digest.update(b"\0" + name.encode())
+        return digest.hexdigest()
+
+
+def is_streamed(request: Any) -> bool:
+    """Whether this engine is to push a vLLM request."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))
+
+
+def awaits_scheduling(request: Any) -> bool:
+    """Whether a decode engine has not registered this request's blocks yet."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))

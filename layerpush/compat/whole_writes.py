@@ -1,0 +1,86 @@
+"""Whole-request WRITEs: vLLM posts them, the writer polls and releases them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from vllm.logger import init_logger
+
+from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.transport.base import TransportError
+from layerpush.transport.nixl import NixlTransport
+from layerpush.transport.writes import Transfer
+
+logger = init_logger("vllm.layerpush.compat")
+
+
+class AgentHolder(Protocol):
+    """The worker whose code posts a WRITE."""
+
+    nixl_wrapper: Any
+    num_regions: int
+
+
+class WholeWrites:
+    """Takes over each WRITE that vLLM posts: the main thread must not poll NIXL, so it gets no handle.
+
+    Writer thread, except ``telemetry``.
+    """
+
+    def __init__(self, transport: NixlTransport) -> None:
+        self._transport = transport
+        self._telemetry: deque[Any] = deque()
+        self._setup_failures: dict[str, BaseException] = {}
+
+    def setup_failed(self, request_id: str, error: BaseException) -> None:
+        """vLLM could not prepare the WRITE that it is about to post. ``post`` raises the error; vLLM would log it."""
+        self._setup_failures[request_id] = error
+
+    def post(
+        self, worker: AgentHolder, post: Callable[[], Any], request_id: str, agent_name: str, remote_rank: int
+    ) -> Transfer | None:
+        """Call ``post``, vLLM's code for one WRITE, and take over its handle; None if there was nothing to write.
+
+        Raises ``TransportError`` if NIXL could not even prepare the WRITE; vLLM would go on regardless.
+        """
+        started = time.perf_counter()
+        agent, noted = worker.nixl_wrapper, self._transport.noted()
+        worker.nixl_wrapper = noted
+        try:
+            handle = post()
+        finally:
+            worker.nixl_wrapper = agent
+        error = self._setup_failures.pop(request_id, None)
+        if handle is None:
+            if error is not None:
+                raise TransportError(f"a WRITE could not be prepared: {error}") from error
+            return None
+        record = WriteRecord(
+            remote_rank=remote_rank,
+            layers=(0, worker.num_regions - 1),
+            chunks=(0, 0),
+            descriptors=0,
+            bytes=0,
+            t_post=started,
+            t_posted=time.perf_counter(),
+        )
+        self._transport.adopt(handle, noted, agent_name, remote_rank)
+        return Transfer(self._transport, record, handle)
+
+    def landed(self, agent: Any, request_id: str, transfer: Transfer) -> None:
+        """Record what NIXL measured of a WRITE. Its handle is still valid."""
+        try:
+            telemetry = agent.get_xfer_telemetry(transfer.handle)
+        except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed
+            logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
+            return
+        transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes
+        self._telemetry.append(telemetry)
+
+    def telemetry(self) -> Iterator[Any]:
+        """Take NIXL's telemetry of the WRITEs that have landed since the last call. Main thread."""
+        while self._telemetry:
+            yield self._telemetry.popleft()

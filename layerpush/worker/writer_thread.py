@@ -1,0 +1,166 @@
+"""The writer thread: its loop, what it takes from other threads, its end.
+
+vLLM's push worker starts the thread, ``nixl-push-writer``, at the end of ``register_kv_caches``. It is the only thread
+that posts and polls WRITEs, sends and reads notifications, and changes pushes and loads. So none of their objects has a
+lock. The handshake executor is the only other thread that calls NIXL; ``LockedAgent`` keeps the two apart.
+
+Other threads leave work in queues. The writer is the only reader of each, and empties them in this order in a turn:
+
+- tasks, from any thread: registrations that D sends, loads that the scheduler cancels, heartbeats, handshakes that are
+  over, answers of the side-channel probe. First in, first out: a request's registration comes before its cancellation.
+- ended requests, from the main thread: P's requests that were sent, or whose lease is over.
+- deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
+- notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.
+- step events, from the main thread: steps, layers, finished requests, revoked blocks.
+
+The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), heartbeats and
+completions (``pass_on``), loads whose blocks stay aside (``LayerwisePushWorker.report``), metrics (``Reporter``).
+
+Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
+wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
+before a step's last; the writer polls for those while it knows how long a layer takes. vLLM's code calls ``set`` in
+every step. Nobody wakes the writer for a notification, a WRITE that has landed, a fence that has passed, or a deadline:
+it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
+
+A failure in a turn is logged and ends the push that it belongs to. The thread goes on until ``stop``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from vllm.logger import init_logger
+
+from layerpush.compat.push_worker import VllmPushWorker
+from layerpush.core.coverage import MismatchError
+from layerpush.core.unreported_aborts import UnreportedAborts
+from layerpush.decode.loads import Loads
+from layerpush.prefill.registrations import Registrations
+from layerpush.prefill.writer import PushWriter
+from layerpush.telemetry.metrics.lag import Lag
+from layerpush.transport.base import TransportError
+from layerpush.transport.connections import Connections
+from layerpush.worker.dispatch import Dispatcher
+from layerpush.worker.thread_name import WRITER, name_this_thread
+from layerpush.worker.wake import Waker
+
+logger = init_logger("vllm.layerpush.worker")
+
+NOTIFICATION_POLL_S = 1e-3
+IDLE_POLL_S = 50e-3
+DRAIN_S = 2.0
+
+
+class Guard:
+    """Calls what may fail. Writer thread.
+
+    ``fail(request_id, reason)`` ends the push that a failure belongs to; one without a request is logged. vLLM's code
+    may raise anything, and the thread must outlive it.
+    """
+
+    def __init__(self, fail: Callable[[str, str], None]) -> None:
+        self._fail = fail
+
+    def __call__(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except (MismatchError, TransportError) as error:
+            if request_id is None:
+                logger.exception("layerpush: %s failed", what)
+            else:
+                self._fail(request_id, str(error))
+            return False
+        except Exception as error:
+            logger.exception("layerpush: %s failed (request %s)", what, request_id)
+            if request_id is not None:
+                self._fail(request_id, f"{type(error).__name__}: {error}")
+            return False
+        return True
+
+
+class WriterThread:
+    """Everything that the writer thread iterates over. Built on the main thread before the loop starts."""
+
+    def __init__(
+        self,
+        worker: VllmPushWorker,
+        guard: Guard,
+        waker: Waker,
+        lag: Lag,
+        connections: Connections,
+        dispatcher: Dispatcher,
+        pushes: PushWriter,
+        registrations: Registrations,
+        loads: Loads,
+        unreported_aborts: UnreportedAborts,
+    ) -> None:
+        self._worker = worker
+        self._guard = guard
+        self._waker = waker
+        self._lag = lag
+        self._connections = connections
+        self._dispatcher = dispatcher
+        self._pushes = pushes
+        self._registrations = registrations
+        self._loads = loads
+        self._unreported_aborts = unreported_aborts
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """The loop, until ``stop``. Writer thread."""
+        name_this_thread(WRITER)
+        self._guard("using the device", None, self._worker.use_device)
+        while not self._stop.is_set():
+            self._waker.clear()
+            self._lag.began(time.perf_counter())
+            try:
+                self._turn()
+            except Exception as error:  # the engine must outlive any defect here: every push fails, none completes
+                logger.exception("layerpush: the writer's turn failed")
+                self._pushes.fail_all(f"{type(error).__name__}: {error}")
+            timeout = self._poll_timeout()
+            self._lag.ended(time.perf_counter(), timeout)
+            self._waker.wait(timeout, polls_layers=self._pushes.keeps_pace(timeout))
+
+    def stop(self) -> bool:
+        """End the loop, fail every push so that its D hears of it, and wait for WRITEs on the wire. Main thread.
+
+        At most ``DRAIN_S`` seconds each. False if the loop still runs; then its objects must be left alone.
+        """
+        self._stop.set()
+        self._waker.set()
+        if not self._worker.join_writer(DRAIN_S):
+            return False
+        self._pushes.fail_all("the prefill engine shuts down")
+        left = self._pushes.drain(DRAIN_S, self._dispatcher.deliver_answers)
+        if left:
+            logger.warning("layerpush shuts down with %d WRITEs still on the wire", left)
+        return True
+
+    def _turn(self) -> None:
+        aborts = self._unreported_aborts.count
+        for what, task in self._worker.tasks():
+            self._guard(what, None, task)
+        for request_id in self._worker.ended_requests():
+            self._pushes.evicted(request_id)
+        for request_id, blocks, data in self._worker.deferred_pushes():
+            if self._pushes.is_delegated(request_id):
+                push = partial(self._worker.push_whole, request_id, blocks, data)
+                self._guard("a deferred push", request_id, push)
+        self._dispatcher.deliver()
+        self._pushes.turn()
+        now = time.perf_counter()
+        self._connections.tick(now)
+        self._registrations.tick(now)
+        self._loads.tick(now)
+        if not self._pushes.is_draining:
+            self._unreported_aborts.settled(aborts)
+
+    def _poll_timeout(self) -> float:
+        """How long the writer may sleep, in seconds, if nobody wakes it."""
+        peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
+        pushes = self._pushes.patience
+        return peers if pushes is None else min(pushes, peers)

@@ -1,0 +1,132 @@
+"""No wake-up is lost, whenever it comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from layerpush.prefill.layer_interval import NAP_S
+from layerpush.worker.wake import Waker
+
+LONG_S = 20.0
+
+
+def test_it_wakes_before_or_while_somebody_waits() -> None:
+    waker = Waker()
+    assert not waker.wait(0.0)
+    waker.wake()
+    assert waker.is_set
+    assert waker.wait(LONG_S)
+    assert waker.wait(), "it is set until it is cleared"
+    waker.clear()
+    assert not waker.is_set
+    assert not waker.wait(0.001)
+    threading.Timer(0.01, waker.wake).start()
+    assert waker.wait(LONG_S)
+
+
+def test_wake_ups_do_not_add_up() -> None:
+    waker = Waker()
+    for _ in range(3):
+        waker.wake()
+    waker.clear()
+    assert not waker.wait(0.001)
+
+
+class InterruptedLock:
+    """``then`` happens in another thread while this one tries to acquire."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.then: Callable[[], None] | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return self.lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("woken", [False, True])
+def test_a_wake_up_while_it_is_cleared_is_not_lost(woken: bool) -> None:
+    lock = InterruptedLock()
+    waker = Waker(lock=lock)
+    if woken:
+        waker.wake()
+    lock.then = waker.wake
+    waker.clear()
+    assert waker.wait(0.0)
+
+
+def test_a_wake_up_just_before_it_sleeps_is_not_lost() -> None:
+    lock = InterruptedLock()
+    waker = Waker(lock=lock)
+    lock.then = waker.wake
+    assert waker.wait(0.0)
+
+
+def test_whatever_is_queued_before_a_wake_up_is_seen() -> None:
+    """As the writer's loop does it: clear, take everything, wait. Two threads wake it."""
+    waker, queues, seen = Waker(), ([0], [0]), 0
+    number = 3000
+
+    def produce(queue: list[int]) -> None:
+        for _ in range(number):
+            queue[0] += 1
+            waker.wake()
+            if queue[0] % 7 == 0:
+                time.sleep(0)
+
+    threads = [threading.Thread(target=produce, args=(queue,)) for queue in queues]
+    for thread in threads:
+        thread.start()
+    while seen < 2 * number:
+        waker.clear()
+        seen = sum(queue[0] for queue in queues)
+        if seen < 2 * number:
+            assert waker.wait(LONG_S), f"{seen} seen, {sum(queue[0] for queue in queues)} queued, and nobody woke it"
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("poll_timeout", "polls_layers", "left_alone"),
+    [(NAP_S, False, True), (2 * NAP_S, False, False), (2 * NAP_S, True, True), (None, False, False)],
+)
+def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
+    poll_timeout: float | None, polls_layers: bool, left_alone: bool
+) -> None:
+    """The sleeper polls soon; it then finds what was queued for it before."""
+    lock = InterruptedLock()
+    waker = Waker(lock=lock)
+    seen: list[bool] = []
+
+    def come() -> None:
+        waker.wake_lazily()
+        seen.append(waker.is_set)
+        waker.wake()
+
+    lock.then = come
+    assert waker.wait(poll_timeout, polls_layers=polls_layers)
+    assert seen == [not left_alone]
+    waker.clear()
+    waker.wake_lazily()
+    assert waker.is_set, "nobody sleeps: the next wait must not be a long one"
+
+
+def test_the_first_wake_up_is_timed() -> None:
+    times: list[float] = []
+    waker = Waker(times.append)
+    waker.wake()
+    waker.wake()
+    assert len(times) == 1
+    waker.clear()
+    waker.set()
+    waker.wake()
+    assert len(times) == 1, "there may have been no work"
