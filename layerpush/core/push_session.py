@@ -20,7 +20,7 @@ own). They decide how a push ends, in ``_drained``.
 
 The invariants, each enforced where it matters:
 
-- a block is posted once an epoch and only after its layer is ready (``_post_ready``);
+- a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - D is told once, and only with full coverage (``_settle``);
 - a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then says
@@ -102,7 +102,21 @@ class Session(Machine[State, Event, Action]):
     def _on_post_ready(self, _: push_protocol.PostReady, actions: list[Action]) -> State:
         if self.state is not S.STREAMING:
             return self.state
-        self._post_ready(actions)
+        while len(self.in_flight) < self.policy.max_in_flight:
+            segments = self._ready_blocks.pending()
+            size = self._ready_blocks.size(segments)
+            worth_it = self.policy.by_layer and size >= max(1, self.policy.min_write_bytes)
+            if not segments or not (self._ready_blocks.chunk_is_whole or worth_it):
+                break
+            self._ready_blocks.take()
+            assert self._coverage is not None
+            for part in segments:
+                skipped = self._ready_blocks.skipped(part.group)
+                self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
+            write = Write(self._writes, self.epoch, self._ready_blocks.chunks - 1, size, segments)
+            self._writes += 1
+            self.in_flight[write.id] = write
+            actions.append(Post(write))
         return self._settle(actions)
 
     def _on_registered(self, event: push_protocol.Registered, actions: list[Action]) -> State:
@@ -182,23 +196,6 @@ class Session(Machine[State, Event, Action]):
         self._dropped = True
         self._conclude("cancelled" if isinstance(event, push_protocol.Aborted) else "failed", event.reason)
         return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
-
-    def _post_ready(self, actions: list[Action]) -> None:
-        while len(self.in_flight) < self.policy.max_in_flight:
-            segments = self._ready_blocks.pending()
-            size = self._ready_blocks.size(segments)
-            worth_it = self.policy.by_layer and size >= max(1, self.policy.min_write_bytes)
-            if not segments or not (self._ready_blocks.chunk_is_whole or worth_it):
-                return
-            self._ready_blocks.take()
-            assert self._coverage is not None
-            for part in segments:
-                skipped = self._ready_blocks.skipped(part.group)
-                self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
-            write = Write(self._writes, self.epoch, self._ready_blocks.chunks - 1, size, segments)
-            self._writes += 1
-            self.in_flight[write.id] = write
-            actions.append(Post(write))
 
     def _settle(self, actions: list[Action]) -> State:
         if self.in_flight or not self.all_ready or self._ready_blocks.pending():

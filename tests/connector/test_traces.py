@@ -114,6 +114,8 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
         for _ in range(STEPS):
             landed = p.totals.writes
             p.step(between=lambda _: until(lambda: mode != "layer" or p.totals.writes > landed))  # noqa: B023
+            if mode == "chunk":
+                until(lambda: p.totals.writes > landed)  # noqa: B023  before the next step can join it
         step_until(p, d, done=lambda: name in d.received and name in p.sent)  # noqa: B023
         assert holds_prompt(d, blocks, TOKENS)
         until(lambda: len(p.writer) == 0)

@@ -24,7 +24,7 @@ def in_use(host: HostedEngine) -> list[str]:
         return []
     used = staging._staging.ring.used_bytes - SCRATCH_PIECES * PIECE_BYTES
     windows = len(staging.unpacker._windows)
-    unpacking = len(staging.strategy.packer._unpacking)
+    unpacking = len(staging.strategy.packer.unpacking)
     counts = {"bytes": used, "windows": windows, "scatters": len(staging.unpacker._running), "unpackings": unpacking}
     return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -63,7 +63,7 @@ def plans_under_way(host: HostedEngine) -> list[str]:
     """The plans of the WRITEs that have not ended."""
     worker = probes.connector_worker()
     pushes = list(worker.writer._pushes.values())
-    return sorted({part.record.plan for push in pushes for part in push.parts})
+    return sorted({transfer.record.plan for push in pushes for transfer in push.transfers})
 
 
 def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
