@@ -10,8 +10,8 @@ import msgspec
 
 from layerpush.core.wire import Completion, Fail
 from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
-from tests.unit.test_decode_desk import EXTRA, World
-from tests.unit.test_decode_desk import P as P_ADDRESS
+from tests.unit.test_loads import EXTRA, World
+from tests.unit.test_loads import P as P_ADDRESS
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 16
