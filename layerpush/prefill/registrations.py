@@ -79,7 +79,7 @@ class Registrations:
         self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
-        self._registered: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
+        self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
         self._cancelled_early: BoundedDict[Key, tuple[float, Registration]] = BoundedDict(REMEMBERED)
         self._bad_ends: dict[str, tuple[float, str]] = {}
 
@@ -125,7 +125,7 @@ class Registrations:
     def on_cancel(self, sender: str, message: Cancel, now: float) -> None:
         """A decode engine wants the blocks of a registration back."""
         key, engine_id = message.key, message.decode_engine_id
-        registered, agents = self._registered.get(key), self._connections.agents(engine_id)
+        registered, agents = self._senders.get(key), self._connections.agents(engine_id)
         if registered is not None and sender not in registered.windows and sender not in agents:
             self._peer_errors.add("foreign cancel", f"agent {sender} cancels {message.request_id}, not its own", now)
             return
@@ -174,14 +174,14 @@ class Registrations:
         One that was restarted under its old name has given the blocks of that name to others.
         """
         agents = set(self._connections.agents(registration.decode_engine_id))
-        registered = self._registered.get(registration.key)
+        registered = self._senders.get(registration.key)
         return (
             registered is not None and registered.is_equal(registration) and not agents.isdisjoint(registered.windows)
         )
 
     def window(self, registration: Registration, agent: str) -> Window | None:
         """The window that this agent offered with its registration: the others know nothing of its ring."""
-        registered = self._registered.get(registration.key)
+        registered = self._senders.get(registration.key)
         if registered is None or not registered.is_equal(registration):
             return None
         return registered.windows.get(agent)
@@ -251,9 +251,9 @@ class Registrations:
         have been replaced, or have given the same id to two requests, and only one can have the blocks' bytes.
         """
         key = registration.key
-        registered = self._registered.get(key)
+        registered = self._senders.get(key)
         if registered is not None and registered.is_equal(registration):
-            self._registered.note(key, registered.also(sender, registration.window), self._is_live)
+            self._senders.note(key, registered.also(sender, registration.window), self._is_live)
             return True
         if registered is not None and self._writer.serving(key) is not None:
             reason = "another request of this id is being pushed"
@@ -266,7 +266,7 @@ class Registrations:
             self._answers.pop(key, None)
             self._served.pop(key, None)
         first = _Registered(registration.fingerprint, {sender: registration.window})
-        self._registered.note(key, first, self._is_live)
+        self._senders.note(key, first, self._is_live)
         return True
 
     def _is_live(self, key: Key) -> bool:
@@ -276,7 +276,7 @@ class Registrations:
 
     def _is_strange(self, sender: str, registration: Registration) -> bool:
         known = self._connections.agents(registration.decode_engine_id)
-        registered = self._registered.get(registration.key)
+        registered = self._senders.get(registration.key)
         is_equal = registered is not None and registered.is_equal(registration)
         is_sibling = registration.key in self._served and is_equal
         return bool(known) and sender not in known and not is_sibling

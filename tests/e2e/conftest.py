@@ -11,7 +11,7 @@ from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 
 # Attributes that remember finished requests on purpose, the last few thousand of them.
-BOUNDED_MEMORIES = ("._served", "._senders", "._over", "._asked", "._withheld", "._bad_ends", "._unwanted")
+BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._bad_ends", "._cancelled_early")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from tests.e2e.results import Finished
 from tests.faults import engines
 
 # Attributes that remember finished requests on purpose, bounded in number and in time.
-BOUNDED_MEMORIES = ("._served", "._senders", "._over", "._asked", "._withheld", "._bad_ends", "._unwanted", "._early")
+BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._bad_ends", "._cancelled_early", "._early")
 THREADS = {
     "MainThread",
     "layerpush-probe",

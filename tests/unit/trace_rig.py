@@ -1,4 +1,4 @@
-"""Trace files of two hosts: a real writer and a real decode desk play requests, each by a clock of its own."""
+"""Trace files of two hosts: a real writer and real loads play requests, each by a clock of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 from layerpush.core.wire import Completion, Fail
 from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
-from tests.unit.test_decode_desk import EXTRA, World
-from tests.unit.test_decode_desk import P as P_ADDRESS
+from tests.unit.test_loads import EXTRA, World
+from tests.unit.test_loads import P as P_ADDRESS
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 16
@@ -62,12 +62,12 @@ class TwoHosts:
     def play(self, name: str = "p-1", measured: float | None = None, fails: str | None = None) -> None:
         """D asks, P prefills two chunks and pushes them layer by layer, D hears of the end."""
         rig, world = Rig(), World()
-        world.desk._keep_record = self.loads.append
+        world.engine.records = self.loads
         prompt = Prompt(name, TOKENS, list(range(1, 9)))
         wanted = rig.host.pending[name] = rig.asks(prompt, rig.decoder())
         world.engine.known.add(wanted.request_id)
         world.now = self.d.now()
-        world.desk.await_push(wanted, P_ADDRESS, EXTRA, world.now)
+        world.loads.register(wanted, P_ADDRESS, EXTRA, world.now)
         world.settle()
         for _ in range(2):
             rig.step((prompt, TOKENS // 2))

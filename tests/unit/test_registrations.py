@@ -550,7 +550,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         world.retracts(wanted, "cut off", drained=True)
         world.closes(wanted)
         world.cancels(asks(f"c{number}/d", engine="E"), "e-0")
-    for memory in (world.registrations._served, world.registrations._answers, world.registrations._registered):
+    for memory in (world.registrations._served, world.registrations._answers, world.registrations._senders):
         assert len(memory) <= 10
 
 
@@ -590,7 +590,7 @@ def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, monkeypatch
         world.says(wanted)
     crowd(world)
     assert world.registrations.is_current(wanted)
-    assert len(world.registrations._registered) <= 11
+    assert len(world.registrations._senders) <= 11
     if not begun:
         assert world.takes() == wanted
         crowd(world)

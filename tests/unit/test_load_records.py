@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerpush.core.load_session import RETRY_S
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail
 from layerpush.telemetry.trace_records import LoadRecord
-from tests.unit.test_decode_desk import PATIENCE_S, World, registration
+from tests.unit.test_loads import PATIENCE_S, World, registration
 
 
 class RecordedWorld(World):

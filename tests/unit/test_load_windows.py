@@ -15,7 +15,7 @@ from layerpush.transport.packing.unpacker import Unpacker
 from layerpush.transport.packing.windows import Windows
 from tests.unit.builders import layout_of
 from tests.unit.staging_rig import NumpyStaging
-from tests.unit.test_decode_desk import EXTRA, P, World, registration
+from tests.unit.test_loads import EXTRA, P, World, registration
 
 BLOCKS, BLOCK_BYTES = 8, 64
 DONE = Completion("r", 1)
