@@ -13,7 +13,7 @@ from msgspec import Meta
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
 from layerpush.core.wire import MAX_RING_BYTES
 
-# What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
+# Keys that vLLM 0.32's NIXL connectors read from kv_connector_extra_config: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
     {
         "backends",
@@ -30,11 +30,11 @@ UPSTREAM_KEYS = frozenset(
 
 
 class ConfigError(ValueError):
-    """A setting has a bad name or a bad value; the message names the setting, the value and the choices."""
+    """A setting has a bad name or a bad value. The message names the setting, the value and the choices."""
 
 
 class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator can choose, the same on P and D; keys that concern only one side are ignored by the other."""
+    """An operator's settings. P and D take the same keys; each side ignores the keys that only concern the other."""
 
     layerwise: Annotated[
         bool,
@@ -52,7 +52,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="Merge a request's ready layers into one WRITE up to this size; `0`: never merge on purpose.",
+            description="Post ready layers of a request in one WRITE once they have this many bytes; `0`: at once.",
         ),
     ] = 262144
     layerwise_min_tokens: Annotated[
@@ -62,13 +62,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     packing: Annotated[
         Literal["auto", "off", "gather", "packed"],
         Meta(
-            description='Whether scattered blocks are put together before they are written: `"auto"`: where that is '
-            'estimated to be faster. `"gather"`: on P. `"packed"`: on P, and D takes them apart.'
+            description='Copy scattered blocks together before a WRITE. `"auto"`: if that is estimated to be faster. '
+            '`"gather"`: on P. `"packed"`: on P, and D copies them back into its blocks.'
         ),
     ] = "auto"
     staging_bytes: Annotated[
         int,
-        Meta(ge=0, le=MAX_RING_BYTES, description="Memory of each worker for that; `0`: none, so nothing is packed."),
+        Meta(ge=0, le=MAX_RING_BYTES, description="Each worker's memory for `packing`; `0`: nothing is packed."),
     ] = 67108864
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
@@ -81,12 +81,12 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Seconds of silence after which D gives up the loads that it awaits from a P.",
+            description="Seconds without a message from a P after which D gives up its loads from that P.",
         ),
     ] = 20
     write_timeout_s: Annotated[
         int,
-        Meta(ge=1, description="Seconds that one WRITE may take before P gives up the push that it belongs to."),
+        Meta(ge=1, description="Seconds that one WRITE may take before P gives up its push."),
     ] = 60
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
@@ -125,14 +125,14 @@ class DocumentationRow(NamedTuple):
 
     key: str
     type: str
-    """The choices, as an operator reads them in JSON, e.g. `"layer" or "chunk"`."""
+    """The choices in JSON, e.g. `"layer" or "chunk"`."""
     default: str
     """As JSON."""
     meaning: str
 
 
 def documentation_rows() -> Iterator[DocumentationRow]:
-    """The configuration table, in the order of the fields; the texts are the fields' own descriptions."""
+    """The configuration table, in the order of the fields, with the fields' own descriptions."""
     for field in msgspec.structs.fields(LayerPushConfig):
         annotation = _annotations()[field.name]
         yield DocumentationRow(
@@ -187,7 +187,7 @@ def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
 
 
 def _hint(value: object, annotation: Any) -> str:
-    """What the writer probably meant, if that can be told."""
+    """A hint at the probable correct value, or an empty string."""
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()
