@@ -76,7 +76,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a decode worker wants one request's blocks.
+    """Asks a prefill worker to push one request's blocks into these blocks of a decode worker.
 
     ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
@@ -323,7 +323,7 @@ def _read_completion(notification: bytes) -> Completion:
     request_id, _, number = notification.rpartition(b":")
     text = _text(request_id, "a notification")
     if not number.isdigit() or len(number) > MAX_RANK_DIGITS or int(number) == 0:
-        raise WireError(f"a notification is none of ours nor of upstream's: {notification[:64]!r}")
+        raise WireError(f"a notification is neither ours nor upstream's: {notification[:64]!r}")
     if not _is_id(text):
         raise WireError(f"the request id of a completion is empty, too long or not clean: {notification[:64]!r}")
     return Completion(text, int(number))
