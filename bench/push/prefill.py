@@ -28,7 +28,7 @@ from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.link import DirectPlanner
 from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.packing.runs import shape_of
+from layerpush.transport.packing.runs import transfer_size
 from layerpush.transport.writes import Outbox, PostedWrite
 
 DRAWS = 2
@@ -90,14 +90,14 @@ class PrefillEnd:
         if not desk.cache.is_unused:
             raise WrongBytesError(f"after {point}: not all spans of P's ring were given back")
         pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
-        shape = shape_of(*pairs, point.block_bytes)
+        transfer = transfer_size(*pairs, point.block_bytes)
         costs = desk.strategy.costs_to(DECODE)
         return Cell(
             self._link,
             point,
             ways,
-            {plan: shape.runs(Plan(plan)) for plan in FIXED},
-            {plan: costs.estimate(Plan(plan), shape) for plan in FIXED},
+            {plan: transfer.runs(Plan(plan)) for plan in FIXED},
+            {plan: costs.estimate(Plan(plan), transfer) for plan in FIXED},
             asdict(costs),
         )
 

@@ -1,10 +1,10 @@
-"""WRITEs that go through staging memory: gathered here, and, if the decode engine unpacks, scattered there.
+"""Runs WRITEs through staging memory: gathers blocks into our ring. The decode engine scatters a packed WRITE.
 
-    gather -> WRITE -> (gathered) over
-                    -> Unpack -> Unpacked (packed) over
+    gathered:  gather -> WRITE -> over
+    packed:    gather -> WRITE -> Unpack -> Unpacked -> over
 
-Writer thread only. Whatever happens, a span of our ring is free again only when nothing reads from it, and one of the
-decode engine's window only when nothing may write to it or read from it.
+Writer thread only. A span of our ring is freed only when nothing reads it. A span of the decode engine's window is
+freed only when nothing can write or read it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class PushWindow:
-    """A decode engine's window, what of it is in use, and the way into its ring."""
+    """A decode engine's window for one request, its spans in use, and the route to its ring."""
 
     offer: Window
     route: Route
@@ -55,7 +55,11 @@ class PushWindow:
 
 @dataclass(slots=True, eq=False)
 class StagedWrite:
-    """One WRITE through staging memory, and its own handle. ``ours`` and ``theirs`` are the spans that it holds."""
+    """One WRITE through staging memory; it serves as its own handle.
+
+    ``ours`` is the offset of its span in our ring, ``theirs`` in ``window``; None if it has none. In seconds of the
+    packer's clock: ``asked_at``, the first ``Unpack``, and ``ask_at``, the time for the next.
+    """
 
     number: int
     plan: Plan
@@ -78,7 +82,7 @@ class StagedWrite:
 
 
 class Packer:
-    """``gathered`` names our ring as a list of descriptors of one kernel block each, ``pieces`` as one of pieces."""
+    """``block_bytes`` is the size of a kernel block, the same in every region. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Packer:
         self._unpacking: dict[int, StagedWrite] = {}
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
-        """Begin a WRITE of ``write`` to the decode engine's blocks ``remote``, gathered; None if there is no room."""
+        """Begin a gathered WRITE of ``write`` to ``remote``, the decode engine's blocks; None if there is no room."""
         size = len(remote) * self.block_bytes
         span = self._staging.ring.take(size, self.block_bytes)
         if span is None:
@@ -108,7 +112,7 @@ class Packer:
         return self._begin(StagedWrite(self._number(), Plan.GATHERED, route, local, remote, record, span), write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
-        """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
+        """Begin a packed WRITE of ``write``, ``size`` bytes, to a window; None if there is no room."""
         held = whole_pieces(size)
         theirs = window.spans.take(held, PIECE_BYTES)
         if theirs is None:
@@ -130,7 +134,7 @@ class Packer:
         return self._begin(staged, write)
 
     def unpacked(self, agent: str, number: int, done: bool) -> StagedWrite | None:
-        """A decode rank gives back a part of its window: that of the WRITE that comes back, if one is over by that."""
+        """A decode rank has answered ``Unpack`` ``number``. Returns the WRITE that is over by this, else None."""
         staged = self._unpacking.get(number)
         if staged is None or staged.route.agent != agent:
             return None
@@ -139,7 +143,7 @@ class Packer:
         return staged
 
     def poll(self, staged: StagedWrite) -> WriteState:
-        """Make progress. Raises ``TransportError`` as a transport does."""
+        """Continue a WRITE, and return its state. Raises ``TransportError`` as a transport does."""
         self._post_if_gathered(staged)
         if staged.stage is Stage.WRITING:
             state = self._transport.poll(staged.handle)
@@ -153,11 +157,11 @@ class Packer:
         return WriteState.LANDED if staged.stage is Stage.OVER else WriteState.PENDING
 
     def halt(self, staged: StagedWrite) -> None:
-        """Nobody wants it any more: what is not on the wire yet will not be."""
+        """The push has ended: a WRITE that is not on the wire yet will not be posted."""
         staged.halted = staged.stage is Stage.GATHERING
 
     def release(self, staged: StagedWrite) -> None:
-        """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
+        """Forget a WRITE that has ended, and free its spans. Raises ``TransportError`` if it cannot be released yet."""
         if staged.handle is not None:
             self._transport.release(staged.handle)
             staged.handle = None
@@ -175,14 +179,14 @@ class Packer:
             staged.copies.begin(partial(self._staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(self._layout, part.layers)) * self.block_bytes
         try:
-            self._post_if_gathered(staged)  # on a CPU: the writer's next turn would come later than many a WRITE ends
-        except BaseException:  # nobody else would give the ring's span back
+            self._post_if_gathered(staged)  # a copy on a CPU is over already: post it now
+        except BaseException:  # nobody else can free the span
             self.release(staged)
             raise
         return staged
 
     def _post_if_gathered(self, staged: StagedWrite) -> None:
-        """What this raises comes when no copy runs any more."""
+        """Raises ``TransportError``, and only when no copy runs any more."""
         if staged.stage is not Stage.GATHERING or not staged.copies.are_over():
             return
         if staged.halted:
@@ -203,9 +207,7 @@ class Packer:
         self._free(staged)
 
     def _ask(self, staged: StagedWrite) -> None:
-        """Once more every second: an answer that was lost must not keep the push for ever, and whether the decode
-        engine still lives shows only when it is spoken to.
-        """
+        """Send ``Unpack``, again every second: an answer may be lost, and only a send detects a dead decode engine."""
         assert staged.window is not None
         assert staged.theirs is not None
         now = self._clock()
@@ -216,7 +218,7 @@ class Packer:
         self._transport.notify(staged.route.agent, encode(message))
 
     def _free(self, staged: StagedWrite) -> None:
-        """Give our own span back."""
+        """Free our own span."""
         if staged.ours is not None:
             self._staging.ring.give(staged.ours)
             staged.ours = None
@@ -227,7 +229,7 @@ class Packer:
 
 
 def gathered_targets(layout: CacheLayout, write: Write, region_blocks: Sequence[int]) -> DescriptorIds:
-    """Descriptor ids of ``write`` on the decode engine, in the order in which its blocks are packed."""
+    """Descriptor ids of ``write`` on the decode engine, in packed order."""
     offsets = descriptor_offsets(region_blocks)
     ids = [
         descriptor_ids(offsets, slots_of(layout, part.layers), layout.expand(part.target)) for part in write.segments

@@ -17,7 +17,7 @@ from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
 from layerpush.transport.fake import Bytes, Descriptors, FakeWrite
 from layerpush.transport.ownership import common_owners
-from layerpush.transport.packing.cost_model import Plan, Shape
+from layerpush.transport.packing.cost_model import Plan, TransferSize
 from layerpush.transport.packing.memory import PIECE_BYTES, Copy
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.strategy import PackingStrategy
@@ -299,7 +299,7 @@ class MixedStager(PackingStrategy):
 
     draw: random.Random
 
-    def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:
+    def _plan(self, engine_id: str, transfer: TransferSize, possible: set[Plan]) -> Plan:
         return self.draw.choice(sorted(possible, key=lambda plan: plan.value))
 
 
