@@ -1,4 +1,4 @@
-"""What peers and the wire do wrong, counted by kind and logged without flooding the log."""
+"""Errors of peers and of the transport: counted by kind, and logged at a limited rate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Kind:
 
 
 class PeerErrors:
-    """At most one line per kind in ``quiet_s`` seconds, which also says how many were left out since the last.
+    """Logs at most one line per kind in ``quiet_s`` seconds, with the number of lines left out since the last.
 
-    Kinds beyond ``max_kinds`` count as one kind, "other". A text may hold what a peer sent. Writer thread only.
+    Kinds beyond ``max_kinds`` count as one kind, "other". A text may contain a peer's data. Writer thread only.
     """
 
     def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S, max_kinds: int = MAX_KINDS) -> None:
@@ -34,16 +34,16 @@ class PeerErrors:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str, now: float) -> None:
-        """Something of this kind has gone wrong at time ``now``, in seconds."""
+        """Count an error of this kind at time ``now`` (seconds), and log its text unless the kind is silent."""
         if kind not in self._kinds:
             if len(self._kinds) >= self._max_kinds:
                 kind = OTHER
             self._kinds.setdefault(kind, _Kind())
         self.counts[kind] += 1
-        known = self._kinds[kind]
-        if now < known.silent_until:
-            known.suppressed += 1
+        state = self._kinds[kind]
+        if now < state.silent_until:
+            state.suppressed += 1
             return
-        more = f" ({known.suppressed} more like it since the last line)" if known.suppressed else ""
-        known.suppressed, known.silent_until = 0, now + self._quiet_s
+        more = f" ({state.suppressed} more like it since the last line)" if state.suppressed else ""
+        state.suppressed, state.silent_until = 0, now + self._quiet_s
         self._logger.warning("layerpush: %s%s", one_line(text, MAX_TEXT_CHARS), more)

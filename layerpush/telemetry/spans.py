@@ -1,8 +1,8 @@
-"""An OpenTelemetry span of each push and each load, in the trace that the request's client began.
+"""Exports an OpenTelemetry span of each push and each load, in the trace that the request's client began.
 
-vLLM makes one span per request, ``llm_request``, in its API server when the request is over. Ours lie beside it, below
-the same parent: what they would lie in is known to that process only. So there are spans for requests that came with a
-``traceparent`` header, as vLLM hands it on, and for no others: those would belong to nothing.
+vLLM's API server makes one span per request, ``llm_request``, when the request is over. Only that process knows the
+span's id, so our spans lie beside it, under the same parent. That parent is in the ``traceparent`` header, as vLLM
+passes it on. A request without the header gets no span.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ QUIET_S = 60.0
 
 Headers = Mapping[str, str]
 Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
-"""Name, beginning and end in nanoseconds of Unix time, attributes, and the headers that name the trace."""
+"""Takes the span's name, its start and end in nanoseconds of Unix time, its attributes, and the trace's headers."""
 
 
 class Spans:
-    """Remembers the headers of requests until their push or load is over."""
+    """Keeps the trace headers of requests until their push or load is over."""
 
     def __init__(self, emit: Emit, request_id_key: str) -> None:
         self._emit = emit
@@ -37,14 +37,14 @@ class Spans:
         self._peer_errors = PeerErrors(logger, QUIET_S)
 
     def expect(self, headers: Mapping[str, Headers]) -> None:
-        """Requests of this engine that belong to a trace, by their ids. Main thread."""
+        """Add requests of this engine that belong to a trace: their headers by request id. Main thread."""
         self._headers.update(headers)
-        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
+        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: the next call trims
             while len(self._headers) > HEADERS_KEPT:
                 self._headers.pop(next(iter(self._headers)), None)
 
     def add(self, record: PushRecord | LoadRecord) -> None:
-        """It is over. A load whose blocks were set aside counts the first time. Writer thread."""
+        """Export the span of a finished push or load. A load's second record has none. Writer thread."""
         headers = self._headers.pop(record.request_id, None)
         marks = [at for at in _marks(record) if at is not None]
         if headers is None or not marks:
@@ -54,13 +54,13 @@ class Spans:
         attributes = {self._request_id_key: record.request_id, **dict(_attributes(record))}
         try:
             self._emit(f"layerpush.{record.kind}", start, end, attributes, headers)
-        except Exception as error:  # noqa: BLE001  an exporter's defect costs a span, never a push
+        except Exception as error:  # noqa: BLE001  a defect of the exporter loses a span, never a push
             text = f"the span of {record.request_id} is lost: {type(error).__name__}: {error}"
             self._peer_errors.add("span lost", text, time.perf_counter())
 
 
 class SpannedTrace(TraceFile):
-    """A trace whose records are exported as spans, too."""
+    """A trace file whose records are also exported as spans."""
 
     def __init__(self, directory: str | None, engine_id: str, rank: int, spans: Spans) -> None:
         super().__init__(directory, engine_id, rank)
@@ -78,7 +78,7 @@ def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:
 
 
 def _attributes(record: PushRecord | LoadRecord) -> Iterator[tuple[str, str | int | float]]:
-    """Names without a standard have our prefix; what is not known is left out: None is no attribute."""
+    """All names have our prefix: none is standard. Unknown values are left out, because None is no attribute."""
     known: dict[str, str | int | float | None] = {
         "engine_id": record.engine_id,
         "rank": record.rank,

@@ -85,7 +85,7 @@ def test_every_report_has_every_level_and_the_lag() -> None:
     reporter.level(AWAITED_LOADS, lambda: 7.0)
     reporter.take(0.0)
     reporter.lag.began(0.0)
-    reporter.lag.ended(0.25, patience=1.0)
+    reporter.lag.ended(0.25, timeout_s=1.0)
     reporter.recorder.count(LOADS, "loaded")
     tally = reporter.take(0.5)
     assert tally is not None
@@ -121,9 +121,9 @@ def test_a_loop_that_is_woken_in_time_lags_by_its_own_work_only() -> None:
     lag = Lag()
     assert lag.take(0.0) is None
     lag.began(1.0)
-    lag.ended(1.002, patience=0.05)
+    lag.ended(1.002, timeout_s=0.05)
     lag.began(1.01)  # woken early
-    lag.ended(1.015, patience=0.05)
+    lag.ended(1.015, timeout_s=0.05)
     assert lag.take(1.02) == pytest.approx(0.005)
     assert lag.take(1.03) == 0.0
 
@@ -131,24 +131,24 @@ def test_a_loop_that_is_woken_in_time_lags_by_its_own_work_only() -> None:
 def test_oversleeping_counts() -> None:
     lag = Lag()
     lag.began(1.0)
-    lag.ended(1.0, patience=0.1)
+    lag.ended(1.0, timeout_s=0.1)
     lag.began(1.4)
-    lag.ended(1.5, patience=0.1)
+    lag.ended(1.5, timeout_s=0.1)
     assert lag.take(1.5) == pytest.approx(0.4)
 
 
 def test_coming_late_when_it_is_woken_counts_from_the_first_call() -> None:
     lag = Lag()
     lag.began(1.0)
-    lag.ended(1.0, patience=5.0)
+    lag.ended(1.0, timeout_s=5.0)
     lag.woken(2.0)
     lag.woken(2.3)
     assert lag.take(2.1) == pytest.approx(0.1), "it has not come yet"
     lag.began(2.5)
-    lag.ended(2.6, patience=5.0)
+    lag.ended(2.6, timeout_s=5.0)
     assert lag.take(2.6) == pytest.approx(0.6)
     lag.began(3.0)
-    lag.ended(3.0, patience=5.0)
+    lag.ended(3.0, timeout_s=5.0)
     assert lag.take(3.0) == 0.0, "nobody woke it for this turn"
 
 
@@ -156,16 +156,16 @@ def test_work_that_comes_during_a_turn_waits_for_its_end() -> None:
     lag = Lag()
     lag.began(1.0)
     lag.woken(1.1)
-    lag.ended(1.5, patience=5.0)
+    lag.ended(1.5, timeout_s=5.0)
     lag.began(1.5)
-    lag.ended(1.7, patience=5.0)
+    lag.ended(1.7, timeout_s=5.0)
     assert lag.take(1.7) == pytest.approx(0.6)
 
 
 def test_a_loop_that_never_wakes_up_again_shows() -> None:
     lag = Lag()
     lag.began(1.0)
-    lag.ended(1.0, patience=0.5)
+    lag.ended(1.0, timeout_s=0.5)
     assert lag.take(1.4) == 0.0
     assert lag.take(3.5) == pytest.approx(2.0)
     assert lag.take(4.5) == pytest.approx(3.0)
@@ -176,5 +176,5 @@ def test_a_turn_that_does_not_end_shows() -> None:
     lag.began(1.0)
     assert lag.take(6.0) == pytest.approx(5.0)
     assert lag.take(9.0) == pytest.approx(8.0)
-    lag.ended(9.5, patience=0.1)
+    lag.ended(9.5, timeout_s=0.1)
     assert lag.take(9.5) == pytest.approx(8.5)

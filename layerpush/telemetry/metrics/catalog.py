@@ -1,6 +1,6 @@
-"""Every metric of layerpush: its name, its labels, its buckets and what it means. Pure.
+"""Every metric of layerpush: its name, its labels, its buckets and its meaning. Pure.
 
-``docs/metrics.md`` is made from this table, and the Prometheus objects are. To add a metric, add it here and record it
+``docs/metrics.md`` and the Prometheus objects are made from this table. To add a metric, add it here and record it
 under its ``key``.
 """
 
@@ -24,7 +24,7 @@ class Kind(enum.Enum):
 
 
 class Side(enum.Enum):
-    """Which engine records it: the one that prefills, the one that decodes, or either."""
+    """The engine that records a metric: the prefill engine, the decode engine, or either."""
 
     PREFILL = "P"
     DECODE = "D"
@@ -33,9 +33,9 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``values`` are the known values of ``label`` and what each means; a counter may meet others later.
+    """``values`` maps the known values of ``label`` to their meanings; a counter may get other values too.
 
-    ``buckets`` are a histogram's upper bounds, ascending; one without a bound follows them.
+    ``buckets`` are a histogram's upper bounds, ascending; a last bucket without a bound follows them.
     """
 
     key: str
@@ -48,12 +48,12 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """As it is registered."""
+        """The name that is registered with Prometheus."""
         return PREFIX + self.key
 
     @property
     def exposed_name(self) -> str:
-        """As it is scraped; a histogram's has ``_bucket``, ``_sum`` and ``_count`` behind it."""
+        """The name that Prometheus scrapes; a histogram's gets ``_bucket``, ``_sum`` and ``_count`` appended."""
         return self.name + "_total" if self.kind is Kind.COUNTER else self.name
 
     @property
@@ -78,8 +78,8 @@ PUSHES = Metric(
         "whole": "completed; pushed whole because the configuration says so (`layerwise: false`)",
         "fallback": "completed; pushed whole because it could not be pushed by layer, or the prompt was short",
         "late_registration": "completed; pushed whole because D registered only after prefill had finished",
-        "failed": "D was not told that it is complete; the log says why",
-        "unclaimed": "no D had registered when P gave the blocks up: its request may have left while D's still waited",
+        "failed": "P sent no completion; the log says why",
+        "unclaimed": "P freed the blocks before a D had registered; D's request may still have waited",
         "cancelled": "P's request was aborted, or D wanted its blocks back",
     },
 )
@@ -87,11 +87,11 @@ FALLBACKS = Metric(
     "fallbacks",
     Kind.COUNTER,
     Side.PREFILL,
-    "Pushes of whole requests by an engine that is to push by layer, by reason; however they ended.",
+    "Whole-request pushes of an engine that is to push by layer, by reason, with any outcome.",
     "reason",
     {
-        "engine": "P cannot tell its KV cache apart by layer; said in its log at start",
-        "decode_engine": "D's blocks or ranks do not fit P's; said in P's log at the first push to that D",
+        "engine": "P's KV cache cannot be divided by layer; P's log says so at start",
+        "decode_engine": "D's blocks or ranks do not fit P's; P's log says so at the first push to that D",
         "short_prompt": "fewer tokens than `layerwise_min_tokens`",
         "late_registration": "no D had registered when prefill finished",
     },
@@ -100,22 +100,22 @@ EXPOSED = Metric(
     "exposed_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "What a completed push adds after prefill: from when the last layer was ready and D had registered until the "
-    "completion was sent.",
+    "Time that a completed push adds after prefill. It begins when the last layer is ready and D has registered, and "
+    "ends when the completion is sent.",
     buckets=SECONDS,
 )
 TRANSFER = Metric(
     "transfer_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long at least one WRITE of a completed push was on its way.",
+    "Time in which at least one WRITE of a completed push was on the wire.",
     buckets=SECONDS,
 )
 WRITE_BYTES = Metric(
     "write_bytes",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Bytes of a WRITE that has landed. The sum is what was pushed, the count how many WRITEs it took.",
+    "Bytes of a WRITE that has landed. The sum is the number of bytes pushed, the count the number of WRITEs.",
     buckets=BYTES,
 )
 WRITE_DESCRIPTORS = Metric(
@@ -125,7 +125,7 @@ WRITE_LAYERS = Metric(
     "write_layers",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Layers of a layer-wise WRITE that has landed: how many it took together.",
+    "Number of layers in a layer-wise WRITE that has landed.",
     buckets=LAYERS,
 )
 WRITES = Metric(
@@ -136,22 +136,22 @@ WRITES = Metric(
     "plan",
     {
         "direct": "from P's KV cache into D's",
-        "gathered": "put together in P's staging ring, into D's KV cache",
-        "packed": "put together in P's staging ring, into D's staging ring",
+        "gathered": "gathered into P's staging ring, from there into D's KV cache",
+        "packed": "gathered into P's staging ring, from there into D's staging ring and then into D's KV cache",
     },
 )
 WRITE_ESTIMATE = Metric(
     "write_estimate_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long a WRITE was estimated to take by the plan that it went by; of WRITEs that have an estimate and landed.",
+    "Estimated time of a WRITE by its plan, for WRITEs that have an estimate and have landed.",
     buckets=SECONDS,
 )
 WRITE_SECONDS = Metric(
     "write_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "How long those WRITEs took, from the choice of the plan until it was seen that they had landed.",
+    "Measured time of those WRITEs, from the choice of the plan until P saw that they had landed.",
     buckets=SECONDS,
 )
 FAILED_WRITES = Metric(
@@ -161,7 +161,7 @@ LAYERS_READY = Metric(
     "layers",
     Kind.COUNTER,
     Side.PREFILL,
-    "(chunk, layer) pairs of pushes that are over, by how P found out that they were computed.",
+    "(chunk, layer) pairs of pushes that are over, by how P detected that they were computed.",
     "found",
     {
         "hooked": "as soon as it was computed, by the layer's hook",
@@ -176,35 +176,35 @@ PENDING_REGISTRATIONS = Metric(
     "pending_registrations",
     Kind.GAUGE,
     Side.PREFILL,
-    "Registrations whose request has not come to P yet: D waits for P.",
+    "Registrations whose request has not reached P yet: D waits for P.",
 )
 LOADS = Metric(
     "loads",
     Kind.COUNTER,
     Side.DECODE,
-    "Awaited pushes that are over for their request, by how they ended.",
+    "Loads that are over for their request, by how they ended.",
     "outcome",
     {
-        "loaded": "every byte is there",
-        "failed": "nothing came, or not everything; nobody writes any more",
-        "parked": "failed while P may still write: the blocks are set aside",
+        "loaded": "all blocks have arrived",
+        "failed": "not all blocks have arrived, and no P may still write",
+        "parked": "failed while a P may still write: the blocks are set aside",
         "aborted": "D's request was aborted meanwhile",
-        "refused": "it could not even be registered",
+        "refused": "the load could not be registered",
     },
 )
 LOAD = Metric(
     "load_seconds",
     Kind.HISTOGRAM,
     Side.DECODE,
-    "From D's registration until every byte is there; P's prefill is part of it.",
+    "Time from D's registration until all blocks have arrived; P's prefill is part of it.",
     buckets=LONG_SECONDS,
 )
-AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Pushes that D waits for, parked ones included.")
+AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Loads that D waits for, including parked ones.")
 PARKED_REQUESTS = Metric(
     "parked_requests",
     Kind.GAUGE,
     Side.DECODE,
-    "Requests that are over and whose blocks stay out of use, because a P may still write them.",
+    "Requests that are over, but whose blocks stay out of use because a P may still write them.",
 )
 PARKED_BLOCKS = Metric("parked_blocks", Kind.GAUGE, Side.DECODE, "KV cache blocks that are out of use for that reason.")
 LOST_PEERS = Metric(
@@ -214,63 +214,63 @@ LOST_PEERS = Metric(
     "Times that D gave up waiting for a rank of a P.",
     "how",
     {
-        "silent": "it said nothing for `peer_timeout_s`",
-        "gone": "its process is known to have ended",
+        "silent": "no message for `peer_timeout_s`",
+        "gone": "its process has ended",
     },
 )
 DROPPED_MESSAGES = Metric(
     "dropped_messages",
     Kind.COUNTER,
     Side.BOTH,
-    "What others sent and was not acted on, by kind; the log has the texts.",
+    "Messages and requests that were ignored, by kind; the log has the texts.",
     "kind",
     {
-        "bad_notification": "bytes that are no message",
+        "bad_notification": "an invalid notification",
         "bad_kv_transfer_params": "a request whose `kv_transfer_params` are bad or name a host that is not allowed",
-        "foreign_word": "to D: about a push that this agent was not asked for",
-        "late_completion": "to D: about a push that nobody waits for",
+        "foreign_word": "to D: about a push that D did not ask this agent for",
+        "late_completion": "to D: about a push that D does not wait for",
         "foreign_cancel": "to P: for a registration of another engine",
         "id_in_use": "to P: a second registration under the id of one that is being served",
         "engine_id_in_use": "to P: a registration under the name of another, living engine",
-        "notifications": "NIXL could not hand out what had come",
-        "other": "kinds beyond the 64 that are told apart",
+        "notifications": "NIXL could not return the notifications that had arrived",
+        "other": "kinds beyond the first 64",
     },
 )
 DROPPED_RECORDS = Metric(
     "dropped_records",
     Kind.COUNTER,
     Side.PREFILL,
-    "What found its queue full.",
+    "Records that were dropped because their queue was full.",
     "queue",
     {
-        "trace": "pushes and loads that are missing in the trace file",
-        "hooks": "layers that were found by the sweep instead",
+        "trace": "pushes and loads that are missing from the trace file",
+        "hooks": "layers that the sweep found instead",
     },
 )
 RING_BYTES = Metric(
     "staging_ring_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Staging memory of the rank that has the most; 0: it packs nothing. The log says why if nobody asked for that.",
+    "Staging memory of the rank that has the most; 0: it packs nothing. Unless that is configured, the log says why.",
 )
 RING_USED_BYTES = Metric(
     "staging_ring_used_bytes",
     Kind.GAUGE,
     Side.BOTH,
-    "Of that what is taken, on the rank that uses the most: on P by WRITEs under way, on D by requests' windows.",
+    "Used part of it, on the rank that uses the most: on P for WRITEs under way, on D for requests' windows.",
 )
 WRITER_LAG = Metric(
     "writer_lag_seconds",
     Kind.HISTOGRAM,
     Side.BOTH,
-    "The longest that the writer thread left its queues alone since the last report; one value per report and rank.",
+    "Longest time that the writer thread left its queues waiting since the last report; one value per report and rank.",
     buckets=SECONDS,
 )
 RANKS = Metric(
     "ranks",
     Kind.GAUGE,
     Side.BOTH,
-    "Worker processes of the engine. What is counted per rank, divided by it, is per request.",
+    "Worker processes of the engine. Counts per rank divided by this number are counts per request.",
 )
 
 CATALOG: tuple[Metric, ...] = (
