@@ -1,4 +1,4 @@
-"""`layerpush proxy`: its options, which have the names that vllm-project/router gives them where it has them."""
+"""`layerpush proxy`. Options that vllm-project/router has, too, have the same names."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def proxy(
         typer.Option(
             IDENTITY,
             metavar="URL=JSON",
-            help="Who a prefill engine is, instead of asking it: remote_engine_id, remote_host, remote_port, tp_size, "
-            "pp_size, as in kv_transfer_params.",
+            help="Identity of a prefill engine, which is then not asked for it: remote_engine_id, remote_host, "
+            "remote_port, tp_size, pp_size, as in kv_transfer_params.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -40,14 +40,14 @@ def proxy(
         typer.Option(
             envvar="VLLM_API_KEY",
             show_envvar=True,
-            help="The engines' key, for the proxy's own questions. Clients send theirs, which is passed on.",
+            help="The engines' key, for the proxy's own requests. A client's key is passed on.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
-        Choice, typer.Option(help="Which engine gets a request.", rich_help_panel=_DISPATCH)
+        Choice, typer.Option(help="How the engine for a request is chosen.", rich_help_panel=_DISPATCH)
     ] = "least_outstanding_tokens",
     prefill_policy: Annotated[
         Choice | None, typer.Option(help="The same for prefill engines only.", rich_help_panel=_DISPATCH)
@@ -59,14 +59,14 @@ def proxy(
         bool,
         typer.Option(
             "--sequential",
-            help="Ask D only after P has answered. No layer is pushed before the prompt is computed then.",
+            help="Ask D only after P has answered. Then no layer is pushed while P computes the prompt.",
             rich_help_panel=_DISPATCH,
         ),
     ] = False,
     retry_max_retries: Annotated[
         int,
         typer.Option(
-            min=0, help="How often a request is sent again before its first token.", rich_help_panel=_DISPATCH
+            min=0, help="How many times a request is sent again before its first token.", rich_help_panel=_DISPATCH
         ),
     ] = 2,
     max_concurrent_requests: Annotated[
@@ -74,42 +74,48 @@ def proxy(
     ] = 1024,
     queue_size: Annotated[
         int,
-        typer.Option(min=0, help="Requests that wait to be let in; more get HTTP status 429.", rich_help_panel=_LIMITS),
+        typer.Option(
+            min=0, help="Requests that may wait for others to end; more get HTTP status 429.", rich_help_panel=_LIMITS
+        ),
     ] = 100,
     queue_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="How long a request waits.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="How long a request may wait in the queue.", rich_help_panel=_LIMITS)
     ] = 60.0,
     max_payload_size: Annotated[
         int, typer.Option(min=1, help="Largest request body, in bytes.", rich_help_panel=_LIMITS)
     ] = 512 << 20,
     connect_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="Until a connection to an engine is made.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Time for a connection to an engine.", rich_help_panel=_LIMITS)
     ] = 5.0,
     first_token_timeout_secs: Annotated[
         float,
-        typer.Option(min=0.001, help="Until P has answered, and D has begun to.", rich_help_panel=_LIMITS),
+        typer.Option(min=0.001, help="Time for P's answer, and for D's first token.", rich_help_panel=_LIMITS),
     ] = 600.0,
     stream_idle_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="Between two pieces of D's answer.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Time between two pieces of D's answer.", rich_help_panel=_LIMITS)
     ] = 300.0,
     request_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="For a request in all, its time in the queue too.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.001, help="Time for a whole request, including the queue.", rich_help_panel=_LIMITS)
     ] = 1800.0,
     drain_timeout_secs: Annotated[
         int,
-        typer.Option(min=0, help="After SIGTERM, how long requests under way may take.", rich_help_panel=_LIMITS),
+        typer.Option(min=0, help="Time for requests under way after SIGTERM.", rich_help_panel=_LIMITS),
     ] = 300,
     health_check_interval_secs: Annotated[
-        float, typer.Option(min=0.01, help="Between two checks of an engine.", rich_help_panel=_HEALTH)
+        float, typer.Option(min=0.01, help="Time between two checks of an engine.", rich_help_panel=_HEALTH)
     ] = 5.0,
     health_check_timeout_secs: Annotated[
-        float, typer.Option(min=0.001, help="For one check.", rich_help_panel=_HEALTH)
+        float, typer.Option(min=0.001, help="Time for one check.", rich_help_panel=_HEALTH)
     ] = 5.0,
     health_failure_threshold: Annotated[
-        int, typer.Option(min=1, help="Failed checks after which an engine gets no requests.", rich_help_panel=_HEALTH)
+        int,
+        typer.Option(
+            min=1, help="Failed checks in a row after which an engine gets no requests.", rich_help_panel=_HEALTH
+        ),
     ] = 3,
     health_success_threshold: Annotated[
-        int, typer.Option(min=1, help="Checks to pass before it gets some again.", rich_help_panel=_HEALTH)
+        int,
+        typer.Option(min=1, help="Passed checks in a row after which it gets requests again.", rich_help_panel=_HEALTH),
     ] = 2,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least severity that is logged.")
@@ -118,16 +124,16 @@ def proxy(
     """Serve vLLM's OpenAI-compatible API in front of prefill and decode engines.
 
     Every prompt goes to a prefill engine (P) and a decode engine (D) at the same time, so that P can push each layer's
-    KV while it computes the next one; the client gets D's answer, byte for byte. P's engine id and side channel are
-    asked for at the start, and whenever P comes back. Where they cannot be had, D is asked after P has answered, and
-    the log says so.
+    KV while it computes the next one. The client gets D's answer, byte for byte. The proxy asks P for its engine id and
+    side channel at the start, and whenever P comes back. If P does not report them, the proxy asks D only after P has
+    answered, and the log says so.
 
     Example:  layerpush proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000 --port 8000
 
-    Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. A request that an engine fails
-    before the first token is sent again to others. SIGTERM: no new connections; those under way are served.
+    Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. If an engine fails before
+    the first token, the request is sent again to others. SIGTERM: no new connections; requests under way are served.
 
-    Exit status: 0 after SIGTERM or SIGINT, 1 if the port could not be had, 2 for bad options.
+    Exit status: 0 after SIGTERM or SIGINT, 1 if the port cannot be opened, 2 for bad options.
     """
     from layerpush.apps.proxy.policy import Policy
     from layerpush.apps.proxy.server import serve

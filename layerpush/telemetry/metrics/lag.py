@@ -9,8 +9,8 @@ class Lag:
     """The loop's own thread calls ``began`` and ``ended`` around each turn; any thread may ``take``. Times in seconds.
 
     A turn's lag is its length plus its delay. The delay lasts from when the loop was woken, or was due to wake up,
-    until the turn began. A loop that is on time and does little has almost no lag. A turn or a delay that still lasts counts
-    with its length so far.
+    until the turn began. A loop that is on time and does little has almost no lag. A turn or a delay that still lasts
+    counts with its length so far.
     """
 
     def __init__(self) -> None:
