@@ -1,4 +1,4 @@
-"""Is this machine ready for layerpush? One `Finding` per check: what was found, and what to do about it."""
+"""Checks whether a machine is ready for layerpush. Each check returns a `Finding` with the result and advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM_VERSIONS = ((0, 32), (0, 34))
 FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
 PROBE_TIMEOUT_S = 60
 
-# Runs in a process of its own, as torch's companions do: a bad UCX setting may hang or kill it.
+# Runs in its own process, because a bad UCX setting may hang or kill it.
 _NIXL_PROBE = """
 import json, nixl
 from importlib.metadata import version
@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`advice` says what to do; it is empty when there is nothing to do."""
+    """The result of one check. `advice` is empty if there is nothing to do."""
 
     check: str
     verdict: Verdict
@@ -51,14 +51,14 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks, one after the other; takes 10 to 20 s because vLLM and NIXL are really loaded.
+    """Run all checks, one after the other. Takes 10 to 20 s, because it loads vLLM and NIXL.
 
     A check that breaks is a failed check, so this never raises.
     """
     for name, check in CHECKS.items():
         try:
             yield check(name)
-        except Exception as error:  # noqa: BLE001  # whatever breaks is what is asked for, and becomes a finding
+        except Exception as error:  # noqa: BLE001  # any error of a check is a finding
             yield Finding(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall what the message names")
 
 
@@ -70,7 +70,7 @@ def check_python(name: str) -> Finding:
 
 
 def check_torch_companions(name: str) -> Finding:
-    """torchvision, torchaudio, torchcodec: CUDA builds beside CPU torch break all transformers imports, and so vLLM."""
+    """Check torchvision, torchaudio, torchcodec. With CPU torch, their CUDA builds break transformers and so vLLM."""
     installed = [module for module in ("torchvision", "torchaudio", "torchcodec") if find_spec(module)]
     broken = [module for module in installed if _run_python(f"import torch, {module}").returncode != 0]
     if broken:
@@ -166,7 +166,7 @@ def check_nixl(name: str) -> Finding:
 
 
 def check_transports(name: str) -> Finding:
-    """What UCX may use, and whether it is there. NIXL's check tells whether UCX agrees."""
+    """Check that the devices in UCX's settings exist. The check of NIXL shows whether UCX accepts them."""
     infiniband, network = _devices("infiniband"), _devices("net")
     offered = f"InfiniBand or RoCE: {', '.join(infiniband) or 'none'}; network: {', '.join(network) or 'none'}"
     found = "; ".join([*_ucx_settings(), offered])
@@ -239,7 +239,7 @@ def check_calm(name: str) -> Finding:
 
 
 def check_port(name: str) -> Finding:
-    """The side channel, where D fetches P's metadata; each engine of a machine needs its own."""
+    """Check the side channel's port, where D fetches P's metadata. Each engine of a machine needs its own."""
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     another = "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 (or another free one, different for each engine of a machine)"
@@ -263,7 +263,7 @@ def check_port(name: str) -> Finding:
     return Finding(name, Verdict.OK, f"{host}:{port} is free")
 
 
-# torch's companions come before vLLM, whose import they break.
+# The check of torch's companions comes before vLLM's, because they can break vLLM's import.
 CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": check_python,
     "torch companions": check_torch_companions,

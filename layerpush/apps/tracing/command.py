@@ -19,7 +19,7 @@ Folders = Annotated[
         metavar="DIR...",
         exists=True,
         file_okay=False,
-        help="Where P and D wrote: the `trace_dir` of each, or copies of both from two hosts; folders below count.",
+        help="The `trace_dir` of P and of D, or copies of them from two hosts. Folders in them are read, too.",
     ),
 ]
 
@@ -30,11 +30,11 @@ app = typer.Typer(
     help=(
         "Where did a request's time go? Reads what P and D wrote into `trace_dir`.\n\n"
         '[bold]Record:[/bold]  set  "trace_dir": "/var/tmp/layerpush"  in `kv_connector_extra_config` of P and of D, '
-        "and copy both directories to one place if they are on two hosts. The clocks of the hosts are compared by what "
-        "the handshake between D and P measured.\n\n"
+        "and copy both directories to one place if they are on two hosts. The handshake between D and P measures the "
+        "difference of the hosts' clocks.\n\n"
         "[bold]Look:[/bold]  layerpush trace summary DIR\n\n"
-        "[bold]Then:[/bold]  layerpush trace plot DIR --request ID  or  layerpush trace merge DIR  and open what it "
-        "writes in https://ui.perfetto.dev"
+        "[bold]Then:[/bold]  layerpush trace plot DIR --request ID  or  layerpush trace merge DIR  and open its "
+        "file in https://ui.perfetto.dev"
     ),
 )
 
@@ -42,25 +42,25 @@ app = typer.Typer(
 @app.command()
 def merge(
     folders: Folders,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="Where the trace goes.")
-    ] = Path("layerpush-trace.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="The file to write.")] = Path(
+        "layerpush-trace.json"
+    ),
 ) -> None:
     """Put the traces of P and D together into one file for ui.perfetto.dev or chrome://tracing.
 
     One process per engine rank; arrows lead from D's registration to P's push and from P's completion to D. All times
-    are on D's clock. What was assumed about clocks, and what is missing, is printed, and kept in the file.
+    are on D's clock. Assumptions about clocks, and missing records, are printed and kept in the file.
 
     Exit status: 0, or 2 if there is nothing to read.
     """
     from layerpush.apps.tracing.perfetto import chrome_trace
     from layerpush.apps.tracing.progress import bar
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders)
         with out.open("wb") as file, bar("writing", len(traces.requests)) as on_request:
             file.writelines(chrome_trace(traces, on_request))
-    _say_notes(traces)
+    _print_notes(traces)
     typer.echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
 
 
@@ -73,7 +73,7 @@ def plot(
             "--request",
             "-r",
             metavar="ID",
-            help="P's or D's request id, the X-Request-Id, or a part of it that only one has; else the slowest one.",
+            help="P's or D's request id, the X-Request-Id, or a unique part of it. Default: the slowest request.",
         ),
     ] = None,
     out: Annotated[
@@ -81,18 +81,18 @@ def plot(
         typer.Option("--out", "-o", metavar="FILE", dir_okay=False, help="A .png or .svg file."),
     ] = Path("layerpush-request.png"),
 ) -> None:
-    """Draw one request: what D waited for, when P computed each layer, and when each layer was on the wire.
+    """Draw one request: the parts of D's wait, the time of each layer's computation, and its time on the wire.
 
     Exit status: 0, or 2 if there is nothing to read, no such request, or no matplotlib.
     """
     from layerpush.apps.tracing.breakdown import slowest
     from layerpush.apps.tracing.picture import draw_request
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders)
         chosen = slowest(traces.requests, 1)[0].request if request is None else traces.find(request)
         draw_request(chosen, out)
-    _say_notes(traces)
+    _print_notes(traces)
     typer.echo(f"{out}: {chosen.name}")
 
 
@@ -102,17 +102,17 @@ def summary(
     top: Annotated[int, typer.Option("--top", "-n", min=1, help="How many of the slowest requests are listed.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, in seconds, instead.")] = False,
 ) -> None:
-    """Say where the time of the slowest requests went: in the queue, in prefill, in transfer, or in waiting.
+    """Show the parts of the slowest requests' time: in the queue, in prefill, in transfer, or in waiting.
 
     The parts follow each other and add up: [bold]queue[/bold], until P plans the first chunk; [bold]prefill[/bold],
     until the last layer is ready; [bold]exposed[/bold], until the last WRITE has landed; [bold]notification[/bold],
-    until D has heard; [bold]D wait[/bold], until D's engine has been told.
+    until D has the completion; [bold]D wait[/bold], until the worker has reported it to D's engine.
 
     Exit status: 0, or 2 if there is nothing to read.
     """
     from layerpush.apps.tracing.report import summary_data, summary_text
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders, outlines=True)
     typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
 
@@ -126,7 +126,7 @@ def _read(folders: list[Path], *, outlines: bool = False) -> TraceSet:
         return read_traces(folders, outlines=outlines, on_bytes=on_bytes)
 
 
-def _say_notes(traces: TraceSet) -> None:
+def _print_notes(traces: TraceSet) -> None:
     from layerpush.apps.tracing.report import notes
 
     for note in notes(traces):
@@ -134,8 +134,8 @@ def _say_notes(traces: TraceSet) -> None:
 
 
 @contextmanager
-def _failing_well() -> Iterator[None]:
-    """What a person can put right is said in one line."""
+def _errors_in_one_line() -> Iterator[None]:
+    """Print errors that a user can correct in one line, and exit with status 2."""
     from layerpush.apps.tracing.folder import FolderError
     from layerpush.apps.tracing.picture import PictureError
     from layerpush.apps.tracing.requests import RequestError
