@@ -59,7 +59,9 @@ def examine() -> Iterator[Finding]:
         try:
             yield check(name)
         except Exception as error:  # noqa: BLE001  # any error of a check is a finding
-            yield Finding(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall what the message names")
+            yield Finding(
+                name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall the package that the message names"
+            )
 
 
 def check_python(name: str) -> Finding:
@@ -150,7 +152,7 @@ def check_nixl(name: str) -> Finding:
             name,
             Verdict.FAIL,
             f"no agent could be made: {last}",
-            f"check {set_here}: UCX must offer what they name"
+            f"check {set_here}: UCX must offer the devices and transports in it"
             if set_here
             else "reinstall nixl; UCX_LOG_LEVEL=info says more",
         )
@@ -259,7 +261,9 @@ def check_port(name: str) -> Finding:
             "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine",
         )
     except OSError as error:
-        return Finding(name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop what uses it, or set {another}")
+        return Finding(
+            name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop the process that uses it, or set {another}"
+        )
     return Finding(name, Verdict.OK, f"{host}:{port} is free")
 
 

@@ -127,7 +127,7 @@ class DocumentationRow(NamedTuple):
     type: str
     """The choices in JSON, e.g. `"layer" or "chunk"`."""
     default: str
-    """As JSON."""
+    """The default as JSON."""
     meaning: str
 
 

@@ -98,7 +98,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which request of which decode engine this is."""
+        """The decode engine's id, and the request's id there."""
         return self.decode_engine_id, self.request_id
 
     @property
@@ -161,7 +161,7 @@ class Cancel(_PeerMessage, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which request of which decode engine this is."""
+        """The decode engine's id, and the request's id there."""
         return self.decode_engine_id, self.request_id
 
 

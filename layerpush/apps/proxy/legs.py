@@ -95,7 +95,7 @@ class Stream:
         self._idle_s = idle_s
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Whole events, as they come. Raises ``LegFailedError``."""
+        """Yields whole events as they arrive. Raises ``LegFailedError``."""
         yield self._first
         with failures(self._instance, f"sent nothing for {self._idle_s:g} s (--stream-idle-timeout-secs)"):
             while data := await _next(self._response, self._idle_s):

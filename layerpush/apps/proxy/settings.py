@@ -87,7 +87,7 @@ def identities(flag: str, values: Sequence[str], prefill: Sequence[str]) -> dict
         try:
             found[url] = Identity.from_params(msgspec.json.decode(text))
         except msgspec.DecodeError as error:
-            raise SettingsError(f"{flag} {url}: what follows the = is no JSON object: {error}") from None
+            raise SettingsError(f"{flag} {url}: the text after = is not a JSON object: {error}") from None
         except IdentityError as error:
             raise SettingsError(f"{flag} {url}: {error}") from None
     return found

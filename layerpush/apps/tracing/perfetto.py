@@ -58,8 +58,8 @@ def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[byt
     yield encode(list(layout.names()))[1:-1]
     numbers = count(1)
     for request in traces.requests:
-        for where, what, one in layout.placed(_slices(request, numbers)):
-            yield b"," + encode(list(_events(one, where, what, layout.zero)))[1:-1]
+        for place, category, item in layout.placed(_slices(request, numbers)):
+            yield b"," + encode(list(_events(item, place, category, layout.zero)))[1:-1]
         on_request(1)
     yield b"]}\n"
 
@@ -80,24 +80,26 @@ class _Layout:
     def names(self) -> Iterator[Event]:
         """Events that name the processes and lanes, and set their order."""
         for (engine, rank), pid in self._ids.items():
-            roles = [role for role, what in (("P", "push"), ("D", "load")) if (engine, rank, what) in self._lanes]
+            roles = [
+                role for role, category in (("P", "push"), ("D", "load")) if (engine, rank, category) in self._lanes
+            ]
             named = f"{' and '.join(roles)}: {engine} rank {rank}"
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        for (engine, rank, what), chosen in self._lanes.items():
+        for (engine, rank, category), chosen in self._lanes.items():
             pid = self._ids[engine, rank]
             for lane in sorted(set(chosen)):
-                tid = LANES[what] + lane
-                name = what if lane == 0 else f"{what} ({lane + 1})"
+                tid = LANES[category] + lane
+                name = category if lane == 0 else f"{category} ({lane + 1})"
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
     def placed(self, slices: Iterable[tuple[Track, Slice]]) -> Iterator[tuple[dict[str, int], str, Slice]]:
-        for track, one in slices:
-            engine, rank, what = track
+        for track, item in slices:
+            engine, rank, category = track
             lane = self._lanes[track][self._taken[track]]
             self._taken[track] += 1
-            yield {"pid": self._ids[engine, rank], "tid": LANES[what] + lane}, what, one
+            yield {"pid": self._ids[engine, rank], "tid": LANES[category] + lane}, category, item
 
 
 def _spans(request: RequestTrace) -> Iterator[tuple[Track, float, float]]:
@@ -146,16 +148,16 @@ def _unix_offset(traces: TraceSet) -> float | None:
     return None
 
 
-def _events(one: Slice, where: dict[str, int], what: str, zero: float) -> Iterator[Event]:
-    start, end = _nanos(one.start - zero), _nanos(one.end - zero)
+def _events(item: Slice, place: dict[str, int], category: str, zero: float) -> Iterator[Event]:
+    start, end = _nanos(item.start - zero), _nanos(item.end - zero)
     when = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    yield {"ph": "X", "name": one.name, "cat": what, **when, **where, "args": one.args}
-    for kind, name, number, at in one.arrows:
+    yield {"ph": "X", "name": item.name, "cat": category, **when, **place, "args": item.args}
+    for kind, name, number, at in item.arrows:
         inside = max(start, min(_nanos(at - zero), end - 1))  # an arrow at the very end belongs to no slice
         binding = {"bp": "e"} if kind == "f" else {}
-        yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **where, **binding}
-    for inner in one.inner:
-        yield from _events(inner, where, what, zero)
+        yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **place, **binding}
+    for inner in item.inner:
+        yield from _events(inner, place, category, zero)
 
 
 def _nanos(seconds: float) -> int:
@@ -163,7 +165,7 @@ def _nanos(seconds: float) -> int:
 
 
 def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids: Iterator[int]) -> None:
-    """Arrows between one rank of P and one of D."""
+    """Arrows between one rank of P and one rank of D."""
     ends: list[tuple[str, Slice, float | None, Slice, float | None]] = [
         ("registration", loaded, load.t_registered, pushed, push.t_registered)
     ]
@@ -230,7 +232,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
     slices = []
     for write in push.writes:
         first, last = write.layers
-        what = "regions" if push.mode == "request" else "layers"
+        unit = "regions" if push.mode == "request" else "layers"
         args = {
             "request": request.name,
             "remote_rank": write.remote_rank,
@@ -239,7 +241,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
             "posting_us": _nanos(write.t_posted - write.t_post) / 1e3,
             "landed": write.t_landed is not None,
         }
-        slices.append(Slice(f"WRITE {what} {first}-{last}", write.t_post, write.t_landed or write.t_posted, args))
+        slices.append(Slice(f"WRITE {unit} {first}-{last}", write.t_post, write.t_landed or write.t_posted, args))
     return slices
 
 

@@ -17,7 +17,7 @@ MARGIN = 0.9
 
 
 class Plan(enum.Enum):
-    """How the blocks of a WRITE get from one cache to the other."""
+    """The path of a WRITE's blocks from P's cache to D's."""
 
     DIRECT = "direct"
     """From cache to cache."""

@@ -20,7 +20,7 @@ class Ring:
         self._next = 0
 
     def __len__(self) -> int:
-        """How many spans are taken."""
+        """The number of spans that are taken."""
         return len(self._starts)
 
     def take(self, size: int, align: int = 1) -> int | None:
