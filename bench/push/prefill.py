@@ -28,7 +28,7 @@ from layerpush.transport.base import WriteState
 from layerpush.transport.link import DirectPlanner
 from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.packing.packer import PushWindow, StagedWrite
-from layerpush.transport.packing.runs import shape_of
+from layerpush.transport.packing.runs import transfer_size
 from layerpush.transport.writes import Transfer, Writes
 
 DRAWS = 2
@@ -85,14 +85,14 @@ class PrefillEnd(PrefillSide):
                 self._ask(Forget(window.request_id))
         self._check_rest(desk.cache, f"after {point}")
         pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
-        shape = shape_of(*pairs, point.block_bytes)
+        transfer = transfer_size(*pairs, point.block_bytes)
         costs = desk.strategy.costs_to(DECODE)
         return Cell(
             self._link,
             point,
             ways,
-            {plan: shape.runs(Plan(plan)) for plan in FIXED},
-            {plan: costs.estimate(Plan(plan), shape) for plan in FIXED},
+            {plan: transfer.runs(Plan(plan)) for plan in FIXED},
+            {plan: costs.estimate(Plan(plan), transfer) for plan in FIXED},
             asdict(costs),
         )
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a KV block lie: runs of contiguous bytes, with at most two levels of stride."""
+"""The geometry of a KV block in memory: runs of contiguous bytes, with at most two levels of stride."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Geometry:
     """Each of ``num_blocks`` blocks is ``outer_runs`` times ``inner_runs`` runs of ``run_bytes`` contiguous bytes.
 
     Byte ``b`` of run ``(o, i)`` of block ``n`` lies ``n * block_stride + o * outer_stride + i * inner_stride + b``
-    bytes after the cache's address; a stride is 0 where there is one of a thing. A packed block is its runs in the
-    order of their addresses, whatever the order of the tensor's dimensions: ``block_bytes`` bytes.
+    bytes after the cache's address; the stride of a single element is 0. A packed block has ``block_bytes`` bytes: its
+    runs in the order of their addresses, not in the order of the tensor's dimensions.
     """
 
     num_blocks: int
@@ -40,7 +40,7 @@ class Geometry:
         return (self.num_blocks - 1) * self.block_stride + outer + inner + self.run_bytes
 
     def alignment(self, *addresses: int) -> int:
-        """The power of two, 16 at most, that divides the addresses, the strides and the length of a run."""
+        """The largest power of two up to 16 that divides the addresses, the strides and the length of a run (bytes)."""
         strides = (self.block_stride, self.outer_stride, self.inner_stride)
         return math.gcd(WIDEST_ACCESS, self.run_bytes, *strides, *addresses)
 

@@ -1,4 +1,4 @@
-"""The same copies in CPU memory, by torch's own operators."""
+"""Gather and scatter in CPU memory, with torch's own operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copy_blocks(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor
 
 
 def _packed(geometry: Geometry, count: int) -> Geometry:
-    """The same blocks without gaps."""
+    """The geometry of ``count`` such blocks without gaps."""
     inner, outer = geometry.run_bytes, geometry.run_bytes * geometry.inner_runs
     return Geometry(count, geometry.block_bytes, geometry.outer_runs, outer, geometry.inner_runs, inner, inner)
 
@@ -36,7 +36,7 @@ def _offset(tensor: torch.Tensor) -> int:
 
 
 def _words(tensor: torch.Tensor, size: int, geometry: Geometry) -> torch.Tensor:
-    """The runs as words of ``size`` bytes ``[num_blocks, outer_runs, inner_runs, words]``, where the tensor is."""
+    """A view of the tensor's memory as words of ``size`` bytes: ``[num_blocks, outer_runs, inner_runs, words]``."""
     shape = (geometry.num_blocks, geometry.outer_runs, geometry.inner_runs, geometry.run_bytes // size)
     strides = (geometry.block_stride // size, geometry.outer_stride // size, geometry.inner_stride // size, 1)
     words = torch.empty(0, dtype=WORDS[size])

@@ -1,4 +1,4 @@
-"""Caches of several layers that one launch copies together."""
+"""A table of the caches of several layers, which one launch copies together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from layerpush_kernels.geometry import Geometry, geometry_of
 class LayerTable:
     """Caches of one geometry, with their addresses in device memory: made once by :func:`layer_table`, then sliced.
 
-    ``addresses`` are those of the caches, and ``pointers`` the same as int64 ``[layers]`` on their device, None for a
-    single cache that needs no table; ``alignment`` (bytes) is :meth:`Geometry.alignment` with all the addresses.
-    ``table[2:5]`` are three layers, without new device memory; no layers are a ``ValueError``.
+    ``addresses`` are those of the caches. ``pointers`` holds them as int64 ``[layers]`` on the caches' device; it is
+    None for a single cache without a table. ``alignment`` (bytes) is :meth:`Geometry.alignment` with all the addresses.
+    ``table[2:5]`` has three layers and takes no new device memory; an empty slice raises ``ValueError``.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -42,8 +42,8 @@ class LayerTable:
 def layer_table(caches: Sequence[torch.Tensor]) -> LayerTable:
     """Put the addresses of caches ``[num_blocks, ...]`` of one device, shape and strides into a table on that device.
 
-    Allocates 8 bytes per layer and waits for their copy: call it at start-up, from any thread. The table keeps the
-    caches alive. Raises ``ValueError`` if there are no caches, if they differ in device or geometry, or as
+    It allocates 8 bytes per layer and waits for their copy: call it at start-up, from any thread. The table keeps the
+    caches alive. Raises ``ValueError`` if there are no caches or if they differ in device or geometry, and as
     :func:`geometry_of` does.
     """
     if not caches:
@@ -58,7 +58,7 @@ def layer_table(caches: Sequence[torch.Tensor]) -> LayerTable:
 
 
 def single_layer(cache: torch.Tensor) -> LayerTable:
-    """A table of one cache without device memory, for a call that gets a tensor. Raises as :func:`geometry_of` does."""
+    """A table of one cache that takes no device memory. Raises as :func:`geometry_of` does."""
     geometry = geometry_of(cache)
     address = cache.data_ptr()
     return LayerTable((cache,), (address,), geometry, geometry.alignment(address), None)

@@ -34,15 +34,15 @@ def gather_blocks(
     exactly ``layers * n * block_bytes`` bytes, of any dtype and shape: layer by layer, then in the order of
     ``block_ids``, each block as :class:`Geometry` orders its bytes. All are on one device.
 
-    On CUDA it is one launch on ``stream`` (None: the current one) of ``max_programs`` programs at most, of 64 to 256
-    threads each. It neither waits nor allocates, but the first call of a kind compiles: make one at start-up, with a
-    block id of -1, which copies nothing. What the kernel reads and writes, the ids too, must live and stay as it is
-    until the stream has passed it. On the CPU all has happened when it returns. Any thread may call it. Ids outside the
-    cache are a ``ValueError`` on the CPU; on CUDA, where looking would mean to wait, they are skipped, and their part
-    of ``out`` keeps what it held.
+    On CUDA this is one launch on ``stream`` (None: the current one) of at most ``max_programs`` programs of 64 to 256
+    threads each. It neither waits nor allocates. The first call of a kind compiles: make one at start-up with a block
+    id of -1, which copies nothing. Keep all tensors alive, and the ids unchanged, until the stream has run the launch.
+    On the CPU the copy is complete when the call returns. Any thread may call it. On the CPU an id outside the cache
+    raises ``ValueError``. On CUDA it is skipped, because a check would wait for the device; its part of ``out`` stays
+    as it was.
 
-    Raises ``ValueError`` for shapes, dtypes or devices other than these, if ``out`` shares memory with a cache, for a
-    stream of another device and for ``max_programs`` below 1.
+    Raises ``ValueError`` for other shapes, dtypes or devices, if ``out`` shares memory with a cache, for a stream of
+    another device and for ``max_programs`` below 1.
     """
     _copy(cache, block_ids, out, stream, max_programs, gather=True)
 
@@ -57,9 +57,9 @@ def scatter_blocks(
 ) -> None:
     """Copy packed blocks to blocks ``block_ids`` of a cache, or of all layers of a table.
 
-    The inverse of :func:`gather_blocks`: arguments, errors, streams and threads are as there, with ``packed`` for
+    The inverse of :func:`gather_blocks`, with the same arguments, errors, streams and threads, and ``packed`` for
     ``out``. Bytes of the cache outside these blocks, and between their runs, are not touched. If an id occurs twice,
-    either block may win, or parts of both. Ids outside the cache are skipped on CUDA.
+    its block may hold parts of both packed blocks. Ids outside the cache are skipped on CUDA.
     """
     _copy(cache, block_ids, packed, stream, max_programs, gather=False)
 
@@ -90,7 +90,7 @@ def _launch(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, ma
     geometry, count = table.geometry, block_ids.numel()
     unit = math.gcd(table.alignment, packed.data_ptr())
     block_units = geometry.block_bytes // unit
-    tile = min(TILE_UNITS, key=lambda units: -block_units % units)  # the least idle, then the largest
+    tile = min(TILE_UNITS, key=lambda units: -block_units % units)  # the fewest idle units, then the largest tile
     tiles = -(-block_units // tile)
     tasks = len(table) * count * tiles
     if max(tasks + max_programs, tiles * tile, geometry.num_blocks) >= INT32_END:
@@ -118,8 +118,8 @@ def _launch(table: LayerTable, block_ids: torch.Tensor, packed: torch.Tensor, ma
     )
 
 
-# No argument is specialised by its value or alignment: that would compile again in the middle of serving. Lengths,
-# strides and the addresses of cache and packed are in units of UNIT bytes, so what the compiler is told of them holds.
+# Triton must not specialise an argument by value or alignment: it would compile again while an engine serves. Lengths,
+# strides and the addresses of cache and packed are in units of UNIT bytes, so tl.multiple_of may promise alignment.
 @triton.jit(do_not_specialize=["pointers", "cache", "packed", "ids", *SIZES, *STRIDES])
 def copy_blocks(  # type: ignore[no-untyped-def]
     pointers,

@@ -1,4 +1,4 @@
-"""What gather and scatter must do, in plain torch, block by block: for tests and benchmarks, slow and obvious."""
+"""Gather and scatter in plain torch, block by block. Slow and obvious: a reference for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 
 
 def gather_reference(caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> torch.Tensor:
-    """Blocks ``block_ids`` (integers ``[n]``) of caches ``[num_blocks, ...]`` as uint8 ``[layers, n, block_bytes]``.
+    """Gather blocks ``block_ids`` (integers ``[n]``) of caches ``[num_blocks, ...]``.
 
-    The result is on their device, a block's bytes in the order of their addresses: dimensions by falling stride.
-    Waits for the device; any thread. Raises ``IndexError`` for an id outside a cache.
+    Returns uint8 ``[layers, n, block_bytes]`` on the device of the caches. A block's bytes are in the order of their
+    addresses: dimensions by falling stride. It waits for the device; any thread. Raises ``IndexError`` for an id
+    outside a cache.
     """
     first, ids = caches[0], block_ids.tolist()
     block_bytes = first.shape[1:].numel() * first.element_size()
@@ -24,9 +25,10 @@ def gather_reference(caches: Sequence[torch.Tensor], block_ids: torch.Tensor) ->
 
 
 def scatter_reference(packed: torch.Tensor, block_ids: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    """The inverse: ``packed`` is uint8 ``[layers, n, block_bytes]``; of equal ids the last wins. Waits for the device.
+    """The inverse: ``packed`` is uint8 ``[layers, n, block_bytes]``. Of equal ids the last one counts.
 
-    Raises ``ValueError`` if the lengths differ, ``IndexError`` for an id outside a cache; any thread.
+    It waits for the device; any thread. Raises ``ValueError`` if the lengths differ, ``IndexError`` for an id outside a
+    cache.
     """
     for layer, cache in zip(packed, caches, strict=True):
         for row, block in zip(layer, block_ids.tolist(), strict=True):

@@ -72,7 +72,7 @@ def check_python(name: str) -> Finding:
 
 
 def check_torch_companions(name: str) -> Finding:
-    """torchvision, torchaudio, torchcodec: CUDA builds beside CPU torch break all transformers imports, and so vLLM."""
+    """Check torchvision, torchaudio, torchcodec. With CPU torch, their CUDA builds break transformers and so vLLM."""
     installed = [module for module in ("torchvision", "torchaudio", "torchcodec") if find_spec(module)]
     broken = [module for module in installed if _run_python(f"import torch, {module}").returncode != 0]
     if broken:
@@ -269,7 +269,7 @@ def check_port(name: str) -> Finding:
     return Finding(name, Verdict.OK, f"{host}:{port} is free")
 
 
-# torch's companions come before vLLM, whose import they break.
+# The check of torch's companions comes before vLLM's, because they can break vLLM's import.
 CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": check_python,
     "torch companions": check_torch_companions,

@@ -33,11 +33,11 @@ UPSTREAM_KEYS = frozenset(
 
 
 class ConfigError(ValueError):
-    """A setting has a bad name or a bad value; the message names the setting, the value and the choices."""
+    """A setting has a bad name or a bad value. The message names the setting, the value and the choices."""
 
 
 class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator can choose, the same on P and D; keys that concern only one side are ignored by the other."""
+    """An operator's settings. P and D take the same keys; each side ignores the keys that only concern the other."""
 
     layerwise: Annotated[
         bool,
@@ -131,14 +131,14 @@ class DocumentationRow(NamedTuple):
 
     key: str
     type: str
-    """The choices, as an operator reads them in JSON, e.g. `"layer" or "chunk"`."""
+    """The choices in JSON, e.g. `"layer" or "chunk"`."""
     default: str
-    """As JSON."""
+    """The default as JSON."""
     meaning: str
 
 
 def documentation_rows() -> Iterator[DocumentationRow]:
-    """The configuration table, in the order of the fields; the texts are the fields' own descriptions."""
+    """The configuration table, in the order of the fields, with the fields' own descriptions."""
     for field in msgspec.structs.fields(LayerPushConfig):
         annotation = _annotations()[field.name]
         yield DocumentationRow(
@@ -193,7 +193,7 @@ def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
 
 
 def _hint(value: object, annotation: Any) -> str:
-    """What the writer probably meant, if that can be told."""
+    """A hint at the probable correct value, or an empty string."""
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()

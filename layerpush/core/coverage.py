@@ -1,4 +1,4 @@
-"""The proof that a push is complete: every (layer, block) posted once and landed once."""
+"""Proves that a push is complete: every (layer, block) was posted once and landed once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import numpy as np
 
 
 class CoverageError(AssertionError):
-    """A block was posted or landed twice, or landed without having been posted: completing would be a lie."""
+    """A block was posted or landed twice, or landed before it was posted. The push must not complete."""
 
 
 class MismatchError(ValueError):
-    """What a decode engine asks for is not the end of the prompt that it means. The text says what is wrong."""
+    """The registered blocks cannot be the last blocks of the prompt. The text says why."""
 
 
 def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> None:
-    """Whether ``targets``, blocks of each KV cache group, can be the last of ``totals``. Raises ``MismatchError``."""
+    """Check that ``targets``, the registered blocks of each KV cache group, can be the last blocks of a prompt that has
+    ``totals`` blocks in these groups. Raises ``MismatchError``.
+    """
     wanted = [len(group) for group in targets]
     if len(wanted) != len(totals):
         raise MismatchError(f"the registration has {len(wanted)} KV cache groups, the prompt {len(totals)}")
@@ -25,7 +27,7 @@ def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> Non
 
 
 class Coverage:
-    """Two bitmaps of shape ``(layers, blocks)``; ``blocks[i]`` is how many blocks layer ``i`` has to deliver."""
+    """Two bitmaps ``(layers, blocks)``: posted and landed. ``blocks[i]``: how many blocks of layer ``i`` to push."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = (len(blocks), max(blocks, default=0))
@@ -35,12 +37,14 @@ class Coverage:
             self._posted[layer, :count] = self._landed[layer, :count] = False
 
     def post(self, layers: slice, first: int, end: int) -> None:
+        """Blocks ``[first, end)`` of these layers were posted. Raises ``CoverageError``."""
         cells = self._posted[layers, first:end]
         if cells.any():
             raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} were posted before")
         cells[:] = True
 
     def land(self, layers: slice, first: int, end: int) -> None:
+        """Blocks ``[first, end)`` of these layers have landed. Raises ``CoverageError``."""
         cells = self._landed[layers, first:end]
         if cells.any() or not self._posted[layers, first:end].all():
             raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} cannot land now")
@@ -48,4 +52,5 @@ class Coverage:
 
     @property
     def full(self) -> bool:
+        """Whether every block has landed."""
         return bool(self._landed.all())

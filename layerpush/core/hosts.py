@@ -1,4 +1,4 @@
-"""Which hosts an engine may connect to: the entries of `allowed_hosts`, and whether a host is one of them. Pure."""
+"""Checks the entries of `allowed_hosts`, and whether they allow a host. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCOPE = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
 
 class HostError(ValueError):
-    """An entry of `allowed_hosts` is neither a host name, an IP address nor a network; the message says what it is."""
+    """An entry of `allowed_hosts` is neither a host name, an IP address nor a network. The message says why."""
 
 
 def host_allowed(host: str, allowed_hosts: Iterable[str] | None) -> bool:
@@ -67,7 +67,7 @@ def _check_name(entry: str) -> None:
 
 
 def _is_name(text: str) -> bool:
-    """All numbers and dots is a mistyped IPv4 address, or one in a notation that only the resolver would read."""
+    """Text of digits and dots is not a name: it is a mistyped IPv4 address, or one that only a resolver reads."""
     return _NAME.fullmatch(text) is not None and _NUMBERS_AND_DOTS.fullmatch(text) is None
 
 
@@ -76,15 +76,15 @@ def _name(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without the brackets that URLs have around IPv6: `[::1]`, `[fd00::]/8`."""
+    """Remove the brackets that URLs put around IPv6: `[::1]`, `[fd00::]/8`."""
     found = _IN_BRACKETS.fullmatch(text)
     return text if found is None else found[1] + (found[2] or "")
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
-    """An IPv4-mapped IPv6 address is the IPv4 address that a connection to it reaches.
+    """Parse an address, else None. An IPv4-mapped IPv6 address becomes the IPv4 address that a connection reaches.
 
-    `ipaddress` takes any text as the scope of `fe80::1%eth0`; ZMQ would read a `;` or `:` in it as another address.
+    `ipaddress` accepts any text as the scope of `fe80::1%eth0`; ZMQ would read a `;` or `:` in it as another address.
     """
     try:
         address = ip_address(_bare(text))

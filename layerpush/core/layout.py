@@ -1,8 +1,8 @@
-"""Which NIXL descriptors hold which layer's blocks: numbers only, no tensors.
+"""Maps the blocks of a layer to NIXL descriptor ids. Pure: numbers only, no tensors.
 
 Descriptor ids are region-major on both sides: ``id = cumsum(region_blocks)[slot] + block``, where a block is a
 kernel block. The same slot names the same layer on both sides, so one ``CacheLayout`` and the peer's region
-sizes are all that is needed to address a WRITE.
+sizes are enough to address a WRITE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_DESCRIPTORS = 2**31
 
 
 class LayoutError(ValueError):
-    """The registered regions cannot be told apart by layer. The text says why."""
+    """The registered regions cannot be assigned to layers. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Region:
 class LayerCache:
     """One attention layer's KV cache as the engine holds it.
 
-    ``start`` and ``span`` are the address and extent in bytes of its tensor, ``page_bytes`` is one kernel block,
-    ``group`` the index of its transferable KV cache group.
+    ``start`` is the address of its tensor and ``span`` its extent in bytes, ``page_bytes`` the size of one kernel
+    block, ``group`` the index of its transferable KV cache group.
     """
 
     name: str
@@ -81,7 +81,7 @@ class CacheLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for caches whose blocks are packed alike: the same layers, regions and sizes of blocks."""
+        """Equal for caches with the same packed form: the same layers, regions and block sizes."""
         layers = [(layer.group, layer.slots) for layer in self.layers]
         sizes = [region.block_bytes for region in self.regions]
         return hashlib.blake2b(repr((layers, sizes, self.blocks_per_page)).encode(), digest_size=16).hexdigest()
@@ -105,8 +105,8 @@ class CacheLayout:
 def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks_per_page: int = 1) -> CacheLayout:
     """Find each layer's slots by address and check them.
 
-    Raises ``LayoutError`` when a layer has no region of its own or when its regions' blocks do not add up to
-    its page, as when one descriptor holds a row of all layers.
+    Raises ``LayoutError`` if a layer has no region of its own, or if its regions' blocks do not add up to its page:
+    for example, if one descriptor holds a row of all layers.
     """
     layers = []
     by_base = {region.base: slot for slot, region in enumerate(regions)}
@@ -125,7 +125,7 @@ def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks
 def named_layers(
     names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], blocks_per_page: int = 1
 ) -> CacheLayout:
-    """The layout of an engine that registered one region per named layer, in this order."""
+    """The layout of an engine that registered one region per named layer, in this order. Raises ``LayoutError``."""
     if not len(names) == len(groups) == len(regions):
         raise LayoutError(f"{len(names)} layer names, {len(groups)} groups and {len(regions)} regions disagree")
     pairs = enumerate(zip(names, groups, strict=True))
@@ -157,7 +157,7 @@ def _checked(layout: CacheLayout) -> CacheLayout:
 def descriptor_offsets(region_blocks: Sequence[int]) -> NDArray[np.int32]:
     """First descriptor id of every slot, for an engine with these region sizes (in kernel blocks).
 
-    Raises ``LayoutError`` when there are more descriptors than an int32 can count.
+    Raises ``LayoutError`` if there are more descriptors than an int32 can count.
     """
     if sum(region_blocks) > MAX_DESCRIPTORS:
         raise LayoutError(f"{sum(region_blocks)} descriptors are more than the {MAX_DESCRIPTORS} that an id can name")

@@ -1,4 +1,4 @@
-"""A request's `kv_transfer_params`, checked where the request comes in: they are whatever a client sent. Pure."""
+"""Checks the `kv_transfer_params` of an incoming request, which a client may have set to anything. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 MAX_CACHED_TOKENS = 2**31 - 1
 
-# What vLLM's engine, or its front end, needs of a D's request, and dies of in some versions when it is not so.
+# Keys of a D's request that vLLM needs. Some versions of its engine or its front end die if one of them is bad.
 _IDS = ("remote_engine_id", "remote_request_id")
 _SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
 _FROM_P = "; the router copies it from P's response"
@@ -37,10 +37,10 @@ class ParamsError(ValueError):
 
 
 def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
-    """Pass what an engine of this role can serve. Keys that nobody here reads are left alone: routers add some.
+    """Check that an engine of this role can serve such a request. Unknown keys are ignored: routers add some.
 
     Raises:
-        ParamsError: a key that will be read is missing or bad, or this engine does not do what is asked.
+        ParamsError: a key is missing or bad, or the request does not fit this engine's role.
     """
     if params is None:
         return
@@ -74,7 +74,7 @@ def _check_mode(mode: object) -> None:
 
 
 def _check_source(params: Mapping[object, object], config: LayerPushConfig) -> None:
-    """Where D is told that its KV cache comes from."""
+    """Check the keys that tell D its prefill engine and the request there."""
     mode = params.get("transfer_mode", "push")
     if mode != "push":
         _refuse("transfer_mode", f"is {_shown(mode)}, must be 'push': P's connector has to be a push connector")
@@ -141,7 +141,7 @@ def _refuse(key: str, problem: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """The value as far as a message can hold it, and its type."""
+    """The value, shortened for a message, and its type."""
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
@@ -153,7 +153,7 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 3
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write out very long ones."""
+        """Python refuses to convert very long integers to text."""
         return super().repr_int(x, level) if x.bit_length() <= 128 else f"{x.bit_length()} bits"
 
 

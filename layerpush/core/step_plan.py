@@ -1,4 +1,4 @@
-"""Which blocks an engine step completes, and where they belong on the decode side."""
+"""The blocks that an engine step completes, and their places in the decode engine's cache. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from layerpush.core.config import PushMode
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables: it holds nobody's KV and is never sent."""
+"""vLLM's placeholder in block tables: it holds no request's KV and is never sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSlice:
     """Blocks ``[first, first + len(blocks))`` of one request in one KV cache group.
 
-    ``blocks`` are the prefill engine's block ids in token order, ``total`` is how many blocks the whole prompt has.
+    ``blocks`` are the prefill engine's block ids in token order, ``total`` is the number of blocks of the whole prompt.
     """
 
     first: int
@@ -29,7 +29,7 @@ class GroupSlice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """What one engine step completes of one prompt.
+    """The blocks of one prompt that one engine step completes.
 
     ``index`` counts the chunks of an epoch. The step computes tokens ``[start, end)``; ``groups`` holds the blocks
     that are complete after it and were not before, including prefix-cache hits, which the previous step may still
@@ -54,7 +54,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one engine step does for pushes: ``preempted`` requests lost their blocks before it runs."""
+    """The chunks of one engine step. ``preempted`` requests lost their blocks before it."""
 
     chunks: tuple[ChunkPlan, ...] = ()
     preempted: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PromptProgress:
-    """How far the plans of one prompt have come. Lives in the scheduler, one per request."""
+    """The part of one prompt that is planned already. The scheduler has one per request."""
 
     request_id: str
     block_sizes: tuple[int, ...]
@@ -80,7 +80,7 @@ class PromptProgress:
         self.planned_blocks = [0] * len(self.block_sizes)
 
     def restart(self) -> None:
-        """The request was preempted: its blocks are gone, so everything is to be planned again."""
+        """The request was preempted and lost its blocks: plan the whole prompt again, in a new epoch."""
         self.epoch += 1
         self.chunks = self.planned_tokens = 0
         self.planned_blocks = [0] * len(self.block_sizes)
@@ -88,10 +88,10 @@ class PromptProgress:
     def advance(
         self, start: int, scheduled: int, prompt_tokens: int, tables: Sequence[Sequence[int]]
     ) -> ChunkPlan | None:
-        """Plan the step that computes tokens ``[start, start + scheduled)``; None when it adds no prompt token.
+        """Plan the step that computes tokens ``[start, start + scheduled)``; None if it computes no new prompt token.
 
-        ``tables`` holds the request's whole block table of each group. A step that begins before what was planned
-        means that computed tokens were thrown away: everything is planned again, in a new epoch.
+        ``tables`` holds the request's whole block table of each group. If a step begins before the end of the planned
+        tokens, vLLM has dropped computed tokens: the whole prompt is planned again, in a new epoch.
         """
         if start < min(self.planned_tokens, prompt_tokens):
             self.restart()
@@ -123,18 +123,18 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Where a prompt's blocks of one group go: the decode engine registered only its last ``len(targets)`` blocks."""
+    """Maps a prompt's blocks of one group to the decode engine's, which registered only the last ``len(targets)``."""
 
     total: int
     targets: tuple[int, ...]
 
     @property
     def skipped(self) -> int:
-        """How many leading blocks the decode engine has already, from its prefix cache."""
+        """How many leading blocks the decode engine already has in its prefix cache."""
         return self.total - len(self.targets)
 
     def target(self, index: int) -> int | None:
-        """The decode engine's block for the prompt's ``index``-th block; None when it wants none."""
+        """The decode engine's block for the prompt's ``index``-th block; None if it is skipped."""
         return None if index < self.skipped else self.targets[index - self.skipped]
 
 

@@ -3,8 +3,8 @@
 Three notifications are upstream vLLM's, and a stock ``NixlPushConnector`` sends and understands them: the registration
 (``PUSH_REG``, a msgpack map), the completion ``<decode request id>:<prefill world size>`` and the heartbeat
 ``HB:<prefill request id>,...``. The others are ours: a msgpack map behind ``LAYERPUSH:``, sent only to a peer that has
-offered to speak them. Keys that are not named here are ignored, so a newer peer may add some. Whatever a peer sends,
-``read`` returns a message whose every field is of its type and within its bounds, or raises ``WireError``.
+offered to speak them. Unknown keys are ignored, so a newer peer may add some. ``read`` takes any bytes: it returns a
+message whose fields all have their types and bounds, or raises ``WireError``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 1
 REGISTRATION_PREFIX = b"PUSH_REG:"
 HEARTBEAT_PREFIX = b"HB:"
 QUIET_PREFIX = HEARTBEAT_PREFIX + b"layerpush."
-"""Before one of our messages, in hex: a stock peer takes it for the heartbeat of a request that it does not know."""
+"""Prefix of one of our messages in hex. A stock peer reads it as the heartbeat of an unknown request."""
 PEER_PREFIX = b"LAYERPUSH:"
 
 MAX_NOTIFICATION_BYTES = 4 << 20
@@ -36,14 +36,14 @@ MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
 MAX_RING_BYTES = 1 << 30
-"""P makes a table of all pieces of a ring that it may write to."""
+"""Bounds a table on P: it has one entry for each piece of D's ring."""
 NULL_BLOCK = 0
 
-# What could forge a line of a log or hide a part of one: control characters, line ends, changes of direction.
-_FORGERS = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_CLEAN = rf"\A[^{_FORGERS}]+\Z"
-# A request id that is or starts with one of these would make a completion that reads as something else.
-_UNAMBIGUOUS = rf"\A(?!(?:PUSH_REG|HB|LAYERPUSH)(?::|\Z))[^{_FORGERS}]+\Z"
+# Characters that could forge a log line or hide a part of one: control characters, line ends, changes of direction.
+_UNSAFE_CHARS = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_CLEAN = rf"\A[^{_UNSAFE_CHARS}]+\Z"
+# A completion begins with its request id, so an id must not begin with the prefix of another message.
+_UNAMBIGUOUS = rf"\A(?!(?:PUSH_REG|HB|LAYERPUSH)(?::|\Z))[^{_UNSAFE_CHARS}]+\Z"
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_UNAMBIGUOUS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_CLEAN)]
@@ -58,12 +58,12 @@ Groups = Annotated[tuple[Blocks, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class WireError(ValueError):
-    """This is no message, or none that a peer would read. The text says why, in one line that is fit for a log."""
+    """A message is invalid. The text gives the reason, in one line that is safe to log."""
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a decode rank's staging ring that one request has to itself: bytes ``[offset, offset + size)`` of
-    ``ring_size`` at address ``ring`` on ``device``, for packed blocks of caches that are laid out as ``layout`` says.
+    """A part of a decode rank's staging ring for the packed blocks of one request: bytes ``[offset, offset + size)`` of
+    ``ring_size`` at address ``ring`` on ``device``. ``layout`` is the digest of the rank's cache layout.
     """
 
     rank: Annotated[int, Meta(ge=0, le=1023)]
@@ -76,13 +76,13 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a decode worker wants one request's blocks.
+    """Asks a prefill worker to push one request's blocks into these blocks of a decode worker.
 
     ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
-    0 if none; ``prefill_request_id`` is what the prefill engine calls the request, if the worker knows;
-    ``prompt_digest`` tells prompts apart whose requests have the same base id. ``window`` is where packed blocks may
-    go, if the worker unpacks; each rank has its own.
+    0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
+    ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
+    for packed blocks, None if the worker does not unpack.
     """
 
     request_id: RequestId
@@ -98,7 +98,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which request of which decode engine this is."""
+        """The decode engine's id, and the request's id there."""
         return self.decode_engine_id, self.request_id
 
     @property
@@ -107,26 +107,26 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for equal registrations of all ranks, in 16 bytes however many blocks there are."""
-        asked = msgspec.structs.replace(self, window=None)
-        return hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()
+        """A digest of 16 bytes of all but ``window``: equal for the registrations of all ranks of one request."""
+        common = msgspec.structs.replace(self, window=None)
+        return hashlib.blake2b(msgspec.msgpack.encode(common), digest_size=16).digest()
 
 
 class _FlatRegistration(Registration, frozen=True, kw_only=True):
-    """One cache group whose list was not wrapped in a list of groups: upstream accepts it, so do we."""
+    """A registration of one cache group, without the list of groups around it. Upstream accepts this form."""
 
     local_block_ids: Blocks  # type: ignore[assignment]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One prefill rank of ``world_size`` has written everything. The request id is the decode engine's."""
+    """One of ``world_size`` prefill ranks has written all blocks. The request id is the decode engine's."""
 
     request_id: str
     world_size: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The decode engine still wants these requests of the prefill engine; none: it only says that it lives."""
+    """The decode engine still needs these requests of the prefill engine. An empty list only shows that it lives."""
 
     request_ids: tuple[str, ...]
 
@@ -151,7 +151,7 @@ class Fail(_PeerMessage, frozen=True):
 
 
 class Cancel(_PeerMessage, frozen=True):
-    """D wants the request's blocks back. Says who asks as a registration does: it may come without one."""
+    """D wants the request's blocks back. It identifies D as a registration does, because it may arrive without one."""
 
     request_id: RequestId
     decode_engine_id: Name
@@ -161,18 +161,18 @@ class Cancel(_PeerMessage, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which request of which decode engine this is."""
+        """The decode engine's id, and the request's id there."""
         return self.decode_engine_id, self.request_id
 
 
 class Cancelled(_PeerMessage, frozen=True):
-    """Nothing of the request is on the wire from this sender, nor will be."""
+    """The sender has no WRITE of the request on the wire, and will post none."""
 
     request_id: RequestId
 
 
 class Ping(_PeerMessage, frozen=True):
-    """Asks for a ``Pong`` of the same number."""
+    """Asks for a ``Pong`` with the same number."""
 
     decode_engine_id: Name
     number: Count
@@ -183,8 +183,9 @@ class Pong(_PeerMessage, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks ``[first, end)`` of those that were registered of KV cache group ``group``, in layers
-    ``[first_layer, end_layer)``. Packed as kernel blocks, block after block, region after region, layer after layer.
+    """Blocks ``[first, end)`` of the registered blocks of KV cache group ``group``, in layers
+    ``[first_layer, end_layer)``. They are packed as kernel blocks: layer by layer, in a layer region by region, in a
+    region block by block.
     """
 
     first_layer: Block
@@ -198,8 +199,8 @@ Parts = Annotated[tuple[Part, ...], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class Unpack(_PeerMessage, frozen=True):
-    """P has filled the request's window from byte ``offset`` of the ring on, with ``parts`` one after the other. Sent
-    again until ``Unpacked`` comes; only to a D that offered a window.
+    """P has written ``parts``, one after the other, into the request's window, from byte ``offset`` of the ring on. P
+    repeats the message until ``Unpacked`` arrives. Only a D that offered a window gets it.
     """
 
     request_id: RequestId
@@ -209,7 +210,7 @@ class Unpack(_PeerMessage, frozen=True):
 
 
 class Unpacked(_PeerMessage, frozen=True):
-    """These bytes of the window are P's to write again. ``done``: their blocks are where they belong."""
+    """P may write these bytes of the window again. ``done``: D has copied their blocks into its KV cache."""
 
     number: Count
     done: bool
@@ -226,7 +227,7 @@ _peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(Pe
 
 
 def read(notification: bytes) -> Message:
-    """What a peer said. Raises ``WireError`` and nothing else, whatever the bytes."""
+    """Decode a notification. Raises ``WireError`` if it is invalid, and nothing else."""
     if len(notification) > MAX_NOTIFICATION_BYTES:
         raise WireError(f"a notification has {len(notification)} bytes, more than {MAX_NOTIFICATION_BYTES}")
     if notification.startswith(REGISTRATION_PREFIX):
@@ -241,34 +242,34 @@ def read(notification: bytes) -> Message:
 
 
 def encode(message: PeerMessage) -> bytes:
-    """One of our own messages; a reason is cut down to one line. Raises ``WireError`` for what no peer would read."""
+    """Encode one of our own messages; a reason is cut to one line. Raises ``WireError`` if ``read`` would refuse it."""
     if isinstance(message, Fail):
         message = msgspec.structs.replace(message, reason=one_line(message.reason))
     return _checked(PEER_PREFIX + _packed(message))
 
 
 def encode_quietly(message: PeerMessage) -> bytes:
-    """One of our own messages, to a peer that may be a stock one, which ignores it. Raises as ``encode`` does."""
+    """Encode one of our own messages so that a stock peer ignores it. Raises as ``encode`` does."""
     return _checked(QUIET_PREFIX + encode(message).hex().encode())
 
 
 def encode_registration(registration: Registration, **extra: object) -> bytes:
-    """The notification that a decode worker sends; ``extra`` keys ride along for peers that know them."""
+    """Encode a decode worker's registration, with ``extra`` keys for peers that know them. Raises ``WireError``."""
     return _checked(REGISTRATION_PREFIX + _packed({**msgspec.to_builtins(registration), **extra}))
 
 
 def encode_completion(decode_request_id: str, prefill_world_size: int) -> bytes:
-    """What tells a decode worker that one prefill rank has written everything."""
+    """Encode the ``Completion`` that one prefill rank sends to a decode worker."""
     return f"{decode_request_id}:{prefill_world_size}".encode()
 
 
 def encode_heartbeat(prefill_request_ids: Sequence[str]) -> bytes:
-    """What extends the leases of these requests on a prefill engine."""
+    """Encode the ``Heartbeat`` that extends the leases of these requests on a prefill engine."""
     return HEARTBEAT_PREFIX + ",".join(prefill_request_ids).encode()
 
 
 def one_line(text: str, limit: int = MAX_REASON_CHARS) -> str:
-    """Text of unknown origin, made fit for a line of a log."""
+    """Make text of unknown origin safe to log: one line of at most ``limit`` characters."""
     return "".join(char if char.isprintable() else "?" for char in text[:limit])
 
 
@@ -322,14 +323,14 @@ def _read_completion(notification: bytes) -> Completion:
     request_id, _, number = notification.rpartition(b":")
     text = _text(request_id, "a notification")
     if not number.isdigit() or len(number) > MAX_RANK_DIGITS or int(number) == 0:
-        raise WireError(f"a notification is none of ours nor of upstream's: {notification[:64]!r}")
+        raise WireError(f"a notification is neither ours nor upstream's: {notification[:64]!r}")
     if not _is_id(text):
         raise WireError(f"the request id of a completion is empty, too long or not clean: {notification[:64]!r}")
     return Completion(text, int(number))
 
 
 def _read_heartbeat(notification: bytes) -> Heartbeat:
-    """An id that is none is left out: one client's odd request must not end the leases of all others."""
+    """Leaves out invalid ids: one client's bad request must not end the leases of all others."""
     parts = _text(notification[len(HEARTBEAT_PREFIX) :], "a heartbeat").split(",")
     if len(parts) > MAX_HEARTBEAT_IDS:
         raise WireError(f"a heartbeat names {len(parts)} requests, more than {MAX_HEARTBEAT_IDS}")
@@ -349,7 +350,7 @@ def _is_id(text: str) -> bool:
 
 def _unreadable(what: str, error: Exception) -> WireError:
     text = _pattern.sub("without control characters or a prefix of ours", str(error))
-    # what is wrong stands in front, the field at the end
+    # the error is at the beginning of the text, the field's name at its end
     short = text if len(text) <= 300 else f"{text[:150]}...{text[-100:]}"
     return WireError(f"{what} cannot be read: {one_line(short)}")
 

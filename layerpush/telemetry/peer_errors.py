@@ -42,10 +42,10 @@ class PeerErrors:
                 kind = OTHER
             self._kinds.setdefault(kind, _Kind())
         self.counts[kind] += 1
-        known = self._kinds[kind]
-        if now < known.silent_until:
-            known.suppressed += 1
+        state = self._kinds[kind]
+        if now < state.silent_until:
+            state.suppressed += 1
             return
-        more = f" ({known.suppressed} more like it since the last line)" if known.suppressed else ""
-        known.suppressed, known.silent_until = 0, now + self._quiet_s
+        more = f" ({state.suppressed} more like it since the last line)" if state.suppressed else ""
+        state.suppressed, state.silent_until = 0, now + self._quiet_s
         self._logger.warning("layerpush: %s%s", one_line(text, MAX_TEXT_CHARS), more)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry span of each push and each load, in the trace that the request's client began.
+"""Exports an OpenTelemetry span of each push and each load, in the trace that the request's client began.
 
 vLLM's API server makes one span per request, ``llm_request``, when the request is over. Only that process knows the
 span's id, so ours cannot be its children: they lie beside it, below the client's span. A request without a
@@ -24,7 +24,7 @@ QUIET_S = 60.0
 
 Headers = Mapping[str, str]
 Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
-"""Name, beginning and end in nanoseconds of Unix time, attributes, and the headers that name the trace."""
+"""Takes the span's name, its start and end in nanoseconds of Unix time, its attributes, and the trace's headers."""
 
 
 class Spans:
@@ -39,7 +39,7 @@ class Spans:
     def expect(self, headers: Mapping[str, Headers]) -> None:
         """Remember the headers of requests of this engine, by request id. Main thread."""
         self._headers.update(headers)
-        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
+        with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: the next call trims
             while len(self._headers) > HEADERS_KEPT:
                 self._headers.pop(next(iter(self._headers)), None)
 

@@ -1,7 +1,7 @@
-"""Where records go: a file for each worker, written by a thread of its own.
+"""Writes trace records to one file per worker, in a thread of its own.
 
-Neither the forward pass nor the transport ever waits for a disk, and what cannot be written is counted. The queue to
-the thread is bounded, in records and in memory.
+Neither the forward pass nor the transport waits for a disk. Records that cannot be written are counted. The queue to
+the thread is bounded, in records and in rows.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ logger = logging.getLogger("vllm.layerpush.trace")
 
 QUEUE_LIMIT = 1024
 ROWS_LIMIT = 1 << 18
-"""How many rows queued records may have in all, some 50 MB of them: a push of a long prompt has thousands."""
+"""The most rows that queued records may have together, about 50 MB. A push of a long prompt has thousands."""
 QUIET_S = 60.0
 CLOSE_S = 2.0
 
 
 class TraceFile:
-    """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``. ``directory`` None keeps nothing.
+    """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``. If ``directory`` is None, it writes nothing.
 
-    ``dropped`` counts records that were lost: the queue was full, the disk took nothing, the thread has died, which
-    ``death`` then tells, or had no time to write them before the end. All of it is logged, at most once a minute.
+    ``dropped`` counts lost records: the queue was full, the disk refused them, the thread died, or it had no time for
+    them at the end. ``death`` is the error that the thread died of. All of it is logged, at most once a minute.
     """
 
     def __init__(self, directory: str | None, engine_id: str, rank: int) -> None:
         self.death: str | None = None
-        self._tally = _Tally()
+        self._counts = _Counts()
         self._closing = False
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LIMIT)
         self._thread: threading.Thread | None = None
@@ -62,27 +62,27 @@ class TraceFile:
     @property
     def dropped(self) -> int:
         """Any thread."""
-        return self._tally.dropped
+        return self._counts.dropped
 
     def add(self, record: Record) -> None:
-        """Queue what is over, and change it no more. Never blocks. Writer thread."""
+        """Queue a record that the caller will not change any more. Never blocks. Writer thread."""
         if self._thread is None:
             return
-        rows, waiting = record.rows, self._tally.rows_waiting
+        rows, waiting = record.rows, self._counts.rows_waiting
         try:
             if waiting and waiting + rows > ROWS_LIMIT:
                 raise queue.Full
             self._queue.put_nowait(record)
         except queue.Full:
-            self._tally.crowded_out += 1
+            self._counts.crowded_out += 1
             behind = self._queue.qsize()
             text = f"the trace {self._path} is {behind} records of {waiting} rows behind: this one is dropped"
             self._peer_errors.add("trace behind", text, time.perf_counter())
         else:
-            self._tally.queued(rows)
+            self._counts.queued(rows)
 
     def close(self) -> None:
-        """Write what is queued and end the thread; what cannot be written within two seconds is left behind."""
+        """Write the queue and end the thread. Records that take longer than two seconds are lost."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -92,7 +92,7 @@ class TraceFile:
         thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             self._closing = True
-            self._tally.leave_behind()
+            self._counts.leave_behind()
         if self.dropped:
             logger.warning("layerpush: the trace %s lacks %d records", self._path, self.dropped)
 
@@ -100,8 +100,8 @@ class TraceFile:
         try:
             with contextlib.closing(lines):
                 self._write_to(lines)
-        except Exception as error:  # whatever it was: the engine goes on without a trace, and says so
-            self._tally.lost_one()
+        except Exception as error:  # any defect: the engine continues without a trace, and logs it
+            self._counts.lost_one()
             self.death = f"{type(error).__name__}: {error}"
             logger.exception("layerpush: the thread of the trace %s has died: nothing more is recorded", self._path)
             self._drain()
@@ -112,35 +112,35 @@ class TraceFile:
         def attempt(write: Callable[[], None]) -> bool:
             try:
                 write()
-            except (OSError, ValueError) as error:  # a full disk may have room again; an id may be no text
+            except (OSError, ValueError) as error:  # a full disk may have room again; an id may be invalid text
                 text = f"the trace {self._path} cannot be written: {error}"
                 peer_errors.add("trace lost", text, time.perf_counter())
                 return False
             return True
 
-        told = 0
+        reported = 0
         attempt(lines.begin)
         while not self._closing:
             record = self._queue.get()
             dropped = self.dropped
-            if dropped > told and attempt(partial(lines.put, DropRecord(records=dropped, t=time.perf_counter()))):
-                told = dropped
+            if dropped > reported and attempt(partial(lines.put, DropRecord(records=dropped, t=time.perf_counter()))):
+                reported = dropped
             if record is None:
                 return
             if attempt(partial(lines.put, record)):
-                self._tally.handled(record.rows)
+                self._counts.handled(record.rows)
             else:
-                self._tally.lost_one(record.rows)
+                self._counts.lost_one(record.rows)
 
     def _drain(self) -> None:
-        """Go on taking records, so that each one is counted."""
+        """Take records until the end, so that each one is counted as lost."""
         while (record := self._queue.get()) is not None and not self._closing:
-            self._tally.lost_one(record.rows)
+            self._counts.lost_one(record.rows)
 
 
 @dataclass
-class _Tally:
-    """What became of records. Each counter has one thread that changes it, so that none needs a lock."""
+class _Counts:
+    """Counts of records. Only one thread changes each counter, so none needs a lock."""
 
     crowded_out: int = 0
     records_queued: int = 0
@@ -167,18 +167,18 @@ class _Tally:
         self.rows_handled += rows
 
     def lost_one(self, rows: int = 0) -> None:
-        """It could not be written."""
+        """A record could not be written."""
         self.unwritten += 1
         self.handled(rows)
 
     def leave_behind(self) -> None:
-        """Nobody waits for the rest. One that is just being written may still make it."""
+        """Count all records that are not written yet as lost. The thread may still write one of them."""
         self.left_behind = max(0, self.records_queued - self.records_handled)
 
 
 class _Lines:
-    """A file of whole lines, the first of which is ``head``. A line that the disk took a part of is ended before the
-    next. If somebody deletes the file, a new one takes its place.
+    """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end follows before
+    the next line. If somebody deletes the file, it is made again.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:
@@ -190,20 +190,22 @@ class _Lines:
         self._encoder = msgspec.json.Encoder()
 
     def begin(self) -> None:
-        """Make the file. Raises ``OSError``."""
+        """Make the file, unless it exists, and write its head. Raises ``OSError``."""
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self.close()
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
             self._has_head = False
-            self._torn = os.fstat(self._file.fileno()).st_size > 0  # what a process of the same pid left may be
+            self._torn = (
+                os.fstat(self._file.fileno()).st_size > 0
+            )  # a process of the same pid may have left a torn line
         if not self._has_head:
             self._write(self._file, self._encoder.encode(self._head))
             self._has_head = True
 
     def put(self, record: msgspec.Struct) -> None:
-        """Raises ``OSError``, and ``ValueError`` for what is no JSON."""
+        """Append a line. Raises ``OSError``, and ``ValueError`` if the record is not valid JSON."""
         line = self._encoder.encode(record)
         self.begin()
         assert self._file is not None

@@ -1,7 +1,7 @@
-"""What happened to each push on P and to each load on D, as JSON lines that a person or a plot can read.
+"""The trace records of pushes on P and loads on D, written as JSON lines.
 
-The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and hands it to a ``TraceFile``.
-All times are ``time.perf_counter()`` seconds; a file's first line names the clock that they were read from.
+The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and passes it to a ``TraceFile``.
+All times are ``time.perf_counter()`` seconds; a file's first line names their clock.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
-    """The first line of a file: who wrote it, and two readings of one moment, ``t`` and ``unix`` (``time.time()``).
+    """The first line of a file: its process, and two clocks read at one moment, ``t`` and ``unix`` (``time.time()``).
 
-    Processes with equal ``clock`` read the same clock, so their times can be compared as they are.
+    Processes with equal ``clock`` use the same clock, so their times can be compared directly.
     """
 
     kind: str = "process"
@@ -32,7 +32,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
 
 
 class DropRecord(msgspec.Struct, kw_only=True):
-    """``records`` that should stand in this file, counted from its beginning, are lost."""
+    """``records`` is the number of records that this file has lost so far."""
 
     kind: str = "dropped"
     records: int
@@ -46,10 +46,10 @@ class ChunkRecord(msgspec.Struct):
 
 
 class WriteRecord(msgspec.Struct):
-    """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` counts what went to this rank.
+    """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` were written to ``remote_rank``.
 
-    ``plan`` is "direct", "gathered" or "packed"; its descriptors merge into ``runs``, and ``estimate_s`` is how many
-    seconds it was estimated to take from ``t_planned`` on. None where nothing is packed.
+    ``plan`` is "direct", "gathered" or "packed". Its descriptors merge into ``runs``. ``estimate_s`` is the estimated
+    time in seconds, from ``t_planned`` on. Where packing is off, ``runs``, ``estimate_s`` and ``t_planned`` are None.
     """
 
     remote_rank: int
@@ -93,7 +93,7 @@ class PushRecord(msgspec.Struct, kw_only=True):
     t_notified: float | None = None
 
     def ready_at(self, chunk: int, layer: int, at: float, hooked: bool, *, keep: bool = True) -> None:
-        """Count a layer of a chunk as ready; ``keep`` its row too."""
+        """Count a layer of a chunk as ready at ``at``; ``keep``: add its row too."""
         if keep:
             self.ready.append((chunk, layer, at, hooked))
         self.t_last_ready = at
@@ -104,20 +104,18 @@ class PushRecord(msgspec.Struct, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """What it takes of a queue."""
+        """Its size, in rows of the trace queue."""
         return 1 + len(self.chunks) + len(self.ready) + len(self.writes)
 
     def restart(self, epoch: int) -> None:
-        """A preempted prompt is computed again: what was ready is not. WRITEs stay, they were real."""
+        """A preempted prompt is computed again: its ready layers no longer count. Its WRITEs stay recorded."""
         self.epoch = epoch
         self.chunks, self.ready = [], []
         self.hooked_layers = self.swept_layers = 0
 
 
 class LoadRecord(msgspec.Struct, kw_only=True):
-    """One awaited push on one decode rank. ``clock_offset`` is what P's clock is ahead of D's, in seconds, as the
-    handshake between them measured it.
-    """
+    """One load on one decode rank. ``clock_offset`` is P's clock minus D's (seconds), measured by their handshake."""
 
     kind: str = "load"
     request_id: str
@@ -138,12 +136,12 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     t_cleared: float | None = None
 
     def settled(self, outcome: str, reason: str | None, at: float) -> None:
-        """The last word was heard, or nobody waits for it any more."""
+        """D has the final status of the push, or does not wait for it any more."""
         self.outcome, self.reason, self.t_settled = outcome, reason, at
 
     @property
     def rows(self) -> int:
-        """What it takes of a queue."""
+        """Its size, in rows of the trace queue."""
         return 1
 
 
@@ -151,7 +149,7 @@ Record = PushRecord | LoadRecord
 
 
 def this_process(engine_id: str, rank: int) -> ProcessRecord:
-    """What is known of the calling process and its clock."""
+    """The record of the calling process and its clock."""
     return ProcessRecord(
         engine_id=engine_id,
         rank=rank,
@@ -164,7 +162,7 @@ def this_process(engine_id: str, rank: int) -> ProcessRecord:
 
 
 def _clock() -> str:
-    """Names the clock behind ``time.perf_counter()``: that of a boot, as a time namespace shifts it."""
+    """A name of the clock of ``time.perf_counter()``: it belongs to a boot, and a time namespace may shift it."""
     boot, namespace = socket.gethostname(), ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

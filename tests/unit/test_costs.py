@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.transport.packing.cost_model import Costs, Plan, Shape
+from layerpush.transport.packing.cost_model import Costs, Plan, TransferSize
 
 seconds = st.floats(1e-9, 1e-3)
-shapes = st.builds(
-    lambda size, gathered, more: Shape(size, gathered + more, gathered),
+transfers = st.builds(
+    lambda size, gathered, more: TransferSize(size, gathered + more, gathered),
     st.integers(1, 1 << 30),
     st.integers(1, 10000),
     st.integers(0, 10000),
@@ -23,43 +23,45 @@ knots = st.lists(st.tuples(st.integers(1, 500), seconds), min_size=1, max_size=4
 models = st.builds(Costs, knots, *[seconds] * 6)
 
 
-@given(models, shapes, st.sets(st.sampled_from(Plan)))
-def test_what_is_chosen_is_possible_and_no_worse_than_direct(costs: Costs, shape: Shape, possible: set[Plan]) -> None:
-    chosen = costs.choose(shape, possible)
+@given(models, transfers, st.sets(st.sampled_from(Plan)))
+def test_what_is_chosen_is_possible_and_no_worse_than_direct(
+    costs: Costs, transfer: TransferSize, possible: set[Plan]
+) -> None:
+    chosen = costs.choose(transfer, possible)
     assert chosen in possible | {Plan.DIRECT}
-    assert costs.estimate(chosen, shape) <= costs.estimate(Plan.DIRECT, shape)
+    assert costs.estimate(chosen, transfer) <= costs.estimate(Plan.DIRECT, transfer)
 
 
-@given(models, shapes)
-def test_what_is_chosen_is_about_the_best(costs: Costs, shape: Shape) -> None:
-    chosen = costs.choose(shape, Plan)
-    assert costs.estimate(chosen, shape) * 0.89 <= min(costs.estimate(plan, shape) for plan in Plan)
+@given(models, transfers)
+def test_what_is_chosen_is_about_the_best(costs: Costs, transfer: TransferSize) -> None:
+    chosen = costs.choose(transfer, Plan)
+    assert costs.estimate(chosen, transfer) * 0.89 <= min(costs.estimate(plan, transfer) for plan in Plan)
 
 
 @pytest.mark.parametrize(
-    ("shape", "plan"),
+    ("transfer", "plan"),
     [
-        (Shape(8 << 20, 4096, 4096), Plan.PACKED),  # 2 KiB pieces, scattered on both sides
-        (Shape(8 << 20, 4096, 1), Plan.GATHERED),  # scattered on P only
-        (Shape(8 << 20, 32, 32), Plan.DIRECT),  # 256 KiB pieces
-        (Shape(8 << 20, 1, 1), Plan.DIRECT),
+        (TransferSize(8 << 20, 4096, 4096), Plan.PACKED),  # 2 KiB pieces, scattered on both sides
+        (TransferSize(8 << 20, 4096, 1), Plan.GATHERED),  # scattered on P only
+        (TransferSize(8 << 20, 32, 32), Plan.DIRECT),  # 256 KiB pieces
+        (TransferSize(8 << 20, 1, 1), Plan.DIRECT),
     ],
 )
-def test_what_pays(shape: Shape, plan: Plan) -> None:
+def test_what_pays(transfer: TransferSize, plan: Plan) -> None:
     costs = Costs(scattered=((1000, 6e-3),), wire_s=1 / 5e9, gather_s=1 / 8e9, scatter_s=1 / 8e9)
-    assert costs.choose(shape, Plan) is plan
+    assert costs.choose(transfer, Plan) is plan
 
 
-@given(models, shapes)
-def test_what_never_pays_is_never_chosen(costs: Costs, shape: Shape) -> None:
-    if costs.never_pays(shape.direct_runs, shape.bytes):
-        assert costs.choose(shape, Plan) is Plan.DIRECT
+@given(models, transfers)
+def test_what_never_pays_is_never_chosen(costs: Costs, transfer: TransferSize) -> None:
+    if costs.never_pays(transfer.direct_runs, transfer.bytes):
+        assert costs.choose(transfer, Plan) is Plan.DIRECT
 
 
 def test_a_copy_pays_from_so_many_descriptors_on() -> None:
     costs = Costs(((1, 1.0),), wire_s=0.0, gather_s=0.5, copy_s=10.0, write_s=0.0)
     for descriptors in range(1, 40):
-        scattered = Shape(4, descriptors, gathered_runs=1)
+        scattered = TransferSize(4, descriptors, gathered_runs=1)
         assert costs.never_pays(descriptors, 4) == (costs.choose(scattered, Plan) is Plan.DIRECT)
     assert costs.never_pays(14, 4)
     assert not costs.never_pays(15, 4)
@@ -68,10 +70,10 @@ def test_a_copy_pays_from_so_many_descriptors_on() -> None:
 
 def test_the_formula() -> None:
     costs = Costs(((8, 16.0),), wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
-    shape = Shape(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)
-    assert costs.estimate(Plan.DIRECT, shape) == 17 + 4 * 2 + 10 * 3
-    assert costs.estimate(Plan.GATHERED, shape) == 17 + 2 * 2 + 10 * 3 + 13 + 10 * 5
-    assert costs.estimate(Plan.PACKED, shape) == 17 + 1 * 2 + 10 * 3 + 2 * 13 + 10 * 5 + 10 * 7 + 11
+    transfer = TransferSize(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)
+    assert costs.estimate(Plan.DIRECT, transfer) == 17 + 4 * 2 + 10 * 3
+    assert costs.estimate(Plan.GATHERED, transfer) == 17 + 2 * 2 + 10 * 3 + 13 + 10 * 5
+    assert costs.estimate(Plan.PACKED, transfer) == 17 + 1 * 2 + 10 * 3 + 2 * 13 + 10 * 5 + 10 * 7 + 11
 
 
 @pytest.mark.parametrize(

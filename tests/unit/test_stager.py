@@ -13,7 +13,7 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import Calibration
-from layerpush.transport.packing.cost_model import Costs, Shape
+from layerpush.transport.packing.cost_model import Costs, TransferSize
 from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.running_estimate import FORGOTTEN_S, CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import runs
@@ -93,7 +93,9 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
 def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
-    monkeypatch.setattr("layerpush.transport.packing.strategy.shape_of", lambda *_: looked.append(1) or Shape(0, 0, 0))
+    monkeypatch.setattr(
+        "layerpush.transport.packing.strategy.transfer_size", lambda *_: looked.append(1) or TransferSize(0, 0, 0)
+    )
     packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
     strategy = PackingStrategy(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
     strategy._costs_of["another"] = strategy.costs_to("another")
@@ -159,29 +161,29 @@ def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -
 
 
 def test_copies_teach_what_they_cost() -> None:
-    lessons = CopyEstimates(Costs(copy_s=1e-4, gather_s=1e-10))
+    estimates = CopyEstimates(Costs(copy_s=1e-4, gather_s=1e-10))
     for _ in range(20):
-        lessons.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
-        lessons.copied(16 << 20, 5e-4 + (16 << 20) * 2e-10)
-    learned = lessons.applied_to(Costs(messages_s=7.0))
+        estimates.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
+        estimates.copied(16 << 20, 5e-4 + (16 << 20) * 2e-10)
+    learned = estimates.applied_to(Costs(messages_s=7.0))
     assert learned.copy_s == pytest.approx(5e-4, rel=0.02)
     assert learned.gather_s == learned.scatter_s == pytest.approx(2e-10, rel=0.02)
     assert learned.messages_s == 7.0
-    lessons.copied(16 << 10, 1.0)
-    assert lessons.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
+    estimates.copied(16 << 10, 1.0)
+    assert estimates.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
 
 
 def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
     clock = Clock()
-    lesson = RunningEstimate(1.0, clock.perf_counter)
+    running = RunningEstimate(1.0, clock.perf_counter)
     for _ in range(2):
-        lesson.heard(50.0)
-    assert lesson.value == 1.0
+        running.add(50.0)
+    assert running.value == 1.0
     for _ in range(8):
-        lesson.heard(50.0)
-    assert lesson.value == 50.0
+        running.add(50.0)
+    assert running.value == 50.0
     clock.now += FORGOTTEN_S + 1
-    assert lesson.value == 1.0, "a plan that is not chosen teaches nothing"
+    assert running.value == 1.0, "a plan that is not chosen teaches nothing"
 
 
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
@@ -204,7 +206,7 @@ def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: p
     costs = Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1)
     strategy = PackingStrategy(packer, None, "auto", costs)  # type: ignore[arg-type]
     strategy._costs_of["another"] = costs
-    monkeypatch.setattr("layerpush.transport.packing.strategy.shape_of", lambda *_: Shape(80, 10, 5))
+    monkeypatch.setattr("layerpush.transport.packing.strategy.transfer_size", lambda *_: TransferSize(80, 10, 5))
     ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE, window=SimpleNamespace())  # type: ignore[arg-type]
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     taken = strategy.begin(Write(0, 0, 0, 80, ()), link, (ids, ids), record)

@@ -159,7 +159,7 @@ def test_records_that_wait_are_bounded_in_memory(
         file.add(long_push(rows - 1))
         assert file.dropped == dropped, "one that is too large by itself is taken if nothing else waits"
     goes_on.set()
-    until(lambda: file._tally.rows_waiting == 0)
+    until(lambda: file._counts.rows_waiting == 0)
     goes_on.clear()
     for rows, dropped in ((60, 2), (40, 2), (1, 3)):
         file.add(long_push(rows - 1))

@@ -1,4 +1,4 @@
-"""The HTTP API."""
+"""The proxy's HTTP API."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from layerpush.apps.proxy.relay import Relay
 from layerpush.apps.proxy.settings import Settings
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
-"""A client's headers that engines get. X-Request-Id and X-data-parallel-rank are the proxy's to set."""
+"""Headers of a client that are passed on to engines. Only the proxy sets X-Request-Id and X-data-parallel-rank."""
 LISTS = ("tracestate", "baggage")
-"""Those that may come in several lines, which count as one."""
+"""Headers that may come in several lines; these are joined into one."""
 CLIENT_LEFT = 499
 BODY_TOO_SLOW = 408
 ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
 
 
 def make_app(proxy: Proxy) -> FastAPI:
-    """The application; it starts and ends the proxy's parts with itself."""
+    """The application. It runs the proxy's tasks while it lives."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

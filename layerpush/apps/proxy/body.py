@@ -1,6 +1,6 @@
-"""A client's request body, and what becomes of it for P and for D. Pure.
+"""Rewrites a client's request body for P and for D. Pure.
 
-Only the top level is parsed: a prompt of any length passes through as the bytes that the client sent.
+Only the top level is parsed: a prompt of any length passes through as the client's own bytes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyError(ValueError):
-    """The body is no JSON object; the message says what it is instead."""
+    """The body is not a JSON object. The message says why."""
 
 
 class RequestBody:
-    """One completion or chat completion. Keys that are the router's alone to set are gone from it."""
+    """The body of a completion or chat completion, without the keys that only a router may set."""
 
     def __init__(self, endpoint: Endpoint, raw: bytes) -> None:
         """Raises ``BodyError``."""
@@ -60,17 +60,17 @@ class RequestBody:
 
     @property
     def streams(self) -> bool:
-        """Whether the client wants server-sent events; engines are as lenient about how it says so."""
-        return self._set("stream") and self._bytes("stream").strip(b'"').lower() not in _NO
+        """Whether the client wants server-sent events. It reads the value as leniently as the engines do."""
+        return self._is_set("stream") and self._bytes("stream").strip(b'"').lower() not in _NO
 
     @functools.cached_property
     def alone(self) -> str | None:
-        """Why D has to compute this prompt itself; None where P can."""
-        if self._set("use_beam_search"):
+        """The parameter because of which D has to compute this prompt itself; None if P can compute it."""
+        if self._is_set("use_beam_search"):
             return "use_beam_search"
-        if self._set("prompt_logprobs") or self._bytes("prompt_logprobs") == b"0":
+        if self._is_set("prompt_logprobs") or self._bytes("prompt_logprobs") == b"0":
             return "prompt_logprobs"
-        if self._set("echo") and "logprobs" in self._fields and self._bytes("logprobs") != b"null":
+        if self._is_set("echo") and "logprobs" in self._fields and self._bytes("logprobs") != b"null":
             return "echo with logprobs"
         if self._bytes("truncate_prompt_tokens").strip(b'"').startswith(b"-"):
             return "truncate_prompt_tokens"
@@ -78,7 +78,7 @@ class RequestBody:
 
     @functools.cached_property
     def prompt_tokens(self) -> int:
-        """About how many tokens P has to compute."""
+        """An estimate of the number of tokens that P has to compute."""
         raw = self._prompt()
         if raw[:1] == b"[" and self.endpoint == "completions" and b'"' not in raw:
             return raw.count(b",") + 1
@@ -86,7 +86,7 @@ class RequestBody:
 
     @property
     def answer_tokens(self) -> int:
-        """How many tokens D may have to generate, as far as the body tells."""
+        """The number of tokens that D may have to generate: the body's limit, else a default."""
         for key in ("max_completion_tokens", "max_tokens"):
             raw = self._bytes(key)
             if raw.isdigit() and len(raw) < 10:
@@ -99,11 +99,11 @@ class RequestBody:
         return self._prompt()[:PREFIX_BYTES]
 
     def remote_request_id(self, request_id: str) -> str:
-        """What vLLM calls the (first) prompt of a request with this X-Request-Id, less a suffix of its own."""
+        """vLLM's id of the (first) prompt of a request with this X-Request-Id, without vLLM's own suffix."""
         return f"chatcmpl-{request_id}" if self.endpoint == "chat/completions" else f"cmpl-{request_id}-0"
 
     def to_prefill(self, params: Mapping[str, object]) -> bytes:
-        """The same prompt and sampling, for one token that nobody reads."""
+        """P's body: the same prompt and sampling, and one token, which nobody reads."""
         fields: dict[str, object] = {key: raw for key, raw in self._fields.items() if key not in _NOT_FOR_PREFILL}
         fields["max_tokens"] = _ONE
         if self.endpoint == "chat/completions":
@@ -111,18 +111,18 @@ class RequestBody:
         return _ENCODER.encode({**fields, "kv_transfer_params": params})
 
     def to_decode(self, params: Mapping[str, object] | msgspec.Raw | None) -> bytes:
-        """As the client sent it, with D's `kv_transfer_params`; None: without any, D computes the prompt itself."""
+        """D's body: the client's, with these `kv_transfer_params`. With None, D computes the prompt itself."""
         if params is None:
             return _ENCODER.encode(self._fields)
         return _ENCODER.encode({**self._fields, "kv_transfer_params": params})
 
     def _clean_extra(self) -> None:
-        """vLLM takes `kv_transfer_params` from these, too, where a request has no other."""
+        """Remove `kv_transfer_params` from `vllm_xargs`: vLLM also reads it there, if a request has no other."""
         try:
             extra: dict[str, msgspec.Raw] = _DECODER.decode(self._fields.get(_EXTRA, b"{}"))
         except msgspec.DecodeError:
-            return  # the engines say what is wrong with it
-        except UnicodeDecodeError as error:  # their parsers may read it in another way than ours
+            return  # the engines report the error
+        except UnicodeDecodeError as error:  # an engine's parser may read it differently
             raise BodyError(f"{_EXTRA} is not valid UTF-8: {error}") from None
         if extra.pop(_PARAMS, None) is not None:
             self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(extra))
@@ -130,7 +130,7 @@ class RequestBody:
     def _prompt(self) -> bytes:
         return self._bytes("messages" if self.endpoint == "chat/completions" else "prompt")
 
-    def _set(self, key: str) -> bool:
+    def _is_set(self, key: str) -> bool:
         return key in self._fields and self._bytes(key) not in _EMPTY
 
     def _bytes(self, key: str) -> bytes:

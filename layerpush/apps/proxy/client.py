@@ -1,4 +1,4 @@
-"""The client's side of a request: what it has been sent so far, and what it can still be told."""
+"""Sends the answer of a request to its client."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from layerpush.apps.proxy.errors import error_body
 from layerpush.apps.proxy.legs import Headers, Whole
 from layerpush.apps.proxy.sse import EVENTS_END, error_event
 
-LAST_WORDS_S = 5.0
+ERROR_TIMEOUT_S = 5.0
 
 
 class Client:
-    """Sends one answer. Waits while the client reads more slowly than D writes."""
+    """Sends one answer. It waits while the client reads more slowly than D writes."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -24,7 +24,7 @@ class Client:
         self.started = False
 
     async def start(self, status: int, headers: Headers, length: int | None = None) -> None:
-        """Status and headers; nothing if they are sent already."""
+        """Send status and headers, unless they are sent already."""
         if self.started:
             return
         self.started = True
@@ -35,21 +35,21 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def send(self, data: bytes) -> None:
-        """A part of the body."""
+        """Send a part of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def comment(self, headers: Headers, data: bytes) -> None:
-        """What keeps a stream alive before its first token. Another attempt can still be made after it."""
+        """Send a comment, which keeps a stream alive before its first token. Another attempt is still possible."""
         await self.start(200, headers)
         await self.send(data)
 
     async def end(self) -> None:
-        """The body is complete."""
+        """End the body."""
         self._ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, answer: Whole) -> None:
-        """An answer in one piece; in a stream that has begun, an event."""
+        """Send an answer in one piece; in a stream that has begun, an error becomes an event."""
         body = answer.body
         if self.started and answer.status != 200:
             body = b"".join((b"data: ", body.replace(b"\n", b" "), EVENTS_END))
@@ -58,12 +58,12 @@ class Client:
         await self.end()
 
     async def fail(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        """The proxy's own error, as a status or, in a stream that has begun, as an event. Nothing after the end.
+        """Send the proxy's own error: as a status or, in a stream that has begun, as an event. Not after the end.
 
-        Returns also if the client does not read it.
+        It gives up after ``ERROR_TIMEOUT_S`` if the client does not read.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(ERROR_TIMEOUT_S):
                 await self._fail(status, message, retry_after_s)
 
     async def _fail(self, status: int, message: str, retry_after_s: int | None) -> None:

@@ -1,4 +1,4 @@
-"""`layerpush proxy`: its options, which have the names that vllm-project/router gives them where it has them."""
+"""`layerpush proxy`. Options that vllm-project/router has, too, have the same names."""
 
 from __future__ import annotations
 

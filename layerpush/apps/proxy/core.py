@@ -34,7 +34,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watch the engines, and leave nothing behind."""
+        """Watch the engines while the block runs; then end every task."""
         headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
         async with http_session(self.settings) as session:
             self.engines = Engines(session, self.settings)
@@ -48,7 +48,7 @@ class Proxy:
             await asyncio.gather(*self._outliving, return_exceptions=True)
 
     def outlive(self, leg: asyncio.Task[Any]) -> None:
-        """Let P's leg end after its request. What it says then is of no interest."""
+        """Let P's leg end after its request. Its result is ignored."""
         self._outliving.add(leg)
         leg.add_done_callback(self._ended)
 

@@ -1,4 +1,4 @@
-"""One attempt at a request: P and D at the same time, one after the other, or D alone."""
+"""Sends one attempt at a request: to P and D at the same time, to one after the other, or to D alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Mode: TypeAlias = Literal["concurrent", "sequential", "alone"]
 
 
 class AttemptFailedError(Exception):
-    """An attempt that may be made again: the client has seen nothing of it.
+    """An attempt failed, and the client has got nothing of it: another attempt is possible.
 
-    ``avoid``: instances that are not to be asked again; ``spare``: those to be asked only if there are no others.
+    ``avoid``: instances that must not be asked again. ``spare``: instances to ask only if there are no others.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AttemptFailedError(Exception):
 
 @dataclass
 class Answer:
-    """What the client gets. ``prefill`` is P's leg where that still runs: it is to be awaited, or cancelled."""
+    """The client's answer. ``prefill`` is P's leg if it may still run: await it, or cancel it."""
 
     content: Whole | Stream
     prefill: asyncio.Task[Whole] | None = None
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A request, and the instances that it goes to; without ``prefill``, D computes the prompt."""
+    """A request, and the instances that it goes to. Without ``prefill``, D computes the prompt."""
 
     body: RequestBody
     headers: Mapping[str, str]
@@ -56,21 +56,21 @@ class Attempt:
 
     @property
     def mode(self) -> Mode:
-        """How this attempt goes about it."""
+        """The order in which the engines are asked."""
         if self.prefill is None:
             return "alone"
         return self.prefill.dispatch(self.sequential)
 
 
 class Dispatcher:
-    """Sends attempts. Each has an id of its own, so that nothing of an earlier one can be taken for it."""
+    """Sends attempts. Each gets its own request id, so that no engine can confuse it with an earlier one."""
 
     def __init__(self, engines: Engines, introductions: Introductions) -> None:
         self._engines = engines
         self._introductions = introductions
 
     async def send(self, attempt: Attempt) -> Answer:
-        """As far as D's first token. Raises ``AttemptFailedError``; cancelled, it leaves neither leg behind."""
+        """Send an attempt, and wait for D's first token. Raises ``AttemptFailedError``. Cancellation ends both legs."""
         request_id = str(uuid.uuid4())
         match attempt.mode:
             case "concurrent":
@@ -78,7 +78,7 @@ class Dispatcher:
             case "sequential":
                 return await self._sequentially(attempt, request_id)
             case "alone":
-                return await self._alone(attempt, request_id)
+                return await self._decoded(attempt, request_id, None)
 
     async def _concurrently(self, attempt: Attempt, request_id: str) -> Answer:
         assert attempt.prefill is not None
@@ -90,38 +90,38 @@ class Dispatcher:
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done():
-                refusal = self._judge(attempt.prefill, prefill)
+                refusal = self._check_prefill(attempt.prefill, prefill)
                 if refusal is not None:
                     await _end(decode)
                     return Answer(refusal)
                 await asyncio.wait((decode,))
-            return Answer(self._first(attempt, attempt.prefill, prefill, decode), prefill)
-        except BaseException:  # the client's going, too, is to end both legs
+            return Answer(self._decode_result(attempt, attempt.prefill, prefill, decode), prefill)
+        except BaseException:  # also if the client has left: end both legs
             await _end(prefill, decode)
             raise
 
-    def _judge(self, instance: Instance, prefill: asyncio.Task[Whole]) -> Whole | None:
-        """What P's answer means while D waits: None to wait on, or what the client gets."""
+    def _check_prefill(self, instance: Instance, prefill: asyncio.Task[Whole]) -> Whole | None:
+        """Check P's answer while D waits. Returns a refusal for the client, or None to wait for D's answer."""
         try:
             answer = prefill.result()
         except LegFailedError as failure:
             raise AttemptFailedError(failure, frozenset({instance})) from failure
         if answer.status != 200:
             return answer
-        told, params = instance.identity, transfer_params(answer.body)
+        assumed, params = instance.identity, transfer_params(answer.body)
         self._introductions.learn(instance, params)
         if params is None:
             raise AttemptFailedError(_without_params(instance), frozenset({instance}))
-        if instance.identity != told:
-            changed = LegFailedError(instance, "restarted", f"is no longer {told}")
+        if instance.identity != assumed:
+            changed = LegFailedError(instance, "restarted", f"is no longer {assumed}")
             raise AttemptFailedError(changed, frozenset())
         return None
 
     @staticmethod
-    def _first(
+    def _decode_result(
         attempt: Attempt, instance: Instance, prefill: asyncio.Task[Whole], decode: asyncio.Task[Whole | Stream]
     ) -> Whole | Stream:
-        """D's answer. While P has not done its part, D's failure may as well be P's."""
+        """D's answer. Until P has pushed, P may be the cause of D's failure."""
         try:
             return decode.result()
         except LegFailedError as failure:
@@ -145,9 +145,6 @@ class Dispatcher:
         if params is None:
             raise AttemptFailedError(_without_params(attempt.prefill), frozenset({attempt.prefill}))
         return await self._decoded(attempt, request_id, params)
-
-    async def _alone(self, attempt: Attempt, request_id: str) -> Answer:
-        return await self._decoded(attempt, request_id, None)
 
     async def _decoded(self, attempt: Attempt, request_id: str, params: msgspec.Raw | None) -> Answer:
         try:
@@ -176,14 +173,14 @@ class Dispatcher:
 
 
 def _count_work(instance: Instance, tokens: int, leg: asyncio.Task[Whole]) -> None:
-    """From now on, although the leg has not begun yet: the next request is to see it."""
+    """Count the work of a leg before it begins, so that the next request sees it."""
     work = contextlib.ExitStack()
     work.enter_context(instance.working(tokens))
     leg.add_done_callback(lambda _: work.close())
 
 
 async def _end(*legs: asyncio.Task[Whole] | asyncio.Task[Whole | Stream]) -> None:
-    """Cancel, and see to it that nothing is left open."""
+    """Cancel the legs, and close their streams."""
     for leg in legs:
         leg.cancel()
     for ended in await asyncio.gather(*legs, return_exceptions=True):

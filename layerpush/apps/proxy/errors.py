@@ -1,4 +1,4 @@
-"""Errors in the shape of the OpenAI API, which is also vLLM's."""
+"""Errors in the format of the OpenAI API, which is also vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESSAGE_CHARS = 500
 
 
 class ProxyError(Exception):
-    """A request that the proxy itself refuses or gives up; ``status`` is the HTTP status that its client gets."""
+    """The proxy itself refuses a request or gives it up. ``status`` is the client's HTTP status."""
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class ProxyError(Exception):
 
 
 def error_message(answer: bytes) -> str:
-    """What an engine's answer, or event, says is wrong, on one line and shortened."""
+    """The error message of an engine's answer or event, shortened and on one line."""
     for text in (answer, *answer.split(b"data:", 1)[1:]):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return _one_line(str(json.JSONDecoder().raw_decode(text.decode().lstrip())[0]["error"]["message"]))
@@ -34,7 +34,7 @@ def _one_line(text: str) -> str:
 
 
 def error_body(status: int, message: str) -> bytes:
-    """The JSON object that clients of the OpenAI API read an error from."""
+    """The JSON object of an error in the OpenAI API."""
     kind = "".join(word.capitalize() for word in HTTPStatus(status).name.split("_"))
     if not kind.endswith("Error"):
         kind += "Error"

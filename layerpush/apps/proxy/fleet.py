@@ -1,4 +1,4 @@
-"""All instances, and which of them a request goes to."""
+"""All instances, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fleet:
         return all(any(instance.healthy for instance in instances) for instances in self._instances.values())
 
     def pick(self, role: Role, body: RequestBody, avoid: Collection[Instance] = ()) -> Instance | None:
-        """A healthy instance that is none of ``avoid``, by the role's policy; None if there is none."""
+        """A healthy instance that is not in ``avoid``, by the role's policy; None if there is none."""
         candidates = [each for each in self._instances[role] if each.healthy and each not in avoid]
         if not candidates:
             return None
@@ -41,11 +41,11 @@ class Fleet:
         return candidates[choose(self._policies[role], candidates, turn, body.prefix)]
 
     def doubtful(self, role: Role) -> list[Instance]:
-        """Instances that the next check may bring back."""
+        """Instances that a failed request made unhealthy, and that the next check may make healthy again."""
         return [each for each in self._instances[role] if each.doubtful]
 
     def none_left(self, role: Role) -> ProxyError:
-        """The answer to a request for which no instance is left."""
+        """The error for a request for which no instance is left."""
         states = ", ".join(
             f"{each.url} ({'failed for this request' if each.healthy else each.problem})"
             for each in self._instances[role]

@@ -1,4 +1,4 @@
-"""How many requests are let in: a limit on those under way, and a bounded queue before it."""
+"""Limits the requests under way, with a bounded queue of those that wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gate:
             self._leave()
 
     def check(self) -> None:
-        """Raises ``ProxyError`` if nobody can enter, or wait, now."""
+        """Raises ``ProxyError`` with status 429 if the limit is reached and the queue is full."""
         if self.under_way >= self._limit and len(self._waiting) >= self._queue_size:
             raise ProxyError(
                 429,
@@ -60,7 +60,7 @@ class Gate:
             raise ProxyError(
                 429, f"waited {self._queue_timeout_s:g} s in the queue (--queue-timeout-secs)", RETRY_AFTER_S
             ) from None
-        except BaseException:  # the client has gone: its place is the next one's
+        except BaseException:  # the client has left: free its place
             self._give_up(place)
             raise
 
@@ -68,7 +68,7 @@ class Gate:
         if place in self._waiting:
             self._waiting.remove(place)
         elif place.done() and not place.cancelled():
-            self._leave()  # it was ours already
+            self._leave()  # the place was given to this request already
 
     def _leave(self) -> None:
         while self._waiting:

@@ -1,4 +1,4 @@
-"""Who a prefill engine is to a decode engine: the half of D's `kv_transfer_params` that no request changes. Pure."""
+"""The identity of a prefill engine: the part of D's `kv_transfer_params` that all its requests share. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_params
 
 TO_PREFILL: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-"""P's `kv_transfer_params`: compute the prompt, keep its blocks, push them to whoever registers."""
+"""P's `kv_transfer_params`: compute the prompt, keep its blocks, push them to the D that registers."""
 
 _DATA_PARALLEL_RANK = re.compile(r"_dp\d+$")
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
 class IdentityError(ValueError):
-    """What describes a prefill engine cannot be used; the message says why and what to do."""
+    """The description of a prefill engine cannot be used. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A prefill engine: its id, its side channel, and how many ranks a decode engine has to reach there."""
+    """A prefill engine: its id, its side channel, and the sizes of its parallel groups."""
 
     engine_id: str
     host: str
@@ -33,7 +33,7 @@ class Identity:
 
     @classmethod
     def from_params(cls, params: object) -> Identity:
-        """Read the `kv_transfer_params` of a P's answer, or an operator's own.
+        """Read the `kv_transfer_params` of P's answer, or those that an operator gave.
 
         Raises:
             IdentityError: a key is missing or bad, or this P does not push.
@@ -58,7 +58,7 @@ class Identity:
         )
 
     def to_decode(self, remote_request_id: str) -> dict[str, object]:
-        """D's `kv_transfer_params` for a request that P knows under this id, before P has answered."""
+        """D's `kv_transfer_params` for the request with this id on P. P need not have answered yet."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -73,12 +73,12 @@ class Identity:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether the engine is a data-parallel rank, so that others may answer at the same URL."""
+        """Whether the engine is a data-parallel rank: other ranks may answer at the same URL."""
         return _DATA_PARALLEL_RANK.search(self.engine_id) is not None
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only engines on P's own machine can reach its side channel."""
+        """Whether only engines on the same machine can reach its side channel."""
         return self.host.startswith(_LOOPBACK)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""An engine behind the proxy: its role, whether it is healthy, what it has to do, and who it is."""
+"""An engine behind the proxy: its role, its health, its outstanding work and its identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Dispatch: TypeAlias = Literal["concurrent", "sequential"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """How many checks in a row change an instance's health."""
+    """The numbers of checks in a row that change an instance's health."""
 
     failures: int
     successes: int
@@ -30,17 +30,17 @@ class Instance:
         self.outstanding_tokens = 0
         self.healthy = False
         self.problem = "not checked yet"
-        """Why it is not healthy; of no meaning while it is."""
+        """The reason why it is unhealthy. It has no meaning while the instance is healthy."""
         self.identity = identity
-        """A prefill engine's, once it is known."""
+        """The identity of a prefill engine; None while it is unknown."""
         self.identity_given = identity is not None
-        """Whether the operator has said who it is; what it answers does not replace that."""
+        """Whether the operator gave the identity. Then answers only replace its engine id."""
         self.former: set[Identity] = set()
-        """All that it has had since somebody began to listen there."""
+        """All identities seen since a server began to listen at this URL."""
         self.shared = False
         """Whether several engines answer at this URL, in turn."""
         self.doubtful = False
-        """Whether a request has put it out, and no check has followed."""
+        """Whether a failed request made it unhealthy, and no check has followed yet."""
         self._thresholds = thresholds
         self._failures = 0
         self._successes = thresholds.successes - 1  # the first check after the start is enough
@@ -50,7 +50,7 @@ class Instance:
         return self.url
 
     def dispatch(self, sequential: bool) -> Dispatch:
-        """How requests go to this prefill engine, which may be the operator's wish."""
+        """The order in which this prefill engine and D are asked. ``sequential``: the operator demands it."""
         return "sequential" if sequential or self.identity is None else "concurrent"
 
     def passed(self) -> None:
@@ -62,33 +62,33 @@ class Instance:
             self.healthy = True
 
     def failed(self, problem: str, gone: bool = False) -> None:
-        """A check has failed; ``gone``: nobody listens."""
+        """A check has failed. ``gone``: nobody listens at the URL."""
         self.doubtful = False
         self._failures += 1
         if self._failures >= self._thresholds.failures or not self.healthy:
-            self._put_out(problem, gone)
+            self._set_unhealthy(problem, gone)
 
     def lost(self, problem: str) -> None:
-        """A request found nobody who listens: unhealthy until the next check says otherwise."""
-        self._put_out(problem, gone=True)
+        """A request could not connect: the instance is unhealthy until the next check."""
+        self._set_unhealthy(problem, gone=True)
         self.doubtful = True
         self._successes = self._thresholds.successes - 1
 
     @contextlib.contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Count this much work for as long as the block lasts."""
+        """Count this work while the block runs."""
         self.outstanding_tokens += tokens
         try:
             yield
         finally:
             self.outstanding_tokens -= tokens
 
-    def _put_out(self, problem: str, gone: bool) -> None:
+    def _set_unhealthy(self, problem: str, gone: bool) -> None:
         self.healthy = False
         self.problem = problem
         self._failures = self._successes = 0
         if gone and not self.identity_given:
-            self.identity = None  # whoever listens here next is another process
+            self.identity = None  # the next server at this URL is another process
             self.former.clear()
             self.shared = False
 

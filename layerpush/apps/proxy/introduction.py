@@ -1,4 +1,4 @@
-"""How the proxy comes to know who a prefill engine is: it asks, and it reads every answer."""
+"""Learns the identities of prefill engines, from probes and from every answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBE_PROMPT = [1, 1, 1, 1]
 
 @dataclass(frozen=True)
 class Probe:
-    """A question that P has answered, and that D can now be asked."""
+    """A request of the proxy that P has answered, ready to be sent to D."""
 
     request_id: str
     path: str
@@ -42,7 +42,7 @@ class _Models(msgspec.Struct):
 
 
 def transfer_params(answer: bytes) -> msgspec.Raw | None:
-    """The `kv_transfer_params` of a P's answer, as they are."""
+    """The `kv_transfer_params` of P's answer, as raw JSON; None if it has none."""
     try:
         raw = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
     except msgspec.DecodeError:
@@ -51,17 +51,17 @@ def transfer_params(answer: bytes) -> msgspec.Raw | None:
 
 
 class Introductions:
-    """Keeps the instances' identities right, and says in the log when one is learned, changes, or cannot be had."""
+    """Keeps the instances' identities correct. Logs when one is learned, changes, or cannot be learned."""
 
     def __init__(self, engines: Engines, headers: Mapping[str, str], timeout_s: float) -> None:
-        """``headers`` go with the proxy's own requests."""
+        """``headers`` are for the proxy's own requests."""
         self._engines = engines
         self._headers = headers
         self._timeout_s = timeout_s
-        self._said: dict[Instance, str] = {}
+        self._last_warning: dict[Instance, str] = {}
 
     async def probe(self, instance: Instance) -> Probe | None:
-        """Ask a prefill engine for one token, and learn who it is from what it says. Raises nothing.
+        """Ask a prefill engine for one token, and learn its identity from the answer. Raises nothing.
 
         P keeps the block of this prompt until the probe is delivered, or its lease ends.
         """
@@ -79,20 +79,20 @@ class Introductions:
                 self._timeout_s,
             )
         except LegFailedError as failure:
-            self._cannot(instance, str(failure))
+            self._use_sequential(instance, str(failure))
             return None
         except (msgspec.DecodeError, IndexError):
-            self._cannot(instance, f"{instance} names no model at /v1/models")
+            self._use_sequential(instance, f"{instance} names no model at /v1/models")
             return None
         if answer.status != 200:
-            self._cannot(instance, f"{instance} answered {answer.status}: {error_message(answer.body)}")
+            self._use_sequential(instance, f"{instance} answered {answer.status}: {error_message(answer.body)}")
             return None
         params = transfer_params(answer.body)
         self.learn(instance, params)
         return None if params is None else Probe(request_id, body.path, body.to_decode(params))
 
     async def deliver(self, probe: Probe, decode: Instance) -> None:
-        """Let a decode engine have what P has computed: else P would count, and tell, a push that failed."""
+        """Send a probe to a decode engine. Without that, P would count and log a failed push."""
         headers = {**self._headers, "X-Request-Id": probe.request_id}
         try:
             await self._engines.ask(decode, probe.path, probe.to_decode, headers, self._timeout_s)
@@ -100,40 +100,42 @@ class Introductions:
             logger.debug("the first push to %s: %s", decode, failure)
 
     def learn(self, instance: Instance, params: msgspec.Raw | None) -> None:
-        """Take in what a P says of itself: ``instance.identity`` is right afterwards, or None."""
+        """Update ``instance.identity`` from P's own parameters. Afterwards it is correct, or None."""
         try:
             identity = Identity.from_params(None if params is None else msgspec.json.decode(params))
         except IdentityError as error:
             if not instance.identity_given:
-                self._cannot(instance, f"{instance}: {error}")
+                self._use_sequential(instance, f"{instance}: {error}")
             return
         known = instance.identity
         if instance.shared:
             return
         if known is not None and instance.identity_given:
             if known.engine_id != identity.engine_id:
-                self._say(instance, f"{instance} is {identity.engine_id}, not {known.engine_id} (--prefill-identity)")
+                self._warn_once(
+                    instance, f"{instance} is {identity.engine_id}, not {known.engine_id} (--prefill-identity)"
+                )
                 instance.identity = replace(known, engine_id=identity.engine_id)
         elif identity.is_one_of_several:
-            self._cannot(
+            self._use_sequential(
                 instance,
                 f"{instance} is a data-parallel rank ({identity.engine_id}), of which several may answer at one URL; "
                 "give each rank an API server of its own and name it with --prefill-identity",
             )
         elif known is not None and known != identity and identity in instance.former:
             instance.shared = True
-            self._cannot(
+            self._use_sequential(
                 instance,
                 f"{instance} is {identity.engine_id} again, and was {known.engine_id}: several engines answer at this "
                 "URL; name each with a --prefill of its own",
             )
         elif known != identity:
-            self._introduce(instance, identity)
+            self._set_identity(instance, identity)
 
-    def _introduce(self, instance: Instance, identity: Identity) -> None:
+    def _set_identity(self, instance: Instance, identity: Identity) -> None:
         instance.identity = identity
         instance.former.add(identity)
-        self._said.pop(instance, None)
+        self._last_warning.pop(instance, None)
         logger.info("%s is %s: P and D are asked at the same time", instance, identity)
         if identity.is_loopback and not _is_loopback(instance.url):
             logger.warning(
@@ -143,15 +145,15 @@ class Introductions:
                 identity.host,
             )
 
-    def _cannot(self, instance: Instance, why: str) -> None:
+    def _use_sequential(self, instance: Instance, why: str) -> None:
         if not instance.identity_given:
             instance.identity = None
-        self._say(instance, f"{why}. Sequential dispatch for this engine: D is asked after it has answered")
+        self._warn_once(instance, f"{why}. Sequential dispatch for this engine: D is asked after it has answered")
 
-    def _say(self, instance: Instance, text: str) -> None:
-        """Once, until something else is to be said."""
-        if self._said.get(instance) != text:
-            self._said[instance] = text
+    def _warn_once(self, instance: Instance, text: str) -> None:
+        """Log a warning, unless it is the same as the instance's last one."""
+        if self._last_warning.get(instance) != text:
+            self._last_warning[instance] = text
             logger.warning("%s", text)
 
 

@@ -1,4 +1,4 @@
-"""One request to one engine: what it answered, or how it failed. A request of a client has two such legs."""
+"""Sends requests to engines. A client's request has two legs: a request to P and a request to D."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ EVENT_STREAM = "text/event-stream"
 POOL_IDLE_S = 4.0
 """Less than the 5 s after which vLLM's server closes an idle connection."""
 
-_OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""What this machine has run out of, which says nothing about the engine."""
+_LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors of this machine, which has run out of a resource. They say nothing about the engine."""
 _NOT_PASSED_BACK = frozenset(
     {"connection", "content-length", "date", "keep-alive", "server", "te", "trailer", "transfer-encoding", "upgrade"}
 )
 
 
 class LegFailedError(Exception):
-    """An engine did not answer as it should have, which is no fault of the request's.
+    """An engine did not answer as it should have, and the request is not at fault.
 
-    ``reason`` is for the metric, ``answer`` what the engine said, if it said something.
+    ``reason`` is for the metric. ``answer`` is the engine's answer, if there is one.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class LegFailedError(Exception):
 
     @property
     def gone(self) -> bool:
-        """Nobody listens there."""
+        """Nobody listens at the engine's URL."""
         return self.reason == "connect"
 
     @property
     def exhausted(self) -> bool:
-        """This process, or machine, can open no more connections."""
+        """This process or machine can open no more connections."""
         return self.reason == "exhausted"
 
     @property
     def refused(self) -> bool:
-        """It answered that it cannot now, and would say so again."""
+        """The engine answered with an error, and would probably do so again."""
         return self.reason in ("status", "error_event")
 
     @property
     def broken(self) -> bool:
-        """A connection ended early. The engine may have died, or only closed one that it thought idle."""
+        """The connection ended early. The engine may have died, or may have closed an idle connection."""
         return self.reason == "disconnect"
 
 
@@ -77,12 +77,12 @@ class Whole:
 
     @property
     def refuses(self) -> bool:
-        """Whether the request itself is what is wrong."""
+        """Whether the engine rejects the request itself."""
         return 400 <= self.status < 500 and self.status != 429
 
 
 class Stream:
-    """Server-sent events of a D that has begun to answer. ``close`` it in any case: that is what aborts D's request."""
+    """Server-sent events of a D that has begun to answer. Always ``close`` it: that aborts D's request."""
 
     def __init__(
         self, instance: Instance, response: aiohttp.ClientResponse, first: bytes, rest: EventBuffer, idle_s: float
@@ -95,7 +95,7 @@ class Stream:
         self._idle_s = idle_s
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Whole events, as they come. Raises ``LegFailedError``."""
+        """Yields whole events as they arrive. Raises ``LegFailedError``."""
         yield self._first
         with failures(self._instance, f"sent nothing for {self._idle_s:g} s (--stream-idle-timeout-secs)"):
             while data := await _next(self._response, self._idle_s):
@@ -109,11 +109,11 @@ class Stream:
 
 
 Comments: TypeAlias = Callable[[Headers, bytes], Awaitable[None]]
-"""Takes what a D sends to keep its connection alive while it has nothing to say."""
+"""Takes the comments that D sends to keep its connection alive before its first token."""
 
 
 class Engines:
-    """The engines' API servers, over one HTTP session."""
+    """Client of the engines' API servers, over one HTTP session."""
 
     def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
         self._session = session
@@ -122,7 +122,7 @@ class Engines:
     async def ask(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> Whole:
-        """POST, and the answer, whole. Raises ``LegFailedError``, also for a status of 429 or 500 and more."""
+        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
         with failures(instance, f"did not answer within {timeout_s:g} s"):
             async with asyncio.timeout(timeout_s), self._post(instance, path, body, headers) as response:
                 return await _whole(instance, response)
@@ -141,7 +141,7 @@ class Engines:
         *,
         streams: bool,
     ) -> Whole | Stream:
-        """D's leg, as far as its first token if it ``streams``. Raises ``LegFailedError``."""
+        """D's leg: its whole answer, or if it ``streams``, up to its first token. Raises ``LegFailedError``."""
         limit_s = self._settings.first_token_timeout_s
         response: aiohttp.ClientResponse | None = None
         with failures(instance, f"sent no token within {limit_s:g} s (--first-token-timeout-secs)"):
@@ -151,13 +151,13 @@ class Engines:
                     if response.content_type != EVENT_STREAM or response.status != 200:
                         return await _whole(instance, response)
                     return await self._begin(instance, response, comments)
-            except BaseException:  # however it ended, the engine is to notice
+            except BaseException:  # in any case: the engine must notice that we left
                 if response is not None:
                     response.close()
                 raise
 
     async def get(self, instance: Instance, path: str, headers: Mapping[str, str], timeout_s: float) -> Whole:
-        """GET, and the answer, whole. Raises ``LegFailedError``."""
+        """GET, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
         with failures(instance, f"did not answer {path} within {timeout_s:g} s"):
             async with asyncio.timeout(timeout_s), self._get(instance, path, headers) as response:
                 return await _whole(instance, response)
@@ -195,7 +195,7 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def http_session(settings: Settings) -> AsyncIterator[aiohttp.ClientSession]:
-    """The one session: no limit of connections, for :class:`~layerpush.apps.proxy.gate.Gate` has one of requests."""
+    """The one session. Its connections have no limit: :class:`~layerpush.apps.proxy.gate.Gate` limits the requests."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
     async with aiohttp.ClientSession(
@@ -210,13 +210,13 @@ async def http_session(settings: Settings) -> AsyncIterator[aiohttp.ClientSessio
 
 @contextlib.contextmanager
 def failures(instance: Instance, when_late: str) -> Iterator[None]:
-    """Turn what goes wrong with a connection into a ``LegFailedError``."""
+    """Turn errors of a connection into ``LegFailedError``. ``when_late`` is the message after a time-out."""
     try:
         yield
     except aiohttp.ConnectionTimeoutError:
         raise LegFailedError(instance, "connect", "cannot be connected to in time") from None
     except aiohttp.ClientConnectorError as error:
-        if error.os_error.errno in _OUR_OWN:
+        if error.os_error.errno in _LOCAL_ERRORS:
             raise LegFailedError(instance, "exhausted", f"got no connection: {error.os_error}", 503) from None
         raise LegFailedError(instance, "connect", f"cannot be connected to: {error.os_error}") from None
     except TimeoutError:

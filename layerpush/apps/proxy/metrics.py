@@ -1,4 +1,4 @@
-"""What the proxy counts of itself, for Prometheus."""
+"""The proxy's own metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Now(fleet, gate))
+        self._registry.register(_Gauges(fleet, gate))
         self.requests = self._counter("requests", "Requests by how they ended", "endpoint", "outcome")
         self.dispatches = self._counter("dispatches", "How P and D were asked", "mode")
         self.retries = self._counter("retries", "Requests sent again before their first token")
@@ -33,7 +33,7 @@ class Metrics:
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
 
     def leg_failed(self, failure: LegFailedError) -> None:
-        """Count what an engine did not do."""
+        """Count a leg that failed."""
         self.leg_failures.labels(failure.instance.role, failure.instance.url, failure.reason).inc()
 
     def text(self) -> bytes:
@@ -47,8 +47,8 @@ class Metrics:
         return Histogram(f"layerpush_proxy_{name}", help_text, ("endpoint",), registry=self._registry, buckets=SECONDS)
 
 
-class _Now(Collector):
-    """What is known anyway is read when it is asked for."""
+class _Gauges(Collector):
+    """Gauges that are read when Prometheus scrapes."""
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet

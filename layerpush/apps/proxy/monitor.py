@@ -1,4 +1,4 @@
-"""Watches the instances: health checks, and questions who a prefill engine is whenever that is not known."""
+"""Checks the health of the instances, and asks prefill engines for unknown identities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_PROBE_INTERVAL_S = 300.0
 
 
 class Monitor:
-    """One task for each instance. A check is also made at once, out of turn, for a request that needs its outcome."""
+    """One task for each instance. A request that needs the outcome can have a check made at once."""
 
     def __init__(
         self,
@@ -29,13 +29,15 @@ class Monitor:
         headers: Mapping[str, str],
         settings: Settings,
     ) -> None:
-        everyone = list(instances)
-        decodes = [each for each in everyone if each.role == "decode"]
-        self._watches = {each: _Watch(each, decodes, engines, introductions, headers, settings) for each in everyone}
+        all_instances = list(instances)
+        decodes = [each for each in all_instances if each.role == "decode"]
+        self._watches = {
+            each: _Watch(each, decodes, engines, introductions, headers, settings) for each in all_instances
+        }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Check everything once, then for as long as the block lasts."""
+        """Check all instances while the block runs."""
         tasks = [asyncio.create_task(watch.run(), name=f"watch {each}") for each, watch in self._watches.items()]
         try:
             yield
@@ -47,14 +49,14 @@ class Monitor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def heed(self, failure: LegFailedError) -> None:
-        """A request's connection has failed: check at once, and ask nobody meanwhile who does not even listen."""
+        """A request has failed. After a lost connection, check at once. Nobody listens: unhealthy until then."""
         if failure.gone:
             failure.instance.lost(str(failure))
         if failure.gone or failure.broken:
-            self._watches[failure.instance].hurry()
+            self._watches[failure.instance].request_check()
 
     async def check(self, instances: Iterable[Instance]) -> None:
-        """Find out whether they are healthy now, by checks that may be under way already."""
+        """Check whether they are healthy now. A check that is under way counts."""
         await asyncio.gather(*(self._watches[instance].check() for instance in instances))
 
 
@@ -77,31 +79,31 @@ class _Watch:
         self._checking: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._delivering: asyncio.Task[None] | None = None
-        self._hurry = asyncio.Event()
+        self._check_requested = asyncio.Event()
         self._next_probe = 0.0
         self._probe_interval_s = settings.health_check_interval_s
 
     async def run(self) -> None:
         while True:
-            self._hurry.clear()
+            self._check_requested.clear()
             try:
                 await self.check()
-            except Exception as error:  # whatever it was, an engine that nobody watches any more would be worse
+            except Exception as error:  # any defect: the instance must still be watched
                 logger.exception("%s cannot be checked", self._instance)
                 self._instance.failed(f"cannot be checked: {error}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.health_check_interval_s):
-                    await self._hurry.wait()
+                    await self._check_requested.wait()
 
     def under_way(self) -> list[asyncio.Task[None]]:
-        """What goes on although nobody may wait for it."""
+        """Tasks that nobody may be waiting for."""
         return [task for task in (self._checking, self._probing, self._delivering) if task is not None]
 
-    def hurry(self) -> None:
-        self._hurry.set()
+    def request_check(self) -> None:
+        self._check_requested.set()
 
     async def check(self) -> None:
-        """Those who ask while a check is under way share it, and it outlives them."""
+        """Callers share a check that is under way. It continues if they are cancelled."""
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
         await asyncio.shield(self._checking)
@@ -117,7 +119,7 @@ class _Watch:
             self._next_probe, self._probe_interval_s = 0.0, self._settings.health_check_interval_s
         else:
             if instance.role == "prefill" and instance.identity is None:
-                await self._introduce()
+                await self._ask_identity()
             instance.passed()
         if was_healthy != instance.healthy:
             logger.log(
@@ -137,8 +139,8 @@ class _Watch:
             return None
         return LegFailedError(self._instance, "status", f"answered {answer.status} to /health")
 
-    async def _introduce(self) -> None:
-        """Ask P who it is, and wait a little for the answer: until a busy P gives it, dispatch is sequential."""
+    async def _ask_identity(self) -> None:
+        """Ask P for its identity, and wait for a short time. Until a busy P answers, dispatch is sequential."""
         if self._settings.sequential or self._instance.shared or self._probing is not None:
             return
         if asyncio.get_running_loop().time() < self._next_probe:
@@ -149,7 +151,7 @@ class _Watch:
             logger.info("%s has not said yet who it is: until then D is asked after it has answered", self._instance)
 
     async def _probe(self) -> None:
-        """A question costs P a request, so one that was in vain is repeated ever more seldom."""
+        """Ask P for its identity. Each try costs P a request, so the intervals between failed tries grow."""
         try:
             probe = await self._introductions.probe(self._instance)
         finally:

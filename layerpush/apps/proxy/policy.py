@@ -1,4 +1,4 @@
-"""Which instance gets a request. Pure functions of what is known of the candidates."""
+"""Policies that choose the instance for a request. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Candidate(Protocol):
 
 
 def choose(policy: Policy, candidates: Sequence[Candidate], turn: int, prefix: bytes) -> int:
-    """The index of one of ``candidates``, of which there is one at least.
+    """The index of the chosen one of ``candidates``, which must not be empty.
 
     ``turn`` counts the requests so far, ``prefix`` is the beginning of the prompt.
     """
@@ -41,21 +41,21 @@ def choose(policy: Policy, candidates: Sequence[Candidate], turn: int, prefix: b
 
 
 def round_robin(candidates: Sequence[Candidate], turn: int) -> int:
-    """One after the other."""
+    """One candidate after the other."""
     return turn % len(candidates)
 
 
 def least_outstanding_tokens(candidates: Sequence[Candidate], turn: int) -> int:
-    """The one with the least work before it; equals take turns."""
+    """The candidate with the fewest outstanding tokens; equals take turns."""
     order = [(turn + offset) % len(candidates) for offset in range(len(candidates))]
     return min(order, key=lambda index: candidates[index].outstanding_tokens)
 
 
 def prefix_affinity(candidates: Sequence[Candidate], turn: int, prefix: bytes) -> int:
-    """Equal prefixes to the same instance, whose cache has them, unless it has far more to do than the others.
+    """The same candidate for equal prefixes, because its cache has them, unless it has far more work than the others.
 
-    Rendezvous hashing: an instance that goes takes only its own prefixes with it. Those of one that has more than
-    ``FAIR_SHARE`` times the mean, and ``SLACK_TOKENS``, go to their next choice.
+    Rendezvous hashing: if an instance goes away, only its own prefixes move. A candidate with more outstanding tokens
+    than ``FAIR_SHARE`` times the mean plus ``SLACK_TOKENS`` is passed over for the next choice.
     """
     limit = FAIR_SHARE * sum(candidate.outstanding_tokens for candidate in candidates) / len(candidates) + SLACK_TOKENS
     ranked = sorted(range(len(candidates)), key=lambda index: _affinity(candidates[index].name, prefix), reverse=True)

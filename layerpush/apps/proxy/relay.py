@@ -1,4 +1,4 @@
-"""A client's request from its admission to the last byte of its answer, and what ends it early."""
+"""Serves a client's request, from its admission to the last byte of its answer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ logger = logging.getLogger("layerpush.apps.proxy")
 
 
 class Relay(Response):
-    """The answer to one request. Everything happens while it is being sent, so that a client that leaves is noticed."""
+    """The response to one request. It does all work while it is sent, and so notices that the client leaves."""
 
     def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str], began: float) -> None:
-        """``began``: when the event loop's clock showed the request's arrival."""
+        """``began``: the arrival of the request, in seconds of the event loop's clock."""
         super().__init__()
         self._proxy = proxy
         self._body = body
-        self._to_engines = headers
+        self._engine_headers = headers
         self._began = began
         self._avoid: set[Instance] = set()
         self._spare: set[Instance] = set()
@@ -49,7 +49,7 @@ class Relay(Response):
                 outcome = "error"
                 outcome = work.result()
         except asyncio.CancelledError:
-            work.cancel()  # the server's patience with those under way has ended
+            work.cancel()  # the server's time for draining is over
             await asyncio.gather(work, return_exceptions=True)
             with contextlib.suppress(OSError):
                 await client.fail(503, "the proxy is shutting down")
@@ -61,7 +61,7 @@ class Relay(Response):
             self._proxy.metrics.requests.labels(self._body.endpoint, outcome).inc()
 
     async def _serve(self, client: Client) -> str:
-        """How it ended, as the metric has it."""
+        """Serve the request. Returns its outcome, a label value of the metric."""
         limit_s = self._proxy.settings.request_timeout_s
         now = asyncio.get_running_loop().time
         try:
@@ -91,7 +91,7 @@ class Relay(Response):
                 )
                 self._proxy.metrics.retries.inc()
             attempt = Attempt(
-                self._body, self._to_engines, prefill, decode, client.comment, self._proxy.settings.sequential
+                self._body, self._engine_headers, prefill, decode, client.comment, self._proxy.settings.sequential
             )
             self._proxy.metrics.dispatches.labels(attempt.mode).inc()
             with decode.working(self._body.prompt_tokens + self._body.answer_tokens):
@@ -99,7 +99,7 @@ class Relay(Response):
                     answer = await self._proxy.dispatcher.send(attempt)
                 except AttemptFailedError as error:
                     failure = error
-                    self._note(error)
+                    self._exclude(error)
                     if error.cause.refused:
                         self._refused_by.add((prefill, decode))
                     continue
@@ -109,7 +109,7 @@ class Relay(Response):
         return await self._give_up(client, failure)
 
     async def _pick(self, role: Role, failure: AttemptFailedError | None) -> Instance | None:
-        """An instance for the next attempt. Raises ``ProxyError`` if there is none for the first."""
+        """An instance for the next attempt, else None. Raises ``ProxyError`` if there is none for the first attempt."""
         fleet = self._proxy.fleet
         chosen = fleet.pick(role, self._body, self._avoid | self._spare)
         if chosen is None:
@@ -119,8 +119,8 @@ class Relay(Response):
             raise fleet.none_left(role)
         return chosen
 
-    def _note(self, error: AttemptFailedError) -> None:
-        """An engine that failed is not asked again, or only if there is no other, where it may do better next time."""
+    def _exclude(self, error: AttemptFailedError) -> None:
+        """Exclude an engine that failed. If its connection was lost, it may still be asked when there is no other."""
         cause = error.cause
         self._proxy.metrics.leg_failed(cause)
         self._proxy.monitor.heed(cause)
@@ -130,7 +130,7 @@ class Relay(Response):
         logger.warning("%s", cause)
 
     async def _give_up(self, client: Client, failure: AttemptFailedError | None) -> str:
-        """What the client gets is D's own answer, if there is one, else what went wrong."""
+        """Send the client D's own answer if there is one, else the cause of the failure."""
         if failure is None:
             raise AssertionError("no attempt was made, and none failed")
         cause = failure.cause
@@ -170,7 +170,7 @@ class Relay(Response):
             stream.close()
 
     def _release(self, answer: Answer, finished: bool) -> None:
-        """D has all of P's blocks when it has finished: P's own answer is then awaited by nobody, but let come."""
+        """Cancel P's leg unless D has finished: then D has all blocks, and P's leg may end by itself."""
         if answer.prefill is None:
             return
         if not finished:

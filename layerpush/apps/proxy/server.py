@@ -1,4 +1,4 @@
-"""Runs the proxy until it is told to stop, and lets the requests that it has finish."""
+"""Runs the proxy until a signal stops it, and lets requests under way finish."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_FILES = 200
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM or SIGINT: no new connections, what is under way goes on. On a second SIGINT: an end."""
+    """After SIGTERM or SIGINT it takes no new connections and finishes requests under way. A second SIGINT ends it."""
 
     def __init__(self, proxy: Proxy, host: str, port: int, drain_timeout_s: int, log_level: str) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def allow_connections(settings: Settings) -> None:
-    """A request has a connection to its client, to P and to D: raise the soft limit of open files that far."""
+    """Raise the soft limit of open files: each request has a connection to its client, to P and to D."""
     wanted = 3 * settings.max_concurrent_requests + settings.queue_size + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,7 +66,7 @@ def serve(settings: Settings, host: str, port: int, drain_timeout_s: int, log_le
     allow_connections(settings)
     server = DrainingServer(Proxy(settings), host, port, drain_timeout_s, log_level)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _ended)  # uvicorn sends them again when it has drained
+        signal.signal(signum, _ignore)  # uvicorn sends them again when it has drained
     try:
         server.run()
     except SystemExit:
@@ -74,5 +74,5 @@ def serve(settings: Settings, host: str, port: int, drain_timeout_s: int, log_le
     return server.started
 
 
-def _ended(*_: object) -> None:
-    """To be told to stop is no failure."""
+def _ignore(*_: object) -> None:
+    """Ignore the signal: the server has stopped already, and that is no failure."""

@@ -1,4 +1,4 @@
-"""What an operator may choose. Bad values are refused with the flag and the remedy."""
+"""The operator's settings. A bad value is refused with its flag and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """All durations are in seconds, ``max_payload_size`` in bytes. ``identities``: by prefill URL."""
+    """Durations are in seconds, ``max_payload_size`` in bytes. ``identities`` are by prefill URL."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -54,7 +54,7 @@ class Settings:
 
 
 def engine_urls(flag: str, urls: Sequence[str]) -> tuple[str, ...]:
-    """Base URLs without a slash at the end. Raises ``SettingsError``."""
+    """The base URLs without a slash at the end. Raises ``SettingsError``."""
     return tuple(_engine_url(flag, url) for url in urls)
 
 
@@ -73,7 +73,7 @@ def _engine_url(flag: str, url: str) -> str:
 
 
 def identities(flag: str, values: Sequence[str], prefill: Sequence[str]) -> dict[str, Identity]:
-    """Read ``URL={"remote_engine_id": ...}``, one for a prefill URL each. Raises ``SettingsError``."""
+    """Read values ``URL={"remote_engine_id": ...}``, at most one per prefill URL. Raises ``SettingsError``."""
     found: dict[str, Identity] = {}
     for value in values:
         url, equals, text = value.partition("=")
@@ -87,7 +87,7 @@ def identities(flag: str, values: Sequence[str], prefill: Sequence[str]) -> dict
         try:
             found[url] = Identity.from_params(msgspec.json.decode(text))
         except msgspec.DecodeError as error:
-            raise SettingsError(f"{flag} {url}: what follows the = is no JSON object: {error}") from None
+            raise SettingsError(f"{flag} {url}: the text after = is not a JSON object: {error}") from None
         except IdentityError as error:
             raise SettingsError(f"{flag} {url}: {error}") from None
     return found

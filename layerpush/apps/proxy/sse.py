@@ -1,4 +1,4 @@
-"""Server-sent events, as far as a relay needs to understand them. Pure."""
+"""Reads server-sent events as far as a relay needs. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ EVENTS_END = b"\n\ndata: [DONE]\n\n"
 
 
 class EventBuffer:
-    """Gives bytes on in whole events, and unchanged: what comes out, ``rest`` included, is what went in."""
+    """Splits a byte stream at the ends of events. ``add`` and ``rest`` together return all bytes unchanged."""
 
     def __init__(self) -> None:
         self._waiting = bytearray()
 
     def add(self, data: bytes) -> bytes:
-        """All that is whole now; empty while the first event is incomplete."""
+        """Returns all events that are complete now; empty while the first is incomplete."""
         searched = max(len(self._waiting) - _LONGEST + 1, 0)
         self._waiting += data
         end = max(self._end_of(boundary, searched) for boundary in BOUNDARIES)
@@ -33,7 +33,7 @@ class EventBuffer:
         return start + len(boundary) if start >= 0 else 0
 
     def rest(self) -> bytes:
-        """What is left at the end of the stream."""
+        """Returns the bytes that are left at the end of the stream."""
         left = bytes(self._waiting)
         self._waiting.clear()
         return left
@@ -60,5 +60,5 @@ def error_code(events: bytes) -> int | None:
 
 
 def error_event(status: int, message: str) -> bytes:
-    """An error in a stream that has begun, and its end, as vLLM sends them."""
+    """An error event and the end of the stream, in vLLM's format."""
     return b"data: " + error_body(status, message) + EVENTS_END

@@ -1,1 +1,1 @@
-"""`layerpush trace`: what the workers wrote into ``trace_dir``, put together, drawn and summed up."""
+"""`layerpush trace`: merges, draws and summarizes the trace files that workers write into ``trace_dir``."""

@@ -1,4 +1,4 @@
-"""Where a request's time went: parts that follow each other and add up to the whole. Pure."""
+"""Breaks a request's time down into parts that follow each other and add up to the whole. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ PARTS = {
     "D wait": "D has the completions, until its engine gets the report",
 }
 OTHER = "other"
-"""A stretch one end of which is not recorded."""
+"""Time between two moments of which one is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """One request, in seconds. ``parts`` has every name of ``PARTS``, None where not recorded; with ``other`` they add
-    up to ``total``, which begins when D asks, or if D left no record, when P plans the first chunk.
+    """One request, in seconds. ``parts`` has every name of ``PARTS``, with None for a part that is not recorded.
+
+    The parts and ``other`` add up to ``total``. It begins when D asks, or if D has no record, when P plans the first
+    chunk.
     """
 
     request: RequestTrace
@@ -35,13 +37,12 @@ class Breakdown:
 
 
 def break_down(request: RequestTrace) -> Breakdown:
-    """The slowest rank counts: of several the first to begin and the last to end.
+    """Break down one request. Of several ranks, the first to begin and the last to end count.
 
-    What happens earlier than its turn, such as prefill before D asks, takes no time from who waits, and neither does
-    what P does or notices after D has heard of the end.
+    Only time in which D waits counts: neither prefill before D asks, nor P's work after D has the completion.
     """
     pushes, loads = request.pushes, request.loads
-    heard = _last(load.t_settled for load in loads)
+    settled = _last(load.t_settled for load in loads)
     at_p = (
         _first(push.t_first_planned for push in pushes),
         _last(push.t_last_ready for push in pushes),
@@ -49,8 +50,8 @@ def break_down(request: RequestTrace) -> Breakdown:
     )
     marks = [
         _first(load.t_awaited for load in loads),
-        *(at if at is None or heard is None else min(at, heard) for at in at_p),
-        heard,
+        *(at if at is None or settled is None else min(at, settled) for at in at_p),
+        settled,
         _last(load.t_reported for load in loads),
     ]
     begin = now = _first(marks) if marks[0] is None else marks[0]
@@ -65,12 +66,12 @@ def break_down(request: RequestTrace) -> Breakdown:
 
 
 def slowest(requests: Iterable[RequestTrace], count: int) -> list[Breakdown]:
-    """The longest ``count``, the longest first."""
+    """The ``count`` slowest requests, the slowest first."""
     return sorted(map(break_down, requests), key=lambda one: one.total, reverse=True)[:count]
 
 
 def shares(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
-    """What part of all their time each part took, and ``OTHER``; 0 to 1."""
+    """The share (0 to 1) of each part, and of ``OTHER``, in the total time of these requests."""
     total = sum(one.total for one in breakdowns)
     times = {name: sum(one.parts[name] or 0.0 for one in breakdowns) for name in PARTS}
     times[OTHER] = sum(one.other for one in breakdowns)
@@ -78,7 +79,7 @@ def shares(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
 
 
 def medians(breakdowns: Sequence[Breakdown]) -> dict[str, float | None]:
-    """Of each part, over the requests that have it; ``total`` too."""
+    """The median of each part over the requests that have it, and of ``total``."""
     columns: dict[str, list[float]] = {"total": [one.total for one in breakdowns]}
     for name in PARTS:
         columns[name] = [part for one in breakdowns if (part := one.parts[name]) is not None]

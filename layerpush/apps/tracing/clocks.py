@@ -1,15 +1,15 @@
-"""What the clocks of several hosts are ahead of each other. Pure.
+"""Estimates the differences between the clocks of several hosts. Pure.
 
-``time.perf_counter()`` counts from a moment of its host's own, so P's times mean nothing on D's host without the
-difference of the two clocks. Three things tell it, the better one counts:
+``time.perf_counter()`` has another zero on each host, so P's times can be compared with D's only if the difference of
+their clocks is known. There are three sources; the first that is available counts:
 
-- *handshake*: D asks P's side channel for its description, gets P's clock with the answer, and takes the middle of the
-  round trip for the moment of the answer (vLLM does that). D's records carry it.
-- *messages*: P cannot hear of a registration before D sent it, nor D of a completion before P's last WRITE had landed.
-  Each request with records of both sides thus bounds the difference from above and from below.
-- *wall clocks*: each file begins with a reading of both clocks at one moment; as good as the hosts' NTP.
+- *handshake*: P's side channel answers a request of D with P's clock. D takes the middle of the round trip as the
+  moment of the answer (vLLM does that). D's records have the difference.
+- *messages*: P cannot receive a registration before D sent it, and D cannot receive a completion before P's last WRITE
+  has landed. So each request with records of both sides bounds the difference from above and from below.
+- *wall clocks*: each file begins with readings of both clocks at one moment. They are as good as the hosts' NTP.
 
-What the handshake or the wall clocks say is moved into the bounds of the messages, if it lies outside.
+If a difference by handshake or wall clocks lies outside the bounds of the messages, the nearest bound counts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from layerpush.apps.tracing.folder import Source
 from layerpush.telemetry.trace_records import LoadRecord, PushRecord
 
 Join = tuple[str | None, str | None]
-"""The decode engine and its request id: what a push and its load have in common."""
+"""The decode engine and its request id, which a push and its load have in common."""
 Pair = tuple[str, str]
-"""Two clocks; a difference is the first one's time less the second one's."""
+"""Two clocks. Their difference is the time of the first minus the time of the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """What a clock is ahead of the reference, and ``how`` that is known; messages allow ``low`` to ``high``."""
+    """A clock minus the reference clock, in seconds, and its source ``how``. Messages bound it: ``low`` to ``high``."""
 
     seconds: float
     how: str
@@ -39,20 +39,20 @@ class Offset:
 
     @property
     def contradiction(self) -> float:
-        """By how many seconds no single difference fits all messages: the clocks drift, or records are missing."""
+        """Seconds by which the bounds contradict each other: the clocks drift, or records are missing. Usually 0."""
         return max(0.0, self.low - self.high)
 
 
 @dataclass(slots=True)
 class Evidence:
-    """All that tells what one clock is ahead of another."""
+    """The measurements and bounds of the difference between two clocks, in seconds."""
 
     measured: list[float] = field(default_factory=list)
     low: float = -math.inf
     high: float = math.inf
 
     def estimate(self, wall: float | None) -> Offset | None:
-        """``wall`` is what the wall clocks say. None if nothing tells anything."""
+        """``wall`` is the difference by the wall clocks. Returns None without any source."""
         middle = (self.low + self.high) / 2
         how, seconds = "messages", middle
         if self.measured:
@@ -66,26 +66,26 @@ class Evidence:
         return Offset(seconds, how, self.low, self.high)
 
     def turned(self) -> Evidence:
-        """The same with the clocks in the other order."""
+        """The same for the clocks in the other order."""
         return Evidence([-one for one in self.measured], -self.high, -self.low)
 
 
 class Clocks:
-    """``offsets`` by clock, that of the reference included. The reference is D's, if there is one."""
+    """``offsets`` by clock, with that of the reference. The reference is a clock of D, if there is one."""
 
     def __init__(self, reference: str, offsets: Mapping[str, Offset]) -> None:
         self.reference = reference
         self.offsets = offsets
 
     def rebased(self, clock: str) -> float:
-        """What to add to a time of this clock."""
+        """Seconds to add to a time of this clock to get the reference clock's time."""
         return -self.offsets[clock].seconds
 
 
 def find_clocks(sources: Iterable[Source]) -> Clocks:
-    """Compare every clock with the reference, over others where need be.
+    """Compare every clock with the reference, directly or through other clocks.
 
-    One about which nothing is known is taken for the reference.
+    A clock without any source is assumed to equal the reference.
     """
     sources = list(sources)
     first = next((source for source in sources if source.loads), sources[0])
@@ -116,7 +116,7 @@ def _added(offset: Offset, seconds: float) -> Offset:
 
 
 def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
-    """By the clocks of P and D, in this order."""
+    """The evidence for each pair of clocks, P's and D's in this order."""
     evidence: dict[Pair, Evidence] = {}
     answers_with = {engine: _clock_of(engine, sources) for engine in {source.engine[0] for source in sources}}
     for source in sources:
@@ -126,10 +126,10 @@ def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
                 evidence.setdefault((clock, source.clock), Evidence()).measured.append(load.clock_offset)
     for pair, pushes, loads in _joined(sources):
         known = evidence.setdefault(pair, Evidence())
-        heard = [push.t_registered for push in pushes if push.t_registered is not None]
-        asked = [load.t_registered for load in loads if load.t_registered is not None]
-        if heard and asked:
-            known.high = min(known.high, min(heard) - min(asked))
+        received = [push.t_registered for push in pushes if push.t_registered is not None]
+        registered = [load.t_registered for load in loads if load.t_registered is not None]
+        if received and registered:
+            known.high = min(known.high, min(received) - min(registered))
         sent = [at for push in pushes if (at := sent_after(push)) is not None]
         settled = [load.t_settled for load in loads if load.outcome == "completed" and load.t_settled is not None]
         if sent and settled:
@@ -138,7 +138,7 @@ def _evidence(sources: list[Source]) -> dict[Pair, Evidence]:
 
 
 def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
-    """The clock that an engine's side channel answers with: that of its first rank, if it stayed on one host."""
+    """The clock of an engine's side channel: that of its first rank. None if the rank was on several hosts."""
     clocks = {source.engine[1]: set[str]() for source in sources if source.engine[0] == engine_id}
     for source in sources:
         if source.engine[0] == engine_id:
@@ -148,7 +148,7 @@ def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
 
 
 def sent_after(push: PushRecord) -> float | None:
-    """A moment before the completion was sent. That of a whole request rides on its last WRITE."""
+    """A lower bound of the time at which the completion was sent. A whole request's is sent with its last WRITE."""
     if push.outcome != "completed":
         return None
     if push.mode == "request":
@@ -157,7 +157,7 @@ def sent_after(push: PushRecord) -> float | None:
 
 
 def _joined(sources: list[Source]) -> Iterator[tuple[Pair, list[PushRecord], list[LoadRecord]]]:
-    """Pushes and loads of one request, where all of P's ranks have one clock and all of D's another."""
+    """Pushes and loads of each request for which all ranks of P have one clock and all ranks of D another."""
     pushes: dict[Join, list[tuple[str, PushRecord]]] = {}
     loads: dict[Join, list[tuple[str, LoadRecord]]] = {}
     for source in sources:

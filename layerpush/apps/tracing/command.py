@@ -59,11 +59,11 @@ def merge(
     from layerpush.apps.tracing.perfetto import chrome_trace
     from layerpush.apps.tracing.progress import bar
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders)
         with out.open("wb") as file, bar("writing", len(traces.requests)) as on_request:
             file.writelines(chrome_trace(traces, on_request))
-    _say_notes(traces)
+    _print_notes(traces)
     typer.echo(f"{out}: {len(traces.requests)} requests; open it in https://ui.perfetto.dev")
 
 
@@ -93,11 +93,11 @@ def plot(
     from layerpush.apps.tracing.breakdown import slowest
     from layerpush.apps.tracing.picture import draw_request
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders)
         chosen = slowest(traces.requests, 1)[0].request if request is None else traces.find(request)
         draw_request(chosen, out)
-    _say_notes(traces)
+    _print_notes(traces)
     typer.echo(f"{out}: {chosen.name}")
 
 
@@ -121,7 +121,7 @@ def summary(
     """
     from layerpush.apps.tracing.report import summary_data, summary_text
 
-    with _failing_well():
+    with _errors_in_one_line():
         traces = _read(folders, outlines=True)
     typer.echo(json.dumps(summary_data(traces, top), indent=2) if as_json else summary_text(traces, top))
 
@@ -135,7 +135,7 @@ def _read(folders: list[Path], *, outlines: bool = False) -> TraceSet:
         return read_traces(folders, outlines=outlines, on_bytes=on_bytes)
 
 
-def _say_notes(traces: TraceSet) -> None:
+def _print_notes(traces: TraceSet) -> None:
     from layerpush.apps.tracing.report import notes
 
     for note in notes(traces):
@@ -143,7 +143,7 @@ def _say_notes(traces: TraceSet) -> None:
 
 
 @contextmanager
-def _failing_well() -> Iterator[None]:
+def _errors_in_one_line() -> Iterator[None]:
     """Prints an error that the user can correct as one line."""
     from layerpush.apps.tracing.folder import FolderError
     from layerpush.apps.tracing.picture import PictureError

@@ -1,4 +1,4 @@
-"""From trace files to records, process by process."""
+"""Reads trace files into records, process by process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRec
 
 
 class FolderError(ValueError):
-    """There is nothing to read. The text says where, and what to do."""
+    """The folders have no record. The text names them, and says what to do."""
 
 
 @dataclass(slots=True)
 class Source:
-    """What one process wrote. ``dropped`` records are lost, ``unreadable`` lines are not counted among them."""
+    """The records of one process. ``dropped`` counts lost records, ``unreadable`` other lines without a record."""
 
     path: Path
     process: ProcessRecord | None = None
@@ -29,7 +29,7 @@ class Source:
 
     @property
     def clock(self) -> str:
-        """Which clock its times are of; empty if the file does not say."""
+        """The name of its clock; empty if the file does not name one."""
         return "" if self.process is None else self.process.clock
 
     @property
@@ -51,14 +51,14 @@ _TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = 
 
 
 def trace_files(folders: Iterable[Path]) -> list[Path]:
-    """Each file once, those in folders below included."""
+    """All trace files in these folders and below, each one once."""
     return sorted({path.resolve() for folder in folders for path in folder.rglob("*.jsonl")})
 
 
 def read_folders(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> list[Source]:
-    """All that the processes wrote into these folders and those below. Raises ``FolderError`` if that is nothing.
+    """The records of all processes in these folders and below. Raises ``FolderError`` if there is no push and no load.
 
-    With ``outlines`` a push has its own times only, not those of each layer and WRITE: that takes less memory.
+    With ``outlines``, pushes have no rows of layers and WRITEs: that takes less memory.
     """
     folders = list(folders)
     sources = [
@@ -81,7 +81,7 @@ def _lines_of(path: Path, on_bytes: Advance) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, lines: Iterable[bytes], outlines: bool = False) -> list[Source]:
-    """The processes that wrote this file, one after the other. A last line without an end is still being written."""
+    """The records of each process that wrote this file. A last line without a line end is skipped as unfinished."""
     sources = [Source(path)]
     for line in lines:
         if line.endswith(b"\n") and line.strip():
@@ -112,15 +112,15 @@ def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
 
 def _outline(push: PushRecord) -> PushRecord:
     push.ready = []
-    if push.mode != "request":  # of these the WRITEs tell when the completion was sent
+    if push.mode != "request":  # there the WRITEs give the time of the completion
         push.writes = []
     return push
 
 
 def _take_load(loads: list[LoadRecord], load: LoadRecord) -> None:
-    """The second record of a load, which says when its blocks were free, replaces the first."""
+    """A load's second record, which has the time when its blocks were freed, replaces its first."""
     if load.t_cleared is not None:
-        for index in reversed(range(len(loads))):  # it is seldom far back
+        for index in reversed(range(len(loads))):  # the first is seldom far back
             if (loads[index].request_id, loads[index].t_awaited) == (load.request_id, load.t_awaited):
                 loads[index] = load
                 return

@@ -22,9 +22,9 @@ class Computed(NamedTuple):
 
 
 def compute_intervals(push: PushRecord) -> list[Computed]:
-    """When each (chunk, layer) was computed, in that order.
+    """The interval in which each (chunk, layer) was computed, by chunk and time.
 
-    A layer begins when the one before it in the same chunk was ready, the first one when its chunk was planned.
+    A layer begins when the layer before it in its chunk was ready; the first layer begins when its chunk was planned.
     """
     intervals: list[Computed] = []
     for chunk, layer, ready, _hooked in sorted(push.ready, key=lambda row: (row[0], row[2])):
@@ -49,7 +49,7 @@ def phases(load: LoadRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much time at least one of the intervals covers."""
+    """The time that at least one of the intervals covers."""
     total, covered_to = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_to))

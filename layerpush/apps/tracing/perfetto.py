@@ -1,8 +1,8 @@
-"""One Chrome trace of P and D, for ui.perfetto.dev and chrome://tracing. Pure.
+"""Writes one Chrome trace of P and D, for ui.perfetto.dev and chrome://tracing. Pure.
 
-Each engine rank is a process. P's has lanes of pushes, in which chunks and layers are nested, and lanes of WRITEs; D's
-has lanes of loads with their phases, and lanes of blocks that were set aside. What overlaps is in another lane: slices
-of a lane must nest. Arrows lead from D's registration to P's push, and from P's completion back to D's load.
+Each engine rank is a process. P's has lanes of pushes, in which chunks and layers are nested, and lanes of WRITEs. D's
+has lanes of loads with their phases, and lanes of blocks that were set aside. Slices in a lane must nest, so slices
+that overlap go to different lanes. Arrows lead from D's registration to P's push, and from P's completion to D's load.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from layerpush.telemetry.trace_records import LoadRecord, PushRecord
 
 Event = dict[str, Any]
 Track = tuple[str, int, str]
-"""Engine, rank, and what is in it: one of ``LANES``."""
+"""Engine, rank, and the kind of slices: a key of ``LANES``."""
 R = TypeVar("R", PushRecord, LoadRecord)
 LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
-"""The first lane's thread id, by what is in it."""
+"""The first lane's thread id, by kind of slices."""
 
 
 @dataclass(slots=True)
 class Slice:
-    """From ``start`` to ``end``, in seconds, with what happened in between."""
+    """A slice from ``start`` to ``end``, in seconds, with its ``inner`` slices."""
 
     name: str
     start: float
@@ -40,30 +40,32 @@ class Slice:
     args: dict[str, Any] = field(default_factory=dict)
     inner: list[Slice] = field(default_factory=list)
     arrows: list[tuple[str, str, int, float]] = field(default_factory=list)
-    """``("s" or "f", name, id, when)``: an arrow leaves or arrives here."""
+    """``(kind, name, id, time)`` of arrows; kind "s": it starts here, "f": it ends here."""
 
 
 def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[bytes]:
-    """A JSON object in Chrome's trace event format, in pieces: of many requests it is too much to be held at once.
+    """A JSON object in Chrome's trace event format, in pieces, because it may be too large for memory.
 
-    Its times are microseconds since the first slice begins.
+    Its times are microseconds since the beginning of the first slice.
     """
     encode = msgspec.json.Encoder().encode
     layout = _Layout(traces)
-    wall = _wall(traces)
-    other = {"notes": list(notes(traces))} | ({} if wall is None else {"unix_time_of_zero": layout.zero + wall})
+    unix_offset = _unix_offset(traces)
+    other = {"notes": list(notes(traces))} | (
+        {} if unix_offset is None else {"unix_time_of_zero": layout.zero + unix_offset}
+    )
     yield b'{"displayTimeUnit":"ms","otherData":' + encode(other) + b',"traceEvents":['
     yield encode(list(layout.names()))[1:-1]
     numbers = count(1)
     for request in traces.requests:
-        for where, what, one in layout.placed(_slices(request, numbers)):
-            yield b"," + encode(list(_events(one, where, what, layout.zero)))[1:-1]
+        for place, category, item in layout.placed(_slices(request, numbers)):
+            yield b"," + encode(list(_events(item, place, category, layout.zero)))[1:-1]
         on_request(1)
     yield b"]}\n"
 
 
 class _Layout:
-    """Where each slice goes. Built of the times of all slices, then asked for their places in the same order."""
+    """Assigns lanes to slices. It is built from the times of all slices; ``placed`` takes them in the same order."""
 
     def __init__(self, traces: TraceSet) -> None:
         spans: dict[Track, list[tuple[float, float]]] = {}
@@ -76,30 +78,32 @@ class _Layout:
         self._taken = dict.fromkeys(self._lanes, 0)
 
     def names(self) -> Iterator[Event]:
-        """What processes and lanes are called, and in which order they are shown."""
+        """Events that name the processes and lanes, and set their order."""
         for (engine, rank), pid in self._ids.items():
-            roles = [role for role, what in (("P", "push"), ("D", "load")) if (engine, rank, what) in self._lanes]
+            roles = [
+                role for role, category in (("P", "push"), ("D", "load")) if (engine, rank, category) in self._lanes
+            ]
             named = f"{' and '.join(roles)}: {engine} rank {rank}"
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        for (engine, rank, what), chosen in self._lanes.items():
+        for (engine, rank, category), chosen in self._lanes.items():
             pid = self._ids[engine, rank]
             for lane in sorted(set(chosen)):
-                tid = LANES[what] + lane
-                name = what if lane == 0 else f"{what} ({lane + 1})"
+                tid = LANES[category] + lane
+                name = category if lane == 0 else f"{category} ({lane + 1})"
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
     def placed(self, slices: Iterable[tuple[Track, Slice]]) -> Iterator[tuple[dict[str, int], str, Slice]]:
-        for track, one in slices:
-            engine, rank, what = track
+        for track, item in slices:
+            engine, rank, category = track
             lane = self._lanes[track][self._taken[track]]
             self._taken[track] += 1
-            yield {"pid": self._ids[engine, rank], "tid": LANES[what] + lane}, what, one
+            yield {"pid": self._ids[engine, rank], "tid": LANES[category] + lane}, category, item
 
 
 def _spans(request: RequestTrace) -> Iterator[tuple[Track, float, float]]:
-    """When each slice of ``_slices`` begins and ends, in the same order, without the work of making it."""
+    """The start and end of each slice of ``_slices``, in the same order, without making the slices."""
     for push in _timed(request.pushes):
         yield (push.engine_id, push.rank, "push"), *_push_span(push)
         for write in push.writes:
@@ -132,28 +136,28 @@ def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Trac
 
 
 def _timed(records: Iterable[R]) -> list[R]:
-    """Those of which any time is known."""
+    """The records that have any time."""
     return [record for record in records if any(times(record))]
 
 
-def _wall(traces: TraceSet) -> float | None:
-    """What to add to a time of the reference clock for the time of day."""
+def _unix_offset(traces: TraceSet) -> float | None:
+    """Seconds to add to a time of the reference clock to get Unix time; None if unknown."""
     for source in traces.sources:
         if source.process is not None and source.clock == traces.clocks.reference:
             return source.process.unix - source.process.t
     return None
 
 
-def _events(one: Slice, where: dict[str, int], what: str, zero: float) -> Iterator[Event]:
-    start, end = _nanos(one.start - zero), _nanos(one.end - zero)
+def _events(item: Slice, place: dict[str, int], category: str, zero: float) -> Iterator[Event]:
+    start, end = _nanos(item.start - zero), _nanos(item.end - zero)
     when = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    yield {"ph": "X", "name": one.name, "cat": what, **when, **where, "args": one.args}
-    for kind, name, number, at in one.arrows:
-        inside = max(start, min(_nanos(at - zero), end - 1))  # an arrow at the very end would belong to no slice
+    yield {"ph": "X", "name": item.name, "cat": category, **when, **place, "args": item.args}
+    for kind, name, number, at in item.arrows:
+        inside = max(start, min(_nanos(at - zero), end - 1))  # an arrow at the very end belongs to no slice
         binding = {"bp": "e"} if kind == "f" else {}
-        yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **where, **binding}
-    for inner in one.inner:
-        yield from _events(inner, where, what, zero)
+        yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **place, **binding}
+    for inner in item.inner:
+        yield from _events(inner, place, category, zero)
 
 
 def _nanos(seconds: float) -> int:
@@ -161,7 +165,7 @@ def _nanos(seconds: float) -> int:
 
 
 def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids: Iterator[int]) -> None:
-    """Arrows between one rank of P and one of D."""
+    """Arrows between one rank of P and one rank of D."""
     ends: list[tuple[str, Slice, float | None, Slice, float | None]] = [
         ("registration", loaded, load.t_registered, pushed, push.t_registered)
     ]
@@ -175,7 +179,7 @@ def _link(push: PushRecord, pushed: Slice, load: LoadRecord, loaded: Slice, ids:
 
 
 def _sent(push: PushRecord, load: LoadRecord) -> float | None:
-    """When the completion left. P notes it a little later, on a busy host after D has heard already."""
+    """The time when the completion was sent. P records it a little later, on a busy host even after D received it."""
     noted, after = push.t_notified or push.t_last_landed, sent_after(push)
     if noted is None or after is None or load.t_settled is None:
         return noted
@@ -208,7 +212,7 @@ def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
 
 
 def _chunks(push: PushRecord) -> list[Slice]:
-    """Slices of a lane must not overlap: a chunk that was planned while the last one was computed begins after it."""
+    """Slices of the chunks. They must not overlap: a chunk begins after the previous one, even if planned earlier."""
     chunks: list[Slice] = []
     layers: dict[int, list[Computed]] = {}
     for computed in compute_intervals(push):
@@ -228,7 +232,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
     slices = []
     for write in push.writes:
         first, last = write.layers
-        what = "regions" if push.mode == "request" else "layers"
+        unit = "regions" if push.mode == "request" else "layers"
         args = {
             "request": request.name,
             "remote_rank": write.remote_rank,
@@ -237,7 +241,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
             "posting_us": _nanos(write.t_posted - write.t_post) / 1e3,
             "landed": write.t_landed is not None,
         }
-        slices.append(Slice(f"WRITE {what} {first}-{last}", write.t_post, write.t_landed or write.t_posted, args))
+        slices.append(Slice(f"WRITE {unit} {first}-{last}", write.t_post, write.t_landed or write.t_posted, args))
     return slices
 
 

@@ -1,4 +1,4 @@
-"""A bar for what takes long, on a terminal's stderr; nothing where nobody looks."""
+"""Shows a progress bar on stderr, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Advance = Callable[[int], object]
-"""Tells that so much more is done."""
+"""Reports that this much more is done."""
 
 
 def silent(_: int) -> None:
@@ -15,7 +15,7 @@ def silent(_: int) -> None:
 
 @contextmanager
 def bar(what: str, total: int, unit: str = "") -> Iterator[Advance]:
-    """So much will be done; with ``unit`` "bytes" it is shown as kB, MB or GB. The bar vanishes at the end."""
+    """Show a bar for ``total`` units of work. With ``unit`` "bytes" it shows kB, MB or GB. It vanishes at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

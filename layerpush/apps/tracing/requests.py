@@ -17,7 +17,7 @@ from layerpush.telemetry.trace_records import LoadRecord, PushRecord
 
 
 class RequestError(ValueError):
-    """No such request, or more than one. The text names some that there are."""
+    """No request matches, or more than one does. The text names some requests."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class RequestTrace:
 
     @property
     def ids(self) -> set[str]:
-        """Everything that it is called."""
+        """All its ids: its name, and P's and D's request ids."""
         decode_ids = {push.decode_request_id for push in self.pushes} - {None}
         own = {push.request_id for push in self.pushes} | {load.request_id for load in self.loads}
         return {self.name} | own | {one for one in decode_ids if one is not None}
@@ -41,7 +41,7 @@ class RequestTrace:
 
     @property
     def outcome(self) -> str:
-        """D's word counts, if it is there; what is not "completed" outweighs what is."""
+        """The outcome on D if it has a record, else on P. Of several, one that is not "completed" counts."""
         outcomes = [one.outcome for one in self.loads or self.pushes]
         return next((outcome for outcome in outcomes if outcome != "completed"), "completed")
 
@@ -52,7 +52,7 @@ class RequestTrace:
 
     @property
     def begin(self) -> float:
-        """The first that is known of it, in seconds; 0 if nothing is."""
+        """Its first known time, in seconds; 0 if there is none."""
         return min((at for record in (*self.pushes, *self.loads) for _, at in times(record)), default=0.0)
 
     @property
@@ -62,14 +62,14 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class TraceSet:
-    """All that was read. The times of all records are the reference clock's."""
+    """All requests of the folders. The times of all records are on the reference clock."""
 
     requests: list[RequestTrace]
     sources: list[Source]
     clocks: Clocks
 
     def find(self, wanted: str) -> RequestTrace:
-        """The request that is called so, or the only one whose id has this in it. Raises ``RequestError``."""
+        """The request with this id, or the only one whose id contains it. Raises ``RequestError``."""
         exact = [request for request in self.requests if wanted in request.ids]
         found = exact or [request for request in self.requests if any(wanted in one for one in request.ids)]
         if len(found) == 1:
@@ -81,14 +81,14 @@ class TraceSet:
 
 
 def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> TraceSet:
-    """Raises ``FolderError`` if nothing is recorded there. ``outlines`` as of ``read_folders``."""
+    """Read the folders and join their records. ``outlines`` and ``FolderError``: see ``read_folders``."""
     sources = read_folders(folders, outlines=outlines, on_bytes=on_bytes)
     clocks = find_clocks(sources)
     return TraceSet(join(sources, clocks), sources, clocks)
 
 
 def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
-    """Requests in the order of their beginning, with the records of ``sources``, put on the reference clock."""
+    """Join records into requests, in the order of their beginning. Moves all times to the reference clock."""
     requests: dict[tuple[str | None, str | None], RequestTrace] = {}
 
     def of(engine_id: str | None, request_id: str) -> RequestTrace:
@@ -113,7 +113,7 @@ def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
 
 
 def shift(record: PushRecord | LoadRecord, by: float) -> None:
-    """Move every time of a push or a load by so many seconds."""
+    """Add ``by`` seconds to every time of a push or a load."""
     if not by:
         return
     inner: Iterable[Struct] = ()
@@ -126,7 +126,7 @@ def shift(record: PushRecord | LoadRecord, by: float) -> None:
 
 
 def times(record: Struct) -> Iterator[tuple[str, float]]:
-    """The times of a record that are known, by their names."""
+    """Names and values of a record's known times."""
     for name in _time_fields(type(record)):
         if (at := getattr(record, name)) is not None:
             yield name, at
@@ -138,7 +138,7 @@ def _time_fields(kind: type[Struct]) -> tuple[str, ...]:
 
 
 def without_suffix(request_id: str) -> str:
-    """vLLM appends ``-`` and eight hex digits to the id of each request."""
+    """The id without vLLM's suffix: ``-`` and eight hex digits."""
     base, dash, suffix = request_id.rpartition("-")
     has_suffix = dash and len(suffix) == 8 and all(digit in "0123456789abcdef" for digit in suffix)
     return base if has_suffix else request_id

@@ -1,1 +1,1 @@
-"""What layerpush counts, and how it gets from a worker's threads to the engine's ``/metrics``."""
+"""The metrics of layerpush, and their way from a worker's threads to the engine's ``/metrics``."""

@@ -1,4 +1,4 @@
-"""Many observations into a Prometheus histogram at once."""
+"""Adds many observations to a Prometheus histogram at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from layerpush.telemetry.metrics.tally import Buckets
 
 
 def observe_buckets(histogram: Any, buckets: Buckets) -> None:
-    """Add many observations at once. Counts and sum come out exact.
+    """Add all observations of ``buckets``. The histogram's counts and sum are exact.
 
-    prometheus_client has no public way to do so; what it does on ``observe`` is done here once per bucket. Other
-    classes in its place (vLLM's for Ray) are told of each observation, all of a bucket as their mean.
+    prometheus_client has no public function for this, so this repeats its ``observe`` once per bucket. Other classes
+    (vLLM's for Ray) get one ``observe`` for each observation, with the mean of its bucket.
     """
     slots: Any = getattr(histogram, "_buckets", None)
     total: Any = getattr(histogram, "_sum", None)

@@ -1,6 +1,6 @@
-"""Every metric of layerpush: its name, its labels, its buckets and what it means. Pure.
+"""Every metric of layerpush: its name, its labels, its buckets and its meaning. Pure.
 
-``docs/metrics.md`` is made from this table, and the Prometheus objects are. To add a metric, add it here and record it
+``docs/metrics.md`` and the Prometheus objects are made from this table. To add a metric, add it here and record it
 under its ``key``.
 """
 
@@ -24,7 +24,7 @@ class Kind(enum.Enum):
 
 
 class Side(enum.Enum):
-    """Which engine records it: the one that prefills, the one that decodes, or either."""
+    """The engine that records a metric: the prefill engine, the decode engine, or either."""
 
     PREFILL = "P"
     DECODE = "D"
@@ -33,9 +33,9 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``values`` are the known values of ``label`` and what each means; a counter may meet others later.
+    """``values`` maps the known values of ``label`` to their meanings; a counter may get other values too.
 
-    ``buckets`` are a histogram's upper bounds, ascending; one without a bound follows them.
+    ``buckets`` are a histogram's upper bounds, ascending; a last bucket without a bound follows them.
     """
 
     key: str
@@ -48,12 +48,12 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """As it is registered."""
+        """The name that is registered with Prometheus."""
         return PREFIX + self.key
 
     @property
     def exposed_name(self) -> str:
-        """As it is scraped; a histogram's has ``_bucket``, ``_sum`` and ``_count`` behind it."""
+        """The name that Prometheus scrapes; a histogram's gets ``_bucket``, ``_sum`` and ``_count`` appended."""
         return self.name + "_total" if self.kind is Kind.COUNTER else self.name
 
     @property

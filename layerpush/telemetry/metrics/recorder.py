@@ -1,4 +1,4 @@
-"""Where the writer thread records and the engine's main thread collects."""
+"""Takes metrics from the writer thread to the engine's main thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layerpush.telemetry.metrics.tally import Tally
 
 
 class Recorder:
-    """Any thread. The lock is held for a few dict operations, never across a call to anybody else."""
+    """Any thread. The lock is held for a few dict operations only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class Recorder:
                 self._tally.observe(metric, value)
 
     def take(self) -> Tally:
-        """What was recorded since the last call; it is the caller's from now on."""
+        """The metrics recorded since the last call, in a tally that belongs to the caller."""
         with self._lock:
             taken, self._tally = self._tally, Tally()
         return taken

@@ -1,4 +1,4 @@
-"""One process's share of the metrics: what it has recorded, and what is read when a report is made."""
+"""The metrics of one process: those that it recorded, and those that it reads for each report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.metrics.tally import Tally
 
 REPORT_S = 1.0
-"""How often there is a report of levels and lag although nothing has happened, if the engine steps."""
+"""Seconds between reports without an event, which have levels and lag only. They come while the engine steps."""
 
 
 class Reporter:
-    """``name`` tells this process from the engine's others. ``recorder`` and ``lag`` are for the writer thread.
+    """``name`` is unique among the engine's processes. ``recorder`` and ``lag`` are for the writer thread.
 
-    ``level`` and ``total`` come before the first ``take``. What they are given is called on the thread that calls
-    ``take``, and must only look.
+    Call ``level`` and ``total`` before the first ``take``. The thread of ``take`` calls their ``read`` functions, which
+    must change nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,37 +26,37 @@ class Reporter:
         self._name = name
         self._levels: list[tuple[Metric, Callable[[], float]]] = []
         self._totals: list[tuple[Metric, Callable[[], Mapping[str, int]]]] = []
-        self._told: dict[str, float] = {}
-        self._seen: dict[tuple[str, str], int] = {}
-        self._next = float("-inf")
+        self._reported_levels: dict[str, float] = {}
+        self._reported_totals: dict[tuple[str, str], int] = {}
+        self._next_report_at = float("-inf")
 
     def level(self, metric: Metric, read: Callable[[], float]) -> None:
         """A gauge, read for every report."""
         self._levels.append((metric, read))
 
     def total(self, metric: Metric, read: Callable[[], Mapping[str, int]]) -> None:
-        """A counter that others add up: running totals by label value; what came on top is reported."""
+        """A counter with running totals by label value; each report has the increase since the last."""
         self._totals.append((metric, read))
 
     def take(self, now: float) -> Tally | None:
-        """What is new since the last call, with all levels; None if nothing is and the last report is recent.
+        """The metrics since the last call, with all levels; None if nothing is new and the last report is recent.
 
-        ``now`` in seconds, on the clock of ``lag``. One thread.
+        ``now`` is in seconds on the clock of ``lag``. One thread.
         """
         tally = self.recorder.take()
         for metric, totals in self._totals:
             for value, total in totals().items():
-                tally.count(metric, value, total - self._seen.get((metric.key, value), 0))
-                self._seen[metric.key, value] = total
+                tally.count(metric, value, total - self._reported_totals.get((metric.key, value), 0))
+                self._reported_totals[metric.key, value] = total
         levels = {metric.key: (metric, float(read())) for metric, read in self._levels}
-        changed = any(self._told.get(key, 0.0) != level for key, (_, level) in levels.items())
-        if tally.is_empty and not changed and now < self._next:
+        changed = any(self._reported_levels.get(key, 0.0) != level for key, (_, level) in levels.items())
+        if tally.is_empty and not changed and now < self._next_report_at:
             return None
         lag = self.lag.take(now)
         if lag is not None:
             tally.observe(WRITER_LAG, lag)
         for key, (metric, level) in levels.items():
             tally.level(metric, self._name, level)
-            self._told[key] = level
-        self._next = now + REPORT_S
+            self._reported_levels[key] = level
+        self._next_report_at = now + REPORT_S
         return None if tally.is_empty else tally

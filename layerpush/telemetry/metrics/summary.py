@@ -1,4 +1,4 @@
-"""What vLLM's periodic log line says of layerpush. Pure."""
+"""The numbers of layerpush in vLLM's periodic log line. Pure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MIB = float(1 << 20)
 
 
 def is_eventful(tally: Tally) -> bool:
-    """Whether something has happened that a log line should tell: levels and lag alone are no news."""
+    """Whether a log line is worth writing: levels and lag alone are not."""
     return bool(tally.counters) or not tally.histograms.keys() <= UNEVENTFUL
 
 
 def summary(tally: Tally) -> dict[str, int | float]:
-    """A few numbers of an interval, by what they are; parts about which nothing is to be said are left out.
+    """The numbers of one interval by their names. Parts without an event are left out.
 
-    Pushes and loads are counted on each rank, as the metrics are.
+    Pushes and loads are counted on each rank, as in the metrics.
     """
     line: dict[str, int | float] = {}
     if tally.counted(PUSHES):

@@ -1,4 +1,4 @@
-"""Counts, bucketed observations and levels: the sum over any number of events and ranks stays this small. Pure."""
+"""Counters, histograms and gauges of any number of events and ranks, in bounded memory. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHER = "other"
 
 @dataclass(slots=True)
 class Buckets:
-    """How many observations fell into each bucket, and their sums. The last bucket has no upper bound."""
+    """A histogram: the number and the sum of the observations in each bucket. The last bucket has no upper bound."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -48,7 +48,7 @@ class Buckets:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, part: float) -> float:
-        """About the value below which this part of the observations lies: exact to a bucket's width."""
+        """The value below which this part (0 to 1) of the observations lies, exact to a bucket's width."""
         wanted, below = part * self.count, 0
         for index, count in enumerate(self.counts):
             if count and below + count >= wanted:
@@ -62,10 +62,10 @@ class Buckets:
 
 @dataclass(slots=True)
 class Tally:
-    """Counters by key and label value, histograms by key, gauges by key and by who reports them.
+    """Counters by key and label value, histograms by key, gauges by key and reporter.
 
-    Belongs to one thread at a time. ``to_data`` gives plain dicts, lists, numbers and strings for another process, and
-    ``merge`` adds such data of another rank or a later time. Of a gauge the newest level of each reporter counts.
+    One thread at a time may use it. ``to_data`` returns plain dicts, lists, numbers and strings for another process;
+    ``merge`` adds such data of another rank or a later time. A gauge keeps the newest level of each reporter.
     """
 
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Tally:
     gauges: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def count(self, metric: Metric, value: str = NO_LABEL, number: int = 1) -> None:
-        """``value`` is the metric's label's, if it has one. Values beyond a bound count as "other"."""
+        """``value`` is that of the metric's label, if it has one. Beyond ``MAX_LABEL_VALUES`` it counts as "other"."""
         if not number:
             return
         values = self.counters.setdefault(metric.key, {})
@@ -82,14 +82,14 @@ class Tally:
         values[value] = values.get(value, 0) + number
 
     def observe(self, metric: Metric, value: float) -> None:
-        """In the metric's own unit, never below 0."""
+        """``value`` is in the metric's own unit; a negative one counts as 0."""
         self._buckets(metric.key).observe(max(0.0, value))
 
     def level(self, metric: Metric, reporter: str, value: float) -> None:
         self.gauges.setdefault(metric.key, {})[reporter] = value
 
     def counted(self, metric: Metric, *values: str) -> int:
-        """Of these label values, or of all."""
+        """The sum over these label values, or over all."""
         known = self.counters.get(metric.key, {})
         return sum(known.get(value, 0) for value in values or known)
 
@@ -97,7 +97,7 @@ class Tally:
         return self.histograms.get(metric.key) or Buckets.empty(metric.buckets)
 
     def highest(self, metric: Metric) -> float:
-        """A gauge over all who report it: each sees the same requests, so they are not added up."""
+        """The highest level of a gauge. All reporters see the same requests, so their levels are not added up."""
         return max(self.gauges.get(metric.key, {}).values(), default=0.0)
 
     @property
@@ -105,7 +105,7 @@ class Tally:
         return not (self.counters or self.histograms or self.gauges)
 
     def merge(self, data: Mapping[str, Any]) -> None:
-        """Add another tally's ``to_data``; nothing of it is kept by reference."""
+        """Add a copy of another tally's ``to_data``."""
         for key, values in data.get("counters", {}).items():
             for value, number in values.items():
                 self.count(BY_KEY[key], value, number)

@@ -1,8 +1,8 @@
-"""What a WRITE to one decode engine costs: measured once, on the scratch bytes of its ring, when it first offers one.
+"""Measures the cost of WRITEs to one decode engine, once, when it first offers a window of its ring.
 
-A few WRITEs, again and again: one piece, all pieces of the scratch bytes, which merge into one descriptor, and some
-numbers of pieces that do not merge. The fastest of each gives the cost of a WRITE, of a byte and of descriptors;
-``docs/design/packing.md`` has the formulas.
+It writes to the scratch bytes of the ring, each of these several times: one piece; all scratch pieces, which merge into
+one descriptor; and several numbers of pieces that do not merge. The fastest WRITE of each kind counts. The costs of a
+WRITE, of a byte and of descriptors follow from these times; ``docs/design/packing.md`` has the formulas.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from layerpush.transport.packing.memory import PIECE_BYTES, cool
 logger = logging.getLogger("vllm.layerpush.stager")
 
 SCRATCH_PIECES = 128
-"""At the beginning of every ring: anybody may write there at any time, nobody reads."""
+"""Pieces at the beginning of every ring that any P may overwrite at any time. Nobody reads them."""
 APART = (64, 512, 1000)
-"""The more there are, the less each may take. From 1024 on NIXL spreads them over threads of its own: an agent that
-goes while those are at work crashes its process, and an engine may have to go at any time.
+"""Numbers of pieces that do not merge. There are several, because a piece may cost less in a larger WRITE. From 1024
+pieces on, NIXL spreads a WRITE over its own threads; an agent that is closed while they work crashes its process.
 """
 ROUNDS = 5
 BUDGET_S = 0.5
-"""After so many seconds what is known has to do."""
+"""After this time the measurement ends with the samples that it has."""
 SPIN_S = 2e-3
-"""For how long a turn looks at a WRITE without a pause: shorter ones are timed exactly."""
+"""A turn polls a WRITE for this long without a pause, to time short WRITEs exactly."""
 QUIET_S = 10.0
-"""For so long it waits until there is no push that it would be in the way of, and then goes on regardless."""
+"""The measurement waits for a time without pushes, but no longer than this."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A WRITE of so many pieces, side by side or apart: then the scratch bytes are written more than once."""
+    """A WRITE of ``pieces`` pieces, which are neighbours, or ``apart``. More than 64 apart repeat the same pieces."""
 
     pieces: int
     apart: bool = False
@@ -54,7 +54,7 @@ SAMPLES = (SMALL, MERGED, *(Sample(pieces, apart=True) for pieces in APART))
 
 
 class Calibration:
-    """Writer thread only. ``costs`` is None until it is over, and if it fails."""
+    """Writer thread only. ``costs`` is None until the measurement is over, and after a failure."""
 
     def __init__(self, transport: Transport, route: Route, prior: Costs, now: float) -> None:
         self.costs: Costs | None = None
@@ -63,8 +63,8 @@ class Calibration:
         self._route = route
         self._prior = prior
         self._deadline = now + BUDGET_S
-        self._regardless = now + QUIET_S
-        self._left = now
+        self._begin_anyway_at = now + QUIET_S
+        self._turn_ended = now
         self._waiting = [sample for _ in range(ROUNDS) for sample in SAMPLES]
         self._fastest = dict.fromkeys(SAMPLES, math.inf)
         self._sample = SMALL
@@ -77,29 +77,30 @@ class Calibration:
         return self._handle is not None
 
     def turn(self, *, quiet: bool = True) -> None:
-        """Go on for a moment. A WRITE that is on the wire is waited for, however long that takes; the next is begun
-        while it is ``quiet``, which means that there is no push, or later than ``QUIET_S``.
+        """Measure for up to ``SPIN_S`` seconds. ``quiet``: there is no push.
+
+        A WRITE on the wire is polled in any case. The next WRITE begins only while it is quiet, or after ``QUIET_S``.
         """
         began = time.perf_counter()
-        goes_on = quiet or began > self._regardless
-        if self.is_over or not (goes_on or self.in_flight):
+        may_begin = quiet or began > self._begin_anyway_at
+        if self.is_over or not (may_begin or self.in_flight):
             return
         if self._handle is None:
-            self._deadline += began - self._left  # what the writer did meanwhile takes nothing from the budget
+            self._deadline += began - self._turn_ended  # the time between turns does not count
         spin_until = min(began + SPIN_S, self._deadline)
         try:
             self._step()
-            while not self.is_over and (goes_on or self.in_flight) and time.perf_counter() < spin_until:
+            while not self.is_over and (may_begin or self.in_flight) and time.perf_counter() < spin_until:
                 self._step()
-        except Exception as error:  # noqa: BLE001  a transport that breaks its contract: WRITEs to this engine go directly
+        except Exception as error:  # noqa: BLE001  a defect of the transport: WRITEs to this engine go directly
             logger.warning("layerpush cannot time WRITEs to %s: %s", self._route.agent, error)
-            self._forget()
+            self._release()
             self.is_over = True
-        self._left = time.perf_counter()
+        self._turn_ended = time.perf_counter()
 
     def abandon(self) -> None:
-        """The decode engine is gone."""
-        self._forget()
+        """End the measurement: the decode engine is gone."""
+        self._release()
         self.is_over = True
 
     def _step(self) -> None:
@@ -111,27 +112,27 @@ class Calibration:
             took = time.perf_counter() - self._posted
             self._fastest[self._sample] = min(self._fastest[self._sample], took)
         if state is not WriteState.PENDING:
-            self._forget()
+            self._release()
 
     def _begin(self) -> None:
         if not self._waiting or time.perf_counter() > self._deadline:
-            self.costs = self._learned()
+            self.costs = self._result()
             self.is_over = True
             return
         self._sample = self._waiting.pop(0)
-        if time.perf_counter() + self._at_least_s() > self._deadline:
+        if time.perf_counter() + self._least_s() > self._deadline:
             return
         ids = self._sample.ids()
         cool()
         self._posted = time.perf_counter()
         self._handle = self._transport.post_write(self._route, ids, ids)
 
-    def _at_least_s(self) -> float:
-        """What the bytes of the next sample alone will take, as far as that is known."""
+    def _least_s(self) -> float:
+        """The least seconds that the bytes of the next sample will take; 0 if unknown."""
         merged = self._fastest[MERGED]
         return 0.0 if math.isinf(merged) else merged * self._sample.pieces / SCRATCH_PIECES
 
-    def _learned(self) -> Costs | None:
+    def _result(self) -> Costs | None:
         small, merged = self._fastest[SMALL], self._fastest[MERGED]
         apart = {sample.pieces: took for sample, took in self._fastest.items() if sample.apart and took < math.inf}
         if math.isinf(small + merged) or not apart:
@@ -144,10 +145,10 @@ class Calibration:
         scattered = tuple(zip(apart, list(seconds)[1:], strict=True))
         return replace(self._prior, scattered=scattered, wire_s=wire_s, write_s=write_s)
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             try:
                 self._transport.release(handle)
             except TransportError:
-                return  # NIXL keeps it until its agent goes: one small request
+                return  # NIXL keeps the handle until its agent is closed: it is small

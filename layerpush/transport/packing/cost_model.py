@@ -1,8 +1,8 @@
-"""What a WRITE costs by each plan: estimates from measured constants. Pure.
+"""Estimates the seconds that a WRITE takes by each plan, from measured costs. Pure.
 
-The model is that of ``docs/design/packing.md``: a WRITE of ``bytes`` in ``runs`` pieces, contiguous on both sides each,
-takes ``write_s + scattered_s(runs) + bytes * wire_s`` seconds; to gather or to scatter, ``copy_s`` and so much for
-each byte more; to pack, the way of two notifications, too.
+The model is described in ``docs/design/packing.md``. A WRITE of ``bytes`` in ``runs`` contiguous runs takes
+``write_s + scattered_s(runs) + bytes * wire_s``. A gather adds ``copy_s + bytes * gather_s``. A scatter on D adds
+``copy_s + bytes * scatter_s``, and its two notifications add ``messages_s``.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MARGIN = 0.9
-"""A plan that copies must be estimated to take at most so much of the time of one that does not. A plan that is not
-chosen teaches nothing, so it does not matter much if one is left out that is only a little faster."""
+"""A plan that copies is chosen only if its estimate is below this part of the direct plan's estimate."""
 
 
 class Plan(enum.Enum):
-    """How the blocks of a WRITE get from one cache to the other."""
+    """The path of a WRITE's blocks from P's cache to D's."""
 
     DIRECT = "direct"
     """From cache to cache."""
     GATHERED = "gathered"
     """Gathered into the staging ring of P, and from there into the cache of D."""
     PACKED = "packed"
-    """From ring to ring, and scattered by D."""
+    """Gathered into the staging ring of P, from there into the ring of D, and scattered by D into its cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What there is to write: how many bytes, in how many contiguous runs by each plan."""
+class TransferSize:
+    """The size of one WRITE: its bytes, and its number of contiguous runs by each plan."""
 
     bytes: int
     direct_runs: int
@@ -49,9 +48,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds: for so many descriptors that do not merge, ``(descriptors, seconds)``, ascending in both; for a byte on
-    the wire, for a byte gathered on P, for a byte scattered on D, for the notifications of a packed WRITE there and
-    back; for whatever size, for a copy and for a WRITE.
+    """All in seconds.
+
+    ``scattered`` has points ``(descriptors, seconds)`` for descriptors that do not merge, ascending in both. Per byte:
+    ``wire_s`` on the wire, ``gather_s`` in a gather on P, ``scatter_s`` in a scatter on D. ``messages_s`` is for
+    the two notifications of a packed WRITE. For any size: ``copy_s`` for a copy, ``write_s`` for a WRITE.
     """
 
     scattered: tuple[tuple[int, float], ...] = ((1000, 3e-3),)
@@ -62,32 +63,33 @@ class Costs:
     copy_s: float = 1e-4
     write_s: float = 1e-4
 
-    def estimate(self, plan: Plan, shape: Shape) -> float:
+    def estimate(self, plan: Plan, transfer: TransferSize) -> float:
         """Seconds from the decision until the blocks are in the cache of D."""
-        seconds = self.write_s + self.scattered_s(shape.runs(plan)) + shape.bytes * self.wire_s
+        seconds = self.write_s + self.scattered_s(transfer.runs(plan)) + transfer.bytes * self.wire_s
         if plan is not Plan.DIRECT:
-            seconds += self.copy_s + shape.bytes * self.gather_s
+            seconds += self.copy_s + transfer.bytes * self.gather_s
         if plan is Plan.PACKED:
-            seconds += self.copy_s + shape.bytes * self.scatter_s + self.messages_s
+            seconds += self.copy_s + transfer.bytes * self.scatter_s + self.messages_s
         return seconds
 
     def scattered_s(self, descriptors: int) -> float:
-        """Straight lines through nothing for none and ``scattered``; beyond its end, as steep as the last."""
+        """Interpolates ``(0, 0)`` and the points of ``scattered`` linearly; beyond them, extrapolates the last line."""
         at = min(bisect_left(self.scattered, (descriptors, 0.0)), len(self.scattered) - 1)
         low, low_s = self.scattered[at - 1] if at else (0, 0.0)
         high, high_s = self.scattered[at]
         return low_s + (descriptors - low) * (high_s - low_s) / (high - low)
 
     def never_pays(self, descriptors: int, size: int) -> bool:
-        """Whether no plan that copies ``size`` bytes could be chosen, however so many descriptors lie. To look at how
-        they do costs a tenth of a small WRITE.
-        """
-        best = self.estimate(Plan.GATHERED, Shape(size, descriptors, 1))
-        return best >= MARGIN * self.estimate(Plan.DIRECT, Shape(size, descriptors, 1))
+        """Whether no plan that copies can be chosen for ``size`` bytes in ``descriptors`` descriptors, in any runs.
 
-    def choose(self, shape: Shape, possible: Iterable[Plan]) -> Plan:
-        """The plan that is estimated to be the fastest, direct unless another is so by more than the margin."""
-        best = min(possible, key=lambda plan: self.estimate(plan, shape), default=Plan.DIRECT)
-        if self.estimate(best, shape) < MARGIN * self.estimate(Plan.DIRECT, shape):
+        If so, a caller need not count the runs, which takes a tenth of the time of a small WRITE.
+        """
+        best = self.estimate(Plan.GATHERED, TransferSize(size, descriptors, 1))
+        return best >= MARGIN * self.estimate(Plan.DIRECT, TransferSize(size, descriptors, 1))
+
+    def choose(self, transfer: TransferSize, possible: Iterable[Plan]) -> Plan:
+        """The possible plan with the lowest estimate; the direct plan if the gain is not above the margin."""
+        best = min(possible, key=lambda plan: self.estimate(plan, transfer), default=Plan.DIRECT)
+        if self.estimate(best, transfer) < MARGIN * self.estimate(Plan.DIRECT, transfer):
             return best
         return Plan.DIRECT

@@ -1,4 +1,4 @@
-"""A rank's staging memory: a ring of bytes that NIXL knows, and the copies between it and the KV cache."""
+"""A rank's staging memory: a ring of bytes that is registered with NIXL, and the copies between it and the KV cache."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from layerpush.core.layout import BlockIds
 from layerpush.transport.packing.ring import Ring
 
 PIECE_BYTES = 8192
-"""A ring's descriptors have so many bytes each; NIXL merges neighbours. Spans that travel from ring to ring are whole
-pieces."""
+"""Bytes of each descriptor of a ring; NIXL merges neighbours. A WRITE from ring to ring has whole pieces."""
 MAX_PIECES = 1023
-"""From 1024 descriptors on NIXL spreads a WRITE over several endpoints, and nothing tells when a torn one is over."""
+"""From 1024 descriptors on, NIXL spreads a WRITE over several endpoints: after a failure its end cannot be detected."""
 COOL_BYTES = 8 << 20
 
 
 class Copy(Protocol):
-    """Blocks on their way between cache and ring."""
+    """A copy between cache and ring that has begun."""
 
     def is_over(self) -> bool:
-        """Whether every byte is where it belongs. Waits for nothing. What it raises ends the copy."""
+        """Whether all bytes are copied. Does not wait. If it raises, the copy has failed and is over."""
 
 
 class Copies:
-    """Copies that belong together. ``failure`` says why one of them did not happen, if so."""
+    """Copies that belong together. ``failure`` is the error of the first that failed, else None."""
 
     def __init__(self) -> None:
         self.failure: str | None = None
         self._running: list[Copy] = []
 
     def begin(self, start: Callable[[], Copy]) -> None:
-        """One more, unless one before it has failed."""
+        """Start one more copy, unless an earlier one has failed."""
         if self.failure is not None:
             return
         try:
             self._running.append(start())
-        except Exception as error:  # noqa: BLE001  a device's or its driver's: what was begun before still has to end
+        except Exception as error:  # noqa: BLE001  an error of the device or its driver: earlier copies still run
             self._fail(error)
 
     def are_over(self) -> bool:
-        """Whether all have ended, well or not: nothing reads or writes for them any more. Waits for nothing."""
+        """Whether all have ended, successfully or not: none of them reads or writes any more. Does not wait."""
         self._running = [copy for copy in self._running if not self._is_over(copy)]
         return not self._running
 
     def _is_over(self, copy: Copy) -> bool:
         try:
             return copy.is_over()
-        except Exception as error:  # noqa: BLE001  a device that reports an error runs nothing any more
+        except Exception as error:  # noqa: BLE001  after an error a device runs no copy any more
             self._fail(error)
             return True
 
@@ -58,21 +57,22 @@ class Copies:
 
 
 class Staging(Protocol):
-    """Writer thread only. Blocks are kernel blocks, ``layers`` indices in model order; packed: block after block,
-    region after region, layer after layer.
+    """Writer thread only. Blocks are kernel blocks; ``layers`` are indices in model order.
+
+    Blocks are packed layer by layer, in a layer region by region, in a region block by block.
     """
 
     ring: Ring
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
-        """From the cache to byte ``offset`` of the ring. The blocks must stay as they are until the copy is over."""
+        """Copy from the cache to byte ``offset`` of the ring. The blocks must not change until the copy is over."""
 
     def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
-        """From byte ``offset`` of the ring to the cache."""
+        """Copy from byte ``offset`` of the ring to the cache."""
 
 
 def cool() -> None:
-    """Leave nothing in the core's own caches, neither data nor code, as a forward pass does between two WRITEs."""
+    """Evict data and code from the core's own caches, as a forward pass does between two WRITEs."""
     np.full(COOL_BYTES, 1, np.uint8)
 
 

@@ -1,10 +1,10 @@
-"""WRITEs that go through staging memory: gathered here, and, if the decode engine unpacks, scattered there.
+"""Runs WRITEs through staging memory: gathers blocks into our ring. The decode engine scatters a packed WRITE.
 
-    gather -> WRITE -> (gathered) over
-                    -> Unpack -> Unpacked (packed) over
+    gathered:  gather -> WRITE -> over
+    packed:    gather -> WRITE -> Unpack -> Unpacked -> over
 
-Writer thread only. Whatever happens, a span of our ring is free again only when nothing reads from it, and one of the
-decode engine's window only when nothing may write to it or read from it.
+Writer thread only. A span of our ring is freed only when nothing reads it. A span of the decode engine's window is
+freed only when nothing can write or read it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class PushWindow:
-    """A decode engine's window, what of it is in use, and the way into its ring."""
+    """A decode engine's window for one request, its spans in use, and the route to its ring."""
 
     offer: Window
     route: Route
@@ -172,7 +172,7 @@ class StagedWrite(Transfer):
 
 
 class Packer:
-    """``gathered`` names our ring as a list of descriptors of one kernel block each, ``pieces`` as one of pieces."""
+    """``block_bytes`` is the size of a kernel block, the same in every region. ``clock`` returns seconds."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Packer:
         self.unpacking: dict[int, StagedWrite] = {}
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
-        """Begin a WRITE of ``write`` to the decode engine's blocks ``remote``, gathered; None if there is no room."""
+        """Begin a gathered WRITE of ``write`` to ``remote``, the decode engine's blocks; None if there is no room."""
         size = len(remote) * self.block_bytes
         span = self.staging.ring.take(size, self.block_bytes)
         if span is None:
@@ -202,7 +202,7 @@ class Packer:
         return self._staged(Plan.GATHERED, record, route=route, local=local, remote=remote, ours=span).begin(write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
-        """Begin a WRITE of ``write``, ``size`` bytes, to the decode engine's ring; None if there is no room."""
+        """Begin a packed WRITE of ``write``, ``size`` bytes, to a window; None if there is no room."""
         held = whole_pieces(size)
         theirs = window.spans.take(held, PIECE_BYTES)
         if theirs is None:
@@ -253,7 +253,7 @@ class Packer:
 
 
 def gathered_targets(layout: CacheLayout, write: Write, region_blocks: Sequence[int]) -> DescriptorIds:
-    """Descriptor ids of ``write`` on the decode engine, in the order in which its blocks are packed."""
+    """Descriptor ids of ``write`` on the decode engine, in packed order."""
     offsets = descriptor_offsets(region_blocks)
     ids = [
         descriptor_ids(offsets, slots_of(layout, part.layers), layout.expand(part.target)) for part in write.segments

@@ -1,4 +1,4 @@
-"""Spans of a staging buffer: who has which bytes of it. Pure; one thread owns a ring."""
+"""Allocates spans of a staging buffer. Pure; one thread owns a ring."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from bisect import bisect_left
 
 
 class RingError(ValueError):
-    """A span was given back that is not taken: somebody may still write into what another one gets next."""
+    """A span was given back that was not taken: its bytes may now be in use twice."""
 
 
 class Ring:
-    """``capacity_bytes`` bytes, handed out from where the last span ended: what was just given back rests."""
+    """``capacity_bytes`` bytes. The search for a free span begins at the end of the last one that was taken."""
 
     def __init__(self, size: int) -> None:
         self.capacity_bytes = size
@@ -20,11 +20,11 @@ class Ring:
         self._next = 0
 
     def __len__(self) -> int:
-        """How many spans are taken."""
+        """The number of spans that are taken."""
         return len(self._starts)
 
     def take(self, size: int, align: int = 1) -> int | None:
-        """The offset of ``size`` bytes, a multiple of ``align``; None if there is no room for them now."""
+        """Take ``size`` bytes. Returns their offset, a multiple of ``align``; None if there is no room now."""
         if size <= 0:
             raise ValueError(f"a span of {size} bytes")
         for low, high in self._gaps():
@@ -45,7 +45,7 @@ class Ring:
         del self._starts[bisect_left(self._starts, offset)]
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """Free bytes: first those behind the last span that was handed out, then all."""
+        """Free ranges ``(low, high)``: first those behind the last span that was taken, then all."""
         gaps, low = [], 0
         for start in self._starts:
             gaps.append((low, start))

@@ -1,4 +1,4 @@
-"""What finished WRITEs teach of what copies and messages cost. Writer thread only."""
+"""Learns the costs of copies and messages from finished WRITEs. Writer thread only."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from layerpush.transport.packing.cost_model import Costs
 KEPT = 8
 PRIOR = 3
 FORGOTTEN_S = 10.0
-"""A plan that is not chosen teaches nothing: what was learned last is no reason to leave it out for ever."""
+"""Without an observation for this time, the initial value counts again. A plan that is never chosen gives no
+observations, so an old bad one must not exclude it for ever."""
 
 
 class RunningEstimate:
-    """The median of the last few observations; what was known before counts as three of them, so that two accidents
-    are not believed.
+    """The median of the last ``KEPT`` observations. The initial value counts as ``PRIOR`` observations, so two outliers
+    have no effect.
     """
 
-    def __init__(self, known: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._known = known
+    def __init__(self, initial: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._initial = initial
         self._clock = clock
-        self._heard_at = clock()
-        self._observed = deque([known] * PRIOR, maxlen=KEPT)
+        self._last_at = clock()
+        self._observed = deque([initial] * PRIOR, maxlen=KEPT)
 
     @property
     def value(self) -> float:
-        if self._clock() - self._heard_at > FORGOTTEN_S:
-            self._observed = deque([self._known] * PRIOR, maxlen=KEPT)
+        if self._clock() - self._last_at > FORGOTTEN_S:
+            self._observed = deque([self._initial] * PRIOR, maxlen=KEPT)
         return statistics.median_low(self._observed)
 
-    def heard(self, observed: float) -> None:
+    def add(self, observed: float) -> None:
+        """An observation in the unit of the initial value; a negative one counts as 0."""
         self._observed.append(max(observed, 0.0))
-        self._heard_at = self._clock()
+        self._last_at = self._clock()
 
 
 class CopyEstimates:
-    """Small copies teach what one costs whatever its size, large ones what a byte costs."""
+    """Small copies update the cost of a copy of any size, large ones the cost of a byte."""
 
     def __init__(self, known: Costs) -> None:
         self._copy_s, self._byte_s = RunningEstimate(known.copy_s), RunningEstimate(known.gather_s)
 
     def copied(self, size: int, seconds: float) -> None:
-        """``size`` bytes were gathered: from the decision until they could be posted."""
+        """``size`` bytes were gathered, and could be posted ``seconds`` after the choice of the plan."""
         copy_s, bytes_s = self._copy_s.value, size * self._byte_s.value
         if bytes_s > copy_s:
-            self._byte_s.heard((seconds - copy_s) / size)
+            self._byte_s.add((seconds - copy_s) / size)
         else:
-            self._copy_s.heard(seconds - bytes_s)
+            self._copy_s.add(seconds - bytes_s)
 
     def applied_to(self, costs: Costs) -> Costs:
-        """``costs`` with what is known by now. D's memory is taken to be like ours."""
+        """``costs`` with the current estimates. D's memory is assumed to be as fast as ours."""
         return replace(costs, copy_s=self._copy_s.value, gather_s=self._byte_s.value, scatter_s=self._byte_s.value)

@@ -1,19 +1,17 @@
-"""How many contiguous pieces a WRITE has. Numbers only."""
+"""Counts the contiguous runs of a WRITE. Pure."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerpush.core.layout import CacheLayout
-from layerpush.transport.packing.cost_model import Shape
+from layerpush.transport.packing.cost_model import TransferSize
 
 
 def runs(*sides: NDArray[np.int32]) -> int:
-    """In how many pieces block ids of equal shape ``(n,)`` fall that ascend by one on all ``sides``, as NIXL merges
-    them.
+    """Count the runs in block ids of equal shape ``(n,)``. In a run the ids of all ``sides`` ascend by one, and NIXL
+    merges it into one descriptor.
     """
     if not len(sides[0]):
         return 0
@@ -23,22 +21,11 @@ def runs(*sides: NDArray[np.int32]) -> int:
     return 1 + int(np.count_nonzero(breaks))
 
 
-def shape_of(local: NDArray[np.int32], remote: NDArray[np.int32], block_bytes: int) -> Shape:
-    """What a WRITE takes by each plan, whose descriptors of ``block_bytes`` bytes each are these, pairwise."""
-    return Shape(len(remote) * block_bytes, runs(local, remote), runs(remote))
+def transfer_size(local: NDArray[np.int32], remote: NDArray[np.int32], block_bytes: int) -> TransferSize:
+    """The size of a WRITE with these pairs of descriptor ids, of ``block_bytes`` bytes each."""
+    return TransferSize(len(remote) * block_bytes, runs(local, remote), runs(remote))
 
 
 def slots_of(layout: CacheLayout, layers: slice) -> list[int]:
-    """The regions of some layers, in the order in which their blocks are packed."""
+    """The regions of these layers, in packed order."""
     return [slot for layer in layout.layers[layers] for slot in layer.slots]
-
-
-def packed_bytes(layout: CacheLayout, layers: slice, blocks: int) -> int:
-    """Bytes of ``blocks`` scheduler blocks in each of these layers."""
-    return blocks * sum(layout.layer_bytes[layers])
-
-
-def is_uniform(layout: CacheLayout, segments: Sequence[slice]) -> int | None:
-    """The bytes of a kernel block, if it has as many in every region of these layers; else None."""
-    sizes = {layout.regions[slot].block_bytes for layers in segments for slot in slots_of(layout, layers)}
-    return sizes.pop() if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""Which way a WRITE goes, and what is known of the costs of each. Writer thread only."""
+"""Chooses the plan of each WRITE, and keeps the costs of WRITEs to each decode engine. Writer thread only."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Route, Transport
 from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import Calibration
-from layerpush.transport.packing.cost_model import Costs, Plan, Shape
+from layerpush.transport.packing.cost_model import Costs, Plan, TransferSize
 from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.packer import Packer, StagedWrite
 from layerpush.transport.packing.running_estimate import CopyEstimates, RunningEstimate
-from layerpush.transport.packing.runs import shape_of
+from layerpush.transport.packing.runs import transfer_size
 
 logger = logging.getLogger("vllm.layerpush.stager")
 
 Packing = Literal["auto", "gather", "packed"]
 
 RETRY_S = 30.0
-"""After so many seconds what could not be timed is timed again."""
+"""A calibration that failed is repeated after this time."""
 
 
 class PackingStrategy:
-    """Chooses, and goes directly wherever staging memory has no room: a full ring makes a push slower, never wait."""
+    """Chooses plans. A WRITE goes directly if staging memory has no room: a full ring never blocks a push."""
 
     def __init__(self, packer: Packer, layout: CacheLayout, packing: Packing, costs: Costs) -> None:
         self.packer = packer
@@ -38,36 +38,36 @@ class PackingStrategy:
         self._costs = costs
         self._costs_of: dict[str, Costs] = {}
         self._calibrations: dict[str, Calibration] = {}
-        self._again: dict[str, tuple[float, Transport, Route]] = {}
+        self._retries: dict[str, tuple[float, Transport, Route]] = {}
         self._engine_of: dict[str, str] = {}
         self._copies = CopyEstimates(costs)
         self._messages: dict[str, RunningEstimate] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether WRITEs are being timed, or will be as soon as there is no push."""
+        """Whether a calibration runs, or waits until there is no push."""
         return bool(self._calibrations)
 
     @property
     def in_flight(self) -> bool:
-        """Whether such a WRITE is on the wire."""
+        """Whether a WRITE of a calibration is on the wire."""
         return any(calibration.in_flight for calibration in self._calibrations.values())
 
     @property
     def engines_in_flight(self) -> set[str]:
-        """Decode engines that such a WRITE may be on its way to. Any thread."""
+        """Decode engines that a WRITE of a calibration may be on its way to. Any thread."""
         return set(self._calibrations)
 
     def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
-        """Find out what a WRITE to a decode engine costs, whose ring can be written to; until then go directly."""
+        """Start to measure WRITEs to a decode engine's ring. Until that is over, WRITEs to this engine go directly."""
         if self._packing == "auto" and engine_id not in self._costs_of:
             self._engine_of[ring.agent] = engine_id
             self._calibrations[engine_id] = Calibration(transport, ring, self._costs, time.perf_counter())
-            self._again[engine_id] = (time.perf_counter() + RETRY_S, transport, ring)
+            self._retries[engine_id] = (time.perf_counter() + RETRY_S, transport, ring)
 
     def turn(self, *, quiet: bool = True) -> None:
-        """Go on with what is being timed, and try once more what could not be. ``quiet``: there is no push."""
-        for engine_id, (due, transport, ring) in list(self._again.items()):
+        """Continue the calibrations, and repeat those that failed when it is time. ``quiet``: there is no push."""
+        for engine_id, (due, transport, ring) in list(self._retries.items()):
             if due <= time.perf_counter() and engine_id not in self._calibrations:
                 self.calibrate(engine_id, transport, ring)
         for engine_id, calibration in list(self._calibrations.items()):
@@ -76,7 +76,7 @@ class PackingStrategy:
                 continue
             del self._calibrations[engine_id]
             if calibration.costs is not None:
-                self._again.pop(engine_id, None)
+                self._retries.pop(engine_id, None)
                 self._costs_of[engine_id] = calibration.costs
                 costs = self.costs_to(engine_id)
                 logger.info(
@@ -88,7 +88,7 @@ class PackingStrategy:
                 )
 
     def unpacked(self, agent: str, number: int, done: bool) -> None:
-        """A decode rank has unpacked a WRITE, or will not; how long that took is learned from."""
+        """A decode rank has unpacked a WRITE (``done``), or will not. Learns the cost of messages from its time."""
         staged = self.packer.unpacked(agent, number, done)
         engine_id = self._engine_of.get(agent, "")
         if staged is None or not done or staged.asked_at is None or engine_id not in self._costs_of:
@@ -96,23 +96,23 @@ class PackingStrategy:
         costs = self.costs_to(engine_id)
         copied = costs.copy_s + len(staged.local) * PIECE_BYTES * costs.scatter_s
         messages = self._messages.setdefault(engine_id, RunningEstimate(self._costs.messages_s))
-        messages.heard(time.perf_counter() - staged.asked_at - copied)
+        messages.add(time.perf_counter() - staged.asked_at - copied)
 
     def learn(self, staged: StagedWrite) -> None:
-        """A WRITE has landed: how long its blocks took to gather is learned from."""
+        """Learn the cost of copies from a WRITE that has landed."""
         self._copies.copied(staged.record.bytes, staged.record.t_post - staged.began_at)
 
     def costs_to(self, engine_id: str) -> Costs:
-        """What is known by now."""
+        """The current costs of WRITEs to a decode engine: measured and learned, or else the defaults."""
         costs = self._copies.applied_to(self._costs_of.get(engine_id, self._costs))
         messages = self._messages.get(engine_id)
         return costs if messages is None else replace(costs, messages_s=messages.value)
 
     def forget(self, engine_id: str) -> None:
-        """The decode engine is gone."""
+        """The decode engine is gone: drop its costs, and end its calibration."""
         self._costs_of.pop(engine_id, None)
         self._messages.pop(engine_id, None)
-        self._again.pop(engine_id, None)
+        self._retries.pop(engine_id, None)
         for agent in [agent for agent, engine in self._engine_of.items() if engine == engine_id]:
             del self._engine_of[agent]
         calibration = self._calibrations.pop(engine_id, None)
@@ -126,49 +126,50 @@ class PackingStrategy:
         pairs: tuple[DescriptorIds, DescriptorIds],
         record: WriteRecord,
     ) -> StagedWrite | None:
-        """Begin ``write`` by way of staging memory; None: it goes directly. ``pairs`` are its descriptors, here and
-        there.
+        """Begin ``write`` through staging memory; None: it is to go directly.
+
+        ``pairs`` are its descriptor ids, ours and the decode engine's. Sets the plan and its estimate in ``record``.
         """
         local, remote = pairs
         record.t_planned = time.perf_counter()
         size, costs = len(remote) * self.packer.block_bytes, self.costs_to(link.engine_id)
         if self._packing == "auto" and (link.engine_id not in self._costs_of or costs.never_pays(len(remote), size)):
             return None
-        shape = shape_of(local, remote, self.packer.block_bytes)
-        possible = set(self._possible(write, link, shape))
+        transfer = transfer_size(local, remote, self.packer.block_bytes)
+        possible = set(self._possible(write, link, transfer))
         staged, taken = None, Plan.DIRECT
-        while staged is None and (taken := self._plan(costs, shape, possible)) is not Plan.DIRECT:
+        while staged is None and (taken := self._plan(costs, transfer, possible)) is not Plan.DIRECT:
             if taken is Plan.PACKED and link.window is not None:
-                staged = self.packer.pack(write, link.window, shape.bytes, record)
+                staged = self.packer.pack(write, link.window, transfer.bytes, record)
             elif taken is Plan.GATHERED and link.gathered is not None:
                 staged = self.packer.gather(write, link.gathered, remote, record)
             possible.discard(taken)  # no room for that one: the next best
         if staged is not None:
             staged.on_landed = self.learn
         record.descriptors = len(remote if staged is None else staged.local)
-        record.runs = shape.runs(taken)
+        record.runs = transfer.runs(taken)
         record.plan = taken.value
-        record.estimate_s = costs.estimate(taken, shape)
+        record.estimate_s = costs.estimate(taken, transfer)
         return staged
 
-    def _plan(self, costs: Costs, shape: Shape, possible: set[Plan]) -> Plan:
+    def _plan(self, costs: Costs, transfer: TransferSize, possible: set[Plan]) -> Plan:
         match self._packing:
             case "gather":
                 return Plan.GATHERED if Plan.GATHERED in possible else Plan.DIRECT
             case "packed":
                 return Plan.PACKED if Plan.PACKED in possible else Plan.DIRECT
             case "auto":
-                return costs.choose(shape, possible)
+                return costs.choose(transfer, possible)
 
-    def _possible(self, write: Write, link: Link, shape: Shape) -> Iterator[Plan]:
+    def _possible(self, write: Write, link: Link, transfer: TransferSize) -> Iterator[Plan]:
         yield Plan.DIRECT
-        if not shape.bytes:
+        if not transfer.bytes:
             return
         if link.gathered is not None:
             yield Plan.GATHERED
         if (
             link.window is not None
-            and shape.bytes <= MAX_PIECES * PIECE_BYTES
+            and transfer.bytes <= MAX_PIECES * PIECE_BYTES
             and all(part.is_gapless for part in write.segments)
         ):
             yield Plan.PACKED

@@ -1,4 +1,4 @@
-"""Staging memory beside a KV cache of tensors, on a CPU or a GPU."""
+"""Staging memory for a KV cache of tensors, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from layerpush.transport.packing.ring import Ring
 from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
 
 MAX_PROGRAMS = 64
-"""Of a copy on a GPU at a time: a part of its multiprocessors, for prefill and decode need the others."""
+"""Limits a copy to a part of a GPU's multiprocessors: prefill and decode need the others."""
 RATE_BYTES = 4 << 20
 RATE_TRIES = 5
 
 
 def staging_memory(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes that begin where a piece may, their pages in place. Raises ``torch.OutOfMemoryError``."""
+    """``uint8 [size]``, aligned to ``PIECE_BYTES``, with resident pages. Raises ``torch.OutOfMemoryError``."""
     memory = torch.zeros(size + PIECE_BYTES, dtype=torch.uint8, device=device)
     return memory[-memory.data_ptr() % PIECE_BYTES :][:size]
 
@@ -42,7 +42,7 @@ class TensorStaging:
         self._memory = memory
         self.ring = Ring(memory.numel())
         self.block_bytes: int = slots[order[0]].shape[1]
-        """Of a kernel block, in each region."""
+        """Bytes of a kernel block, the same in every region."""
         self.base: int = memory.data_ptr()
         """The address of the ring."""
         self._table: LayerTable = layer_table([slots[slot] for slot in order])
@@ -53,28 +53,30 @@ class TensorStaging:
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
         gather_blocks(table, ids, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._begun(ids)
+        return self._started(ids)
 
     def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
         scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._begun(ids)
+        return self._started(ids)
 
     def copy_costs(self) -> tuple[float, float]:
-        """Seconds to copy anything between cache and ring, and for each byte of it: measured now, on scattered blocks
-        that were not touched lately, for so it will be. What the KV cache holds stays as it is.
+        """Measure the cost of a copy between cache and ring: seconds for any size, and seconds per byte.
+
+        It gathers scattered blocks that are in no processor cache, as they will be in operation. The KV cache does not
+        change.
         """
         self._compile_scatter()
         count = max(2, min(self.ring.capacity_bytes, RATE_BYTES) // self.block_bytes)
         blocks = np.random.default_rng(0).permutation(self._table.geometry.num_blocks).astype(np.int32)
         tries = np.resize(blocks, (RATE_TRIES, count))
-        one = min(self._seconds(turn, ids[:1]) for turn, ids in enumerate(tries))
-        all_ = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
-        byte_s = max(all_ - one, 0.0) / max(count - 2, 1) / self.block_bytes
-        return max(one - self.block_bytes * byte_s, 0.0), byte_s
+        single = min(self._seconds(turn, ids[:1]) for turn, ids in enumerate(tries))
+        many = min(self._seconds(turn, ids[1:]) for turn, ids in enumerate(tries))
+        byte_s = max(many - single, 0.0) / max(count - 2, 1) / self.block_bytes
+        return max(single - self.block_bytes * byte_s, 0.0), byte_s
 
     def _compile_scatter(self) -> None:
-        """In the middle of serving it would keep the writer thread, and the GIL, for seconds. Copies nothing."""
+        """Compile now: later it would block the writer thread, and hold the GIL, for seconds. Copies nothing."""
         if self._stream is None:
             return
         nothing = torch.tensor([-1], dtype=torch.int32, device=self._table.device)
@@ -83,14 +85,14 @@ class TensorStaging:
         self._stream.synchronize()
 
     def _seconds(self, turn: int, ids: BlockIds) -> float:
-        """Gather these, each turn to another place."""
+        """Time a gather of these blocks; each turn writes to another place of the ring."""
         wanted, size = torch.from_numpy(ids).to(self._table.device), len(ids) * self.block_bytes
         offset = turn % max(1, self.ring.capacity_bytes // size) * size
         packed = self._memory[offset : offset + size]
         cool()
         start = time.perf_counter()
         gather_blocks(self._table[0:1], wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        copy = self._begun(wanted)
+        copy = self._started(wanted)
         while not copy.is_over():
             time.sleep(0)
         return time.perf_counter() - start
@@ -105,21 +107,21 @@ class TensorStaging:
                 ids = ids.pin_memory().to(table.device, non_blocking=True)
         return table, ids, packed
 
-    def _begun(self, ids: torch.Tensor) -> Copy:
+    def _started(self, ids: torch.Tensor) -> Copy:
         if self._stream is None:
-            return _Done()
+            return _FinishedCopy()
         event = torch.cuda.Event()
         event.record(self._stream)
-        return _Recorded(event, ids)
+        return _StreamCopy(event, ids)
 
 
-class _Done:
+class _FinishedCopy:
     def is_over(self) -> bool:
         return True
 
 
-class _Recorded:
-    """Keeps the block ids alive for as long as the stream reads them."""
+class _StreamCopy:
+    """A copy on a stream. It keeps the block ids alive while the stream reads them."""
 
     def __init__(self, event: torch.cuda.Event, ids: torch.Tensor) -> None:
         self._event = event

@@ -15,7 +15,7 @@ import numpy as np
 
 from layerpush.core.layout import BlockIds, CacheLayout
 from layerpush.transport.base import WriteState
-from layerpush.transport.packing.cost_model import Plan, Shape
+from layerpush.transport.packing.cost_model import Plan, TransferSize
 from layerpush.transport.packing.memory import PIECE_BYTES, Copy
 from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.strategy import PackingStrategy
@@ -299,7 +299,7 @@ class MixedStager(PackingStrategy):
 
     draw: random.Random
 
-    def _plan(self, engine_id: str, shape: Shape, possible: set[Plan]) -> Plan:
+    def _plan(self, engine_id: str, transfer: TransferSize, possible: set[Plan]) -> Plan:
         return self.draw.choice(sorted(possible, key=lambda plan: plan.value))
 
 

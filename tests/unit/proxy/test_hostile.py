@@ -115,7 +115,7 @@ def test_odd_headers_reach_the_engines_or_are_refused(value: bytes, capfd: pytes
 
 @asynchronous
 async def test_a_client_that_reads_nothing_holds_its_place_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_side, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(client_side, "ERROR_TIMEOUT_S", 0.1)
     async with world(request_timeout_s=1.0) as here:
         here.d.pieces = [b"data: " + b"x" * 65536 + b"\n\n"] * 1000
         body = json.dumps(BODY | {"stream": True}).encode()

@@ -313,7 +313,7 @@ class TestSettings:
         [
             ("x", "write URL=JSON"),
             ("http://q={}", "no --prefill has this URL; they are http://p"),
-            ("http://p={", "no JSON object"),
+            ("http://p={", "not a JSON object"),
             ("http://p={}", "remote_engine_id"),
         ],
     )
