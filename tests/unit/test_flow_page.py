@@ -27,6 +27,7 @@ def functions_of(source: str) -> set[str]:
 def test_the_page_lists_the_path() -> None:
     assert ("transport/nixl.py", "NixlTransport.post_write") in HOPS
     assert ("transport/nixl.py", "NixlTransport.notify") in HOPS
+    assert ("compat/push_worker.py", "VllmPushWorker.loaded") in HOPS
 
 
 @pytest.mark.parametrize(("module", "function"), sorted(set(HOPS)))
