@@ -42,7 +42,7 @@ def test_only_the_plugin_and_the_doctor_know_vllms_connector_factory() -> None:
 def test_the_writer_threads_objects_know_neither_engine_nor_threads(module: str) -> None:
     """The worker hands them all they need, so tests run them without an engine. Each file must exist: no stale name."""
     files = {
-        *(f"prefill/{name}.py" for name in ("registrations", "actor", "writer", "push", "pushes", "flight")),
+        *(f"prefill/{name}.py" for name in ("registrations", "writer", "push")),
         *(f"decode/{name}.py" for name in ("loads", "load")),
         *(f"transport/{name}.py" for name in ("writes", "connections")),
         "telemetry/peer_errors.py",
