@@ -104,13 +104,14 @@ def _vllm(words: Words) -> None:
 
 def _make(words: Words) -> None:
     target, *rest = words
-    if not re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
+    recipe = re.search(rf"^{re.escape(target)}:.*\n\t@(scripts/[\w-]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    if recipe is None:
         raise WrongCommandError(f"make {target}: no such target")
     variables = dict(word.split("=", 1) for word in rest)
     if variables.keys() - {"ARGS", *(["MINUTES"] if target == "soak" else [])}:
         raise WrongCommandError(f"make {target} does not know {', '.join(variables)}")
     minutes = ["--minutes", variables["MINUTES"]] if "MINUTES" in variables else []
-    _script(f"scripts/{target}", [*minutes, *shlex.split(variables.get("ARGS", ""))])
+    _script(recipe[1], [*minutes, *shlex.split(variables.get("ARGS", ""))])
 
 
 def _script(path: str, words: Words) -> None:

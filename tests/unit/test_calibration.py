@@ -132,7 +132,7 @@ def test_until_it_is_over_writes_go_directly() -> None:
     pair.strategy.turn()
     ids, link = np.arange(0, 8000, 8, dtype=np.int32), Link("D", (RING,), (), gathered=RING)
     record = WriteRecord(0, (0, 0), (0, 0), 0, 0, 0.0, 0.0)
-    assert pair.strategy.begin(Write(0, 0, 0, 1 << 20, ()), link, None, (ids, ids), record) is None
+    assert pair.strategy.begin(Write(0, 0, 0, 1 << 20, ()), link, (ids, ids), record) is None
     assert (record.plan, record.estimate_s) == ("direct", None)
 
 

@@ -65,7 +65,7 @@ def offering(**changes: Any) -> Registration:
 
 
 def test_an_offer_is_taken() -> None:
-    window = host().window(LINK, offering())
+    window = host()._window(LINK, offering())
     assert window is not None
     assert (window.route, window.request_id) == (RING, "d-1")
     assert window.spans.capacity_bytes == OFFER.size
@@ -83,7 +83,7 @@ def test_an_offer_is_taken() -> None:
     ],
 )
 def test_one_that_is_not_for_us_or_lies_outside_of_its_ring_is_not(changes: dict[str, Any]) -> None:
-    assert host().window(LINK, offering(**changes)) is None
+    assert host()._window(LINK, offering(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_one_that_is_not_for_us_or_lies_outside_of_its_ring_is_not(changes: dict
     ],
 )
 def test_nor_is_one_of_an_engine_whose_blocks_are_split(link: Link) -> None:
-    assert host().window(link, offering()) is None
+    assert host()._window(link, offering()) is None
 
 
 def test_nor_is_one_by_an_engine_that_packs_nothing() -> None:
-    assert host(packs=False).window(LINK, offering()) is None
-    assert host().window(LINK, registration((1, 2))) is None
+    assert host(packs=False)._window(LINK, offering()) is None
+    assert host()._window(LINK, registration((1, 2))) is None
 
 
 @pytest.mark.parametrize(
