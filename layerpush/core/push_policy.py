@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SHORT_PROMPT = "the prompt is shorter than layerwise_min_tokens"
+LATE_REGISTRATION = "no decode engine had registered when prefill finished"
+"""Reasons to push one request whole. Other reasons are an engine's, in its own words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layerpush.core.coverage import MismatchError
-from layerpush.core.fallbacks import LATE_REGISTRATION
+from layerpush.core.push_policy import LATE_REGISTRATION
 from layerpush.core.push_protocol import (
     WHOLE,
     Action,

@@ -27,9 +27,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from layerpush.core.config import PushMode
-from layerpush.core.fallbacks import SHORT_PROMPT
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_policy import SHORT_PROMPT, Policy
 from layerpush.core.push_protocol import (
     Aborted,
     CancelledByD,

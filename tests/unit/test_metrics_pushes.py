@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT, Policy
 from layerpush.core.push_session import Session
 from layerpush.prefill.push import Push
 from layerpush.telemetry.metrics.catalog import (

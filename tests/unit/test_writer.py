@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.config import PushMode
-from layerpush.core.fallbacks import SHORT_PROMPT
-from layerpush.core.push_policy import Policy
+from layerpush.core.push_policy import SHORT_PROMPT, Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.host import Identity
 from layerpush.prefill.layer_interval import LONGEST_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerpush.core.fallbacks import LATE_REGISTRATION, SHORT_PROMPT
+from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,
