@@ -137,8 +137,10 @@ class Loads:
         elif isinstance(message, Unpack):
             self._unpack(sender, message, load, now)
         else:
-            load.on_message(sender, message, payload, now)
-            self._remove_if_closed(load)
+            try:
+                load.on_message(sender, message, payload, now)
+            finally:
+                self._remove_if_closed(load)
 
     # Time.
 
@@ -171,8 +173,10 @@ class Loads:
     def _handle(self, request_id: str, event: Event, now: float) -> None:
         load = self._open.get(request_id)
         if load is not None:
-            load.handle(event, now)
-            self._remove_if_closed(load)
+            try:
+                load.handle(event, now)
+            finally:
+                self._remove_if_closed(load)
 
     def _remove_if_closed(self, load: Load) -> None:
         if load.session.state is State.CLOSED:

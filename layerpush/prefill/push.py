@@ -307,7 +307,7 @@ class Push:
 
     def _on_the_wire(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
-        self.posting(transfer.record.t_post)
+        self._note_busy(transfer.record.t_post)
         if self._shared.trace.enabled:
             self.record.writes.append(transfer.record)
 
@@ -319,14 +319,18 @@ class Push:
             record.t_landed = self.record.t_last_landed = time.perf_counter()
         else:
             self._note_loss(transfer.write, str(error), isinstance(error, PeerLostError))
-        if whole:
-            self._whole_write_ended(transfer, landed=error is None)
-        if error is None:
-            shared.meter.landed(record, record.plan, whole=whole)
-        elif not transfer.halted:
-            shared.meter.lost()
-        shared.writes.release(transfer)
-        self.ended(time.perf_counter())
+        try:
+            if whole:
+                self._whole_write_ended(transfer, landed=error is None)
+            if error is None:
+                shared.meter.landed(record, record.plan, whole=whole)
+            elif not transfer.halted:
+                shared.meter.lost()
+            shared.writes.release(transfer)
+        except Exception as defect:  # the session must hear of the end, or the push would drain for ever
+            logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
+            self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
+        self._note_idle(time.perf_counter())
         self._end_write(transfer.write)
 
     def _whole_write_ended(self, transfer: Transfer, *, landed: bool) -> None:
@@ -357,12 +361,12 @@ class Push:
             self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
         self.handle(Lost(write, loss.reason))
 
-    def posting(self, at: float) -> None:
+    def _note_busy(self, at: float) -> None:
         """A WRITE is posted, beside which others may be in flight. Seconds."""
         if self.busy_since is None:
             self.busy_since = at
 
-    def ended(self, at: float) -> None:
+    def _note_idle(self, at: float) -> None:
         """A WRITE has ended, perhaps the last one in flight. Seconds."""
         if self.busy_since is not None and not self.in_flight:
             self.transfer_s += at - self.busy_since

@@ -245,7 +245,8 @@ class PushWriter:
         """
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
-        by_layer = any(push.session.policy.by_layer for push, _ in self._step)
+        policies = [push.session.policy for push, _ in self._step]
+        by_layer = any(policy.streams and policy.by_layer for policy in policies)
         return self._layer_interval.seconds if by_layer else LONGEST_S
 
     def keeps_pace(self, patience: float) -> bool:

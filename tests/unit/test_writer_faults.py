@@ -64,6 +64,35 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults) -> None:
     assert rig.totals.outcomes == {"failed": 1}
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The WRITE has left the wire, so the session must hear of its end: nothing would poll it again."""
+    rig, prompt = (Rig(), Prompt("p-1", TOKENS, list(range(1, 9)))) if whole else story()
+    decoder = rig.decoders.get("D") or rig.decoder()
+    release, defects = rig.p.release, [ValueError("a defect")]
+
+    def broken(handle: object) -> None:
+        release(handle)
+        if defects:
+            raise defects.pop()
+
+    monkeypatch.setattr(rig.p, "release", broken)
+    for _ in range(3):
+        rig.step((prompt, 9))
+    if whole:
+        rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.finish(prompt)
+    rig.settle()
+    assert not defects
+    assert told(rig) == [[]]
+    assert rig.host.released == ["p-1"]
+    assert rig.host.retractions()[-1][1], "D hears that nothing is on the wire"
+    assert rig.host.endings == {"p-1": ["ValueError: a defect"]}
+    assert len(rig.writer) == 0
+
+
 def test_one_rank_lost_is_a_write_lost() -> None:
     rig, prompt = Rig(Faults(fail_posts={3})), Prompt("p-1", TOKENS, list(range(1, 9)))
     decoder = rig.decoder(ranks=2)

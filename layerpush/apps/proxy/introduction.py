@@ -15,7 +15,7 @@ from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError
 from layerpush.apps.proxy.instance import Instance
 from layerpush.apps.proxy.legs import Engines, LegFailedError
 
-logger = logging.getLogger("layerpush.apps.proxy")
+logger = logging.getLogger("layerpush.proxy")
 
 PROBE_PROMPT = [1, 1, 1, 1]
 

@@ -12,7 +12,7 @@ from layerpush.apps.proxy.introduction import Introductions
 from layerpush.apps.proxy.legs import Engines, LegFailedError
 from layerpush.apps.proxy.settings import Settings
 
-logger = logging.getLogger("layerpush.apps.proxy")
+logger = logging.getLogger("layerpush.proxy")
 
 PROBE_BACKOFF = 2
 LONGEST_PROBE_INTERVAL_S = 300.0

@@ -21,7 +21,7 @@ from layerpush.apps.proxy.legs import LegFailedError, Stream, Whole
 if TYPE_CHECKING:
     from layerpush.apps.proxy.core import Proxy
 
-logger = logging.getLogger("layerpush.apps.proxy")
+logger = logging.getLogger("layerpush.proxy")
 
 
 class Relay(Response):

@@ -13,7 +13,7 @@ from layerpush.apps.proxy.app import make_app
 from layerpush.apps.proxy.core import Proxy
 from layerpush.apps.proxy.settings import Settings
 
-logger = logging.getLogger("layerpush.apps.proxy")
+logger = logging.getLogger("layerpush.proxy")
 
 KEEP_ALIVE_S = 60
 OTHER_FILES = 200

@@ -12,14 +12,14 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from layerpush.core.layout import CacheLayout, descriptor_ids, descriptor_offsets
+from layerpush.core.layout import CacheLayout
 from layerpush.core.push_protocol import Write
 from layerpush.core.wire import Part, Unpack, Window, encode
 from layerpush.telemetry.trace_records import WriteRecord
@@ -250,12 +250,3 @@ class Packer:
             plan=plan,
             **details,
         )
-
-
-def gathered_targets(layout: CacheLayout, write: Write, region_blocks: Sequence[int]) -> DescriptorIds:
-    """Descriptor ids of ``write`` on the decode engine, in packed order."""
-    offsets = descriptor_offsets(region_blocks)
-    ids = [
-        descriptor_ids(offsets, slots_of(layout, part.layers), layout.expand(part.target)) for part in write.segments
-    ]
-    return np.concatenate(ids)
