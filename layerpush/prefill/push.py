@@ -307,7 +307,7 @@ class Push:
 
     def _on_the_wire(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
-        self._note_busy(transfer.record.t_post)
+        self.note_busy(transfer.record.t_post)
         if self._shared.trace.enabled:
             self.record.writes.append(transfer.record)
 
@@ -330,7 +330,7 @@ class Push:
         except Exception as defect:  # the session must hear of the end, or the push would drain for ever
             logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
             self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
-        self._note_idle(time.perf_counter())
+        self.note_idle(time.perf_counter())
         self._end_write(transfer.write)
 
     def _whole_write_ended(self, transfer: Transfer, *, landed: bool) -> None:
@@ -361,12 +361,12 @@ class Push:
             self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
         self.handle(Lost(write, loss.reason))
 
-    def _note_busy(self, at: float) -> None:
+    def note_busy(self, at: float) -> None:
         """A WRITE is posted, beside which others may be in flight. Seconds."""
         if self.busy_since is None:
             self.busy_since = at
 
-    def _note_idle(self, at: float) -> None:
+    def note_idle(self, at: float) -> None:
         """A WRITE has ended, perhaps the last one in flight. Seconds."""
         if self.busy_since is not None and not self.in_flight:
             self.transfer_s += at - self.busy_since

@@ -244,7 +244,7 @@ def test_exposed_time_is_unknown_without_a_moment_to_count_from() -> None:
 def test_transfer_time_counts_overlapping_writes_once(moves: str, seconds: float) -> None:
     rig = Rig()
     push = push_of(rig)
-    acts: dict[str, Callable[[float], None]] = {"post": push.posting, "end": push.ended}
+    acts: dict[str, Callable[[float], None]] = {"post": push.note_busy, "end": push.note_idle}
     for move in moves.split():
         name, at = move[:-1], float(move[-1])
         if name == "post":
