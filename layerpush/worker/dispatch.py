@@ -73,7 +73,7 @@ class Dispatcher:
                 continue
             try:
                 self._dispatch(agent, message, payload, now)
-            except Exception:
+            except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
 
     def deliver_answers(self) -> None:

@@ -55,7 +55,7 @@ DRAIN_S = 2.0
 
 
 class Guard:
-    """Calls what may fail. Writer thread.
+    """Calls a function that may raise. Writer thread.
 
     ``fail(request_id, reason)`` ends the push that a failure belongs to; one without a request is logged. vLLM's code
     may raise anything, and the thread must outlive it.
@@ -73,7 +73,7 @@ class Guard:
             else:
                 self._fail(request_id, str(error))
             return False
-        except Exception as error:
+        except Exception as error:  # vLLM's code may raise anything: the push fails, the thread lives on
             logger.exception("layerpush: %s failed (request %s)", what, request_id)
             if request_id is not None:
                 self._fail(request_id, f"{type(error).__name__}: {error}")
