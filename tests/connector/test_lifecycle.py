@@ -34,6 +34,14 @@ def registered(p: Engine) -> None:
     step_until(p, done=lambda: len(p.worker.connector_worker.registrations._pending))
 
 
+def asks_first(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> list[int]:
+    """D asks for a prompt before P has it. Returns D's blocks, when P's worker has heard of it."""
+    d.decode_from(p, request_id, tokens)
+    d.step()
+    registered(p)
+    return d.blocks(request_id)
+
+
 def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:
     """D is told, its bytes are right, P reports the request as sent and has its blocks back."""
     step_until(p, d, done=lambda: request_id in d.received and request_id in p.sent)
@@ -46,10 +54,7 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
 
 def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    registered(p)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     p.step()
     until(lambda: holds_prompt(d, blocks, 64))
@@ -67,9 +72,7 @@ def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Bu
 def test_sent_is_said_only_after_the_request_has_finished(engine: Build) -> None:
     """Earlier, the scheduler would die on it."""
     p, d = engine("kv_producer"), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     p.prefill("r-1", TOKENS)
     for _ in range(STEPS):
         assert p.sent == []
@@ -113,10 +116,7 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
 @pytest.mark.parametrize("hooks", [[], NAMES[1:2]], ids=["no hook", "one hook"])
 def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str]) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    registered(p)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     for _ in range(STEPS):
         p.step(hooks=hooks)
@@ -137,10 +137,7 @@ def test_layers_that_no_hook_reported_are_swept(engine: Build, hooks: list[str])
 )
 def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fallback: str | None) -> None:
     p, d = engine("kv_producer", extra, layout=layout), engine("kv_consumer", layout=layout)
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    registered(p)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     outputs = [p.step() for _ in range(STEPS)]
     if layout == "LBHNC":
@@ -157,10 +154,7 @@ def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fa
 def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None:
     """Layer after layer, or rows in which every layer has a contiguous page of its own."""
     p, d = engine("kv_producer", layout=layout), engine("kv_consumer", layout=layout)
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    registered(p)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
@@ -173,9 +167,7 @@ def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None
 
 def test_a_request_for_this_engine_alone_is_left_alone(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
-    d.decode_from(p, "r-1", 64)
-    d.step()
-    registered(p)
+    asks_first(p, d, tokens=64)
     p.add("local", 40, None)
     p.prefill("r-1", 64)
     outputs = [p.step() for _ in range(3)]
@@ -192,9 +184,7 @@ def gives_everything_back(engine: Engine) -> bool:
 
 def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
     until(lambda: p.totals.writes)
@@ -211,9 +201,7 @@ def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Bu
 
 def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     p.prefill("r-1", TOKENS)
     p.abort("r-1")
     step_until(p, d, done=lambda: d.failed)
@@ -223,9 +211,7 @@ def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: 
 def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
     """P has its blocks back when prefill is over, D has its own when P has said that it writes no more."""
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
     until(lambda: p.totals.writes)
@@ -242,9 +228,7 @@ def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -
 
 def test_an_abort_of_the_decode_before_the_prefill_leaves_nothing_behind(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     d.abort("r-1")
     step_until(p, d, done=lambda: gives_everything_back(d))
     assert len(p.worker.connector_worker.registrations._pending) == 0
@@ -289,10 +273,7 @@ def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dic
 
 def test_preempted_it_starts_again(engine: Build) -> None:
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    blocks = d.blocks("r-1")
-    registered(p)
+    blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)

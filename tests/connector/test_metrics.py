@@ -11,7 +11,7 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.connector.engine import LAYERS, Engine
-from tests.connector.test_lifecycle import STEPS, TOKENS, ends_well, registered, run
+from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
 from tests.contract.waiting import until
 from tests.metrics_scrape import FrontEnd, Scrape
 
@@ -46,9 +46,7 @@ def run_dry(engine: Engine) -> None:
 
 def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     until(lambda: d.step() and scraped(front_end, p, d).value("awaited_loads", engine="1") == 1)
     until(lambda: p.step() and scraped(front_end, p, d).value("pending_registrations", engine="0") == 1)
     p.prefill("r-1", TOKENS)
@@ -125,9 +123,7 @@ def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
     p = engine("kv_producer", {"min_write_bytes": 0})
     if registers:
         d = engine("kv_consumer")
-        d.decode_from(p, "r-1", TOKENS)
-        d.step()
-        registered(p)
+        asks_first(p, d)
     p.prefill("r-1", TOKENS)
     p.step()
     p.abort("r-1")

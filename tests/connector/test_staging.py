@@ -170,24 +170,6 @@ def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatc
     assert staging.unpacker.offer("d-1") is None
 
 
-def test_memory_that_cannot_be_registered_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(monkeypatch)
-    place.nixl.broken.add("register_memory")
-    place.start()
-    assert not place.packs()
-
-
-def test_a_device_that_cannot_copy_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: TensorStaging) -> tuple[float, float]:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(TensorStaging, "copy_costs", broken)
-    place = Place(monkeypatch)
-    place.start()
-    assert not place.packs()
-    assert place.staging.rings == ()
-
-
 def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """WRITEs may be on their way to the first while a second one is offered."""
     place = Place(monkeypatch)
@@ -251,22 +233,22 @@ def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: py
     assert not place.packs()
 
 
-def test_memory_that_there_is_none_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs torch has no error of its own for that."""
+@pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory"])
+def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: Any) -> Any:
+        raise RuntimeError(f"no {lacks}")
 
-    def none_left(*_: Any) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory")
-
-    monkeypatch.setattr("layerpush.worker.packing.staging_memory", none_left)
     place = Place(monkeypatch)
-    place.start()
-    assert not place.packs()
-
-
-def test_a_ring_that_nixl_has_no_list_of_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(monkeypatch)
-    place.nixl.broken.add("prep_xfer_dlist")
+    if lacks == "registration":
+        place.nixl.broken.add("register_memory")
+    elif lacks == "descriptors":
+        place.nixl.broken.add("prep_xfer_dlist")
+    elif lacks == "a compiler":
+        monkeypatch.setattr(TensorStaging, "copy_costs", unable)
+    else:  # on CPUs torch has no error of its own for that
+        monkeypatch.setattr("layerpush.worker.packing.staging_memory", unable)
     place.start()
     assert not place.packs()
     assert place.staging.unpacker is None
+    assert place.staging.rings == ()
     place.staging.close()

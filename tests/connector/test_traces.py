@@ -12,7 +12,7 @@ from layerpush.apps.tracing.breakdown import break_down
 from layerpush.apps.tracing.perfetto import chrome_trace
 from layerpush.apps.tracing.requests import TraceSet, read_traces
 from tests.connector.engine import LAYERS, Engine, holds_prompt
-from tests.connector.test_lifecycle import STEPS, TOKENS, Build, ends_well, registered, run, step_until
+from tests.connector.test_lifecycle import STEPS, TOKENS, Build, asks_first, ends_well, run, step_until
 from tests.contract.waiting import until
 from tests.unit.test_trace_perfetto import check
 
@@ -39,9 +39,7 @@ def traced(engine: Build, tmp_path: Path) -> tuple[Engine, Engine, Callable[[], 
 
 def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
     p, d, read = traced
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
@@ -89,9 +87,7 @@ def test_a_request_that_is_pushed_whole(traced: tuple[Engine, Engine, Callable[[
 
 def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
     p, d, read = traced
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
+    asks_first(p, d)
     d.abort("r-1")
     step_until(p, d, done=lambda: len(d.worker.connector_worker.loads) == 0 and "r-1" in d.failed)
 
@@ -106,10 +102,7 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
     p, d, read = pair(engine, tmp_path, {"min_write_bytes": 0, **configured})
     modes = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer"}
     for name, mode in modes.items():
-        d.decode_from(p, name, TOKENS)
-        d.step()
-        blocks = d.blocks(name)
-        registered(p)
+        blocks = asks_first(p, d, name)
         p.prefill(name, TOKENS, mode)
         for _ in range(STEPS):
             landed = p.totals.writes
@@ -136,40 +129,33 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
-@pytest.mark.parametrize(
-    ("mode", "reason"), [("layer", "cannot be told apart"), ("chunk", "cannot be told apart"), ("request", None)]
-)
 def test_a_cache_that_cannot_be_told_apart_by_layer_goes_whole(
-    engine: Build, tmp_path: Path, configured: dict[str, object], mode: str, reason: str | None
+    engine: Build, tmp_path: Path, configured: dict[str, object]
 ) -> None:
-    whole(*pair(engine, tmp_path, configured, layout="BHLNC"), mode, reason)
+    everything_goes_whole(*pair(engine, tmp_path, configured, layout="BHLNC"), "cannot be told apart")
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
-@pytest.mark.parametrize(("mode", "reason"), [("layer", "it is so"), ("request", None)])
 def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
-    engine: Build,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    configured: dict[str, object],
-    mode: str,
-    reason: str | None,
+    engine: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: dict[str, object]
 ) -> None:
     for module in ("worker.scheduler", "worker.packing", "compat.facts"):
         monkeypatch.setattr(f"layerpush.{module}.engine_fallback", lambda _: "it is so")
-    whole(*pair(engine, tmp_path, configured), mode, reason)
+    everything_goes_whole(*pair(engine, tmp_path, configured), "it is so")
 
 
-def whole(p: Engine, d: Engine, read: Callable[[], TraceSet], mode: str, reason: str | None) -> None:
-    """A request that chose ``mode`` is pushed whole; its record, and the metrics, say why if it wanted otherwise."""
-    d.decode_from(p, "r-1", TOKENS)
-    d.step()
-    registered(p)
-    p.prefill("r-1", TOKENS, mode)
-    run(p, STEPS)
-    ends_well(p, d)
-    (request,) = read().requests
-    (push,) = request.pushes
-    assert (push.mode, len(push.writes)) == ("request", 1)
-    assert (reason or "") in (push.fallback or "")
-    assert (reason is None) == (push.fallback is None) == (not p.totals.fallbacks)
+def everything_goes_whole(p: Engine, d: Engine, read: Callable[[], TraceSet], reason: str) -> None:
+    """Requests of every mode are pushed whole. Records, and metrics, say why if a request wanted otherwise."""
+    modes = ("layer", "chunk", "request")
+    for mode in modes:
+        asks_first(p, d, mode)
+        p.prefill(mode, TOKENS, mode)
+        run(p, STEPS)
+        step_until(p, d, done=lambda: mode in d.received and mode in p.sent)  # noqa: B023
+    until(lambda: len(p.writer) == 0)
+    pushes = {request.pushes[0].request_id: request.pushes[0] for request in read().requests}
+    assert {(push.mode, len(push.writes)) for push in pushes.values()} == {("request", 1)}
+    assert [reason in (pushes[mode].fallback or "") for mode in modes] == [True, True, False]
+    assert pushes["request"].fallback is None
+    assert p.totals.outcomes == {"completed": 3}
+    assert sum(p.totals.fallbacks.values()) == 2

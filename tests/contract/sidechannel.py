@@ -1,6 +1,6 @@
-"""A process with a NIXL agent and a side channel, as a prefill engine has them: it says its agent's name and stays.
+"""A process with a NIXL agent and side channels, as a prefill engine has one: it says its agent's name and stays.
 
-A script. Arguments: port, and whose listener: ``vllm`` or ``layerpush``.
+A script. Arguments: the port of vLLM's listener, and that of layerpush's.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def listener(whose: str) -> Callable[..., None]:
     return upstreams
 
 
-def main(port: int, whose: str) -> None:
+def main(vllms: int, ours: int) -> None:
     own = agent(str(uuid.uuid4()))
     answers = {(0, 0): handshake(own.get_agent_metadata())}
-    ready, stop = threading.Event(), threading.Event()
-    threading.Thread(target=listener(whose), args=(answers, ready, stop, "127.0.0.1", port), daemon=True).start()
-    ready.wait()
+    for whose, port in (("vllm", vllms), ("layerpush", ours)):
+        ready, stop = threading.Event(), threading.Event()
+        threading.Thread(target=listener(whose), args=(answers, ready, stop, "127.0.0.1", port), daemon=True).start()
+        ready.wait()
     print(own.name, flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(*map(int, sys.argv[1:]))

@@ -72,27 +72,29 @@ def test_the_side_channel_answers_for_its_own_agents_only(serve: Serve, ours: tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whose", ["vllm", "layerpush"])
-def test_a_process_that_stops_goes_on_and_dies(whose: str) -> None:
-    port = PORTS.take()
+def test_a_process_that_stops_goes_on_and_dies() -> None:
+    ports = {"vllm": PORTS.take(), "layerpush": PORTS.take()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.contract.sidechannel", str(port), whose],
+        [sys.executable, "-m", "tests.contract.sidechannel", *map(str, ports.values())],
         cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
         name = next(line.strip() for line in process.stdout if line.count("-") == 4 and len(line.strip()) == 36)
-        assert probe(HOST, port, name, 0) is Verdict.ALIVE
 
+        def verdicts(timeout_s: float = 10.0) -> dict[str, Verdict]:
+            return {whose: probe(HOST, port, name, 0, timeout_s=timeout_s) for whose, port in ports.items()}
+
+        assert verdicts() == dict.fromkeys(ports, Verdict.ALIVE)
         process.send_signal(signal.SIGSTOP)
         until(lambda: stopped(process.pid))
-        assert probe(HOST, port, name, 0, timeout_s=0.5) is Verdict.UNKNOWN
+        assert verdicts(0.5) == dict.fromkeys(ports, Verdict.UNKNOWN)
         process.send_signal(signal.SIGCONT)
-        until(lambda: probe(HOST, port, name, 0) is Verdict.ALIVE)
+        until(lambda: verdicts() == dict.fromkeys(ports, Verdict.ALIVE))
 
         process.kill()
         process.wait(20)
-        assert probe(HOST, port, name, 0) is Verdict.ENDED
+        assert verdicts() == dict.fromkeys(ports, Verdict.ENDED)
     finally:
         process.kill()
         process.communicate()

@@ -10,7 +10,7 @@ import pytest
 from layerpush.transport.base import PeerLostError, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import SPLIT_AT, NixlTransport
-from tests.contract.link import NixlLink, Pieces
+from tests.contract.link import NixlLink
 from tests.contract.waiting import until
 
 
@@ -35,19 +35,22 @@ class Failing:
             return True
 
 
-@pytest.mark.parametrize("own_link", ["nixl", "nixl-4-threads"], indirect=True)
-def test_it_is_over_when_all_of_it_has_landed(own_link: NixlLink) -> None:
-    failing, count = Failing(own_link), SPLIT_AT - 1
+@pytest.mark.parametrize("_shared_link", ["nixl", "nixl-4-threads"], indirect=True)
+def test_it_is_over_when_all_of_it_has_landed(link: NixlLink) -> None:
+    failing, count = Failing(link), SPLIT_AT - 1
     ids = np.arange(count, dtype=np.int32)
-    own_link.freeze()
-    handle = failing.transport.post_write(own_link.route, ids, ids)
-    looks = [failing.is_over(handle) for _ in range(2000)]
-    own_link.thaw()
-    assert not any(looks), "the decode engine has not even seen it"
+    link.freeze()
+    try:
+        handle = failing.transport.post_write(link.route, ids, ids)
+        looks = [failing.is_over(handle) for _ in range(2000)]
+    finally:
+        link.thaw()
     until(lambda: failing.is_over(handle))
-    landed = own_link.memory()
+    landed = link.memory()
     failing.transport.release(handle)
-    assert_same(landed[:count], own_link.source[:count])
+    assert not any(looks), "the decode engine had not even seen it"
+    missing = np.flatnonzero((landed[:count] != link.source[:count]).any(axis=1))
+    assert missing.size == 0, f"{missing.size} of {count} pieces landed after the WRITE was called over"
 
 
 @pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
@@ -62,8 +65,3 @@ def test_it_is_over_when_the_peer_is(own_link: NixlLink) -> None:
     with pytest.raises(PeerLostError):
         until(lambda: failing.is_over(handle))
     failing.transport.release(handle)
-
-
-def assert_same(landed: Pieces, source: Pieces) -> None:
-    missing = np.flatnonzero((landed != source).any(axis=1))
-    assert missing.size == 0, f"{missing.size} of {len(source)} pieces landed after the WRITE was called over"

@@ -52,22 +52,17 @@ class Pair:
     def calibrates(self) -> None:
         self.strategy.calibrate("D", self.p, RING)
 
+    def until_idle(self) -> None:
+        self.strategy.turn()
+        while self.strategy.is_busy:
+            self.strategy.turn()
+
 
 def until_over(calibration: Calibration) -> None:
     deadline = time.perf_counter() + 10 * BUDGET_S
     while not calibration.is_over and time.perf_counter() < deadline:
         calibration.turn()
     assert calibration.is_over
-
-
-def test_it_learns_what_a_write_costs() -> None:
-    pair = Pair()
-    calibration = pair.calibration()
-    until_over(calibration)
-    assert calibration.costs is not None
-    assert calibration.costs.scattered_s(4096) >= calibration.costs.scattered_s(64) >= 0
-    assert calibration.costs.gather_s == Costs().gather_s
-    assert not pair.p._live
 
 
 def test_an_engine_that_stops_is_looked_at_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,20 +136,14 @@ def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch)
     pair, clock = Pair(), Clock()
     for module in ("calibration", "strategy"):
         monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
-    monkeypatch.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
-    pair.calibrates()
-    pair.strategy.turn()
-    while pair.strategy.is_busy:
-        pair.strategy.turn()
-    monkeypatch.undo()
-    for module in ("calibration", "strategy"):
-        monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
+    with monkeypatch.context() as failing:
+        failing.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
+        pair.calibrates()
+        pair.until_idle()
     pair.strategy.turn()
     assert not pair.strategy.is_busy
     clock.now += RETRY_S
-    pair.strategy.turn()
-    while pair.strategy.is_busy:
-        pair.strategy.turn()
+    pair.until_idle()
     assert pair.strategy.costs_to("D").scattered != Costs().scattered
     clock.now += 10 * RETRY_S
     pair.strategy.turn()
@@ -162,27 +151,24 @@ def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch)
     assert not pair.p._live
 
 
-def test_where_there_is_always_a_push_it_goes_on_all_the_same() -> None:
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerpush.transport.packing.calibration.time", clock)
-        pair = Pair()
-        calibration = pair.calibration(clock.now)
+def test_where_there_is_always_a_push_it_goes_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, clock = Pair(), Clock()
+    monkeypatch.setattr("layerpush.transport.packing.calibration.time", clock)
+    calibration = pair.calibration(clock.now)
+    calibration.turn(quiet=False)
+    assert not pair.fabric.writes
+    clock.now += QUIET_S
+    for _ in range(1000):
         calibration.turn(quiet=False)
-        assert not pair.fabric.writes
-        clock.now += QUIET_S
-        for _ in range(1000):
-            calibration.turn(quiet=False)
     assert calibration.is_over
     assert calibration.costs is not None
 
 
-def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time() -> None:
+def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerpush.transport.packing.calibration.time", clock)
-        calibration = Pair().calibration(clock.now)
-        clock.now += 3 * BUDGET_S
-        while not calibration.is_over:
-            calibration.turn()
+    monkeypatch.setattr("layerpush.transport.packing.calibration.time", clock)
+    calibration = Pair().calibration(clock.now)
+    clock.now += 3 * BUDGET_S
+    while not calibration.is_over:
+        calibration.turn()
     assert calibration.costs is not None

@@ -56,32 +56,28 @@ def kinds(events: list[StepEvent]) -> list[object]:
     return [event.layer if isinstance(event, LayerSaved) else type(event) for event in events]
 
 
-def test_events_come_in_order() -> None:
+def test_events_come_in_order_and_end_with_the_first_sweep() -> None:
     source = StepEvents(NAMES, Wakes(), NoFences())
     source.arm(PLAN)
-    for name in ("layers.2", "layers.0"):
+    for name in ("layers.2", "layers.9", "layers.0"):  # layer 9 has no cache of its own
         source.layer_saved(name)
     source.sweep()
-
+    source.layer_saved("layers.1")
+    source.sweep()
     assert kinds(taken(source)) == [StepStarted, 2, 0, StepEnded]
     assert not source.pending
 
 
-def test_an_idle_step_costs_nothing() -> None:
-    """No chunk, no event, no wake, no fence: decoding requests share the engine."""
+@pytest.mark.parametrize("plans", [[], [StepPlan()]], ids=["before the first step", "nothing to push"])
+def test_an_idle_step_costs_nothing(plans: list[StepPlan]) -> None:
+    """No event, no wake, no fence: decoding requests share the engine."""
     wakes, device = Wakes(), SlowDevice()
     source = StepEvents(NAMES, wakes, device)
-    source.arm(StepPlan())
+    for plan in plans:
+        source.arm(plan)
     source.layer_saved("layers.0")
     source.sweep()
     assert (wakes.count, device.fences, source.pending) == (0, [], False)
-
-
-def test_before_the_first_step_hooks_cost_nothing() -> None:
-    source = StepEvents(NAMES, Wakes(), SlowDevice())
-    source.layer_saved("layers.0")
-    source.sweep()
-    assert not source.pending
 
 
 def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
@@ -158,31 +154,6 @@ def test_finished_comes_after_the_steps_of_its_request() -> None:
     (done,) = source.finished(swept=armed.step)
     assert (done.request_id, done.step) == ("p-1", armed.step)
     assert source.finished(swept=armed.step) == []
-
-
-def test_one_sweep_ends_a_step() -> None:
-    source = StepEvents(NAMES, Wakes(), NoFences())
-    source.arm(PLAN)
-    source.sweep()
-    source.layer_saved("layers.0")
-    source.sweep()
-    assert kinds(taken(source)) == [StepStarted, StepEnded]
-
-
-def test_a_layer_without_a_cache_of_its_own_is_no_event() -> None:
-    source = StepEvents(NAMES, Wakes(), NoFences())
-    source.arm(PLAN)
-    source.layer_saved("layers.9")
-    assert kinds(taken(source)) == [StepStarted]
-
-
-def test_every_event_wakes_the_writer() -> None:
-    wakes = Wakes()
-    source = StepEvents(NAMES, wakes, NoFences())
-    source.arm(PLAN)
-    source.layer_saved("layers.0")
-    source.sweep()
-    assert wakes.count == 3
 
 
 def test_every_layer_but_the_last_of_a_step_only_nudges() -> None:

@@ -236,16 +236,6 @@ def test_a_write_that_failed_is_over_when_its_fence_has_landed(tear: str, clock:
     assert agent.released == [1, 0]
 
 
-def test_a_write_that_lives_gets_no_fence(clock: SimpleNamespace) -> None:
-    agent = ScriptedAgent(check="PROC")
-    transport = NixlTransport(agent)
-    handle = transport.post_write(ROUTE, OURS, THEIRS)
-    for _ in range(3):
-        assert transport.poll(handle) is WriteState.PENDING
-        clock.now += FENCE_RETRY_S
-    assert agent.posted == [0]
-
-
 @pytest.mark.parametrize(
     ("fence", "prepared"),
     [

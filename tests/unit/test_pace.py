@@ -52,7 +52,7 @@ def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("layerpush.prefill.layer_interval.NAP_S", LONGEST_S)  # the rig's layers take no time
     rig = Rig(Faults(hold_writes={0: NEVER}))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.registers(prompt, decoder)
     seen: list[float | None] = []
     rig.step((prompt, 4), between=lambda: seen.append(rig.writer.pace))
     assert not rig.writer.keeps_pace(0.0), "no layer is to come"
@@ -82,7 +82,7 @@ def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch
 def test_by_chunk_it_need_not_look_at_layers() -> None:
     rig = Rig(policy=Policy(by_layer=False))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.registers(prompt, decoder)
     seen: list[float | None] = []
     rig.step((prompt, 22), between=lambda: seen.append(rig.writer.pace))
     assert seen == [LONGEST_S] * (len(seen) - 1) + [None]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from layerpush.core.push_protocol import Segment, Write
-from layerpush.core.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, encode, read
+from layerpush.core.wire import MAX_PARTS, Part, Registration, Unpack, Unpacked, Window, encode, read
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import PeerLostError, Route, TransportError, WriteState
 from layerpush.transport.packing import unpacker
-from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
 from layerpush.transport.packing.unpacker import Answer, Unpacker, UnpackError
@@ -25,6 +25,11 @@ from tests.unit.staging_rig import NumpyStaging
 
 LAYERS, BLOCKS, BLOCK_BYTES, PIECES = 3, 16, 1024, 8
 SOURCE, TARGET = (7, 2, 9, 4), (3, 8, 1, 6)
+
+
+def part(**changes: int) -> Part:
+    fields = {"first_layer": 0, "end_layer": LAYERS, "group": 0, "first": 0, "end": 4} | changes
+    return Part(**fields)
 
 
 class Pair:
@@ -50,10 +55,12 @@ class Pair:
         self.unpacker = Unpacker(self.theirs, self.windows, self.layout, 0, 0, 0)
         self.registration = registration(TARGET)
         self.refusals: list[str] = []
+        self.offered: dict[str, Window] = {}
 
     def window(self, request_id: str = "d-1") -> PushWindow:
         offer = self.unpacker.offer(request_id)
         assert offer is not None
+        self.offered[request_id] = offer
         return PushWindow(offer, Route("D", 0, "pieces", "ring"), request_id)
 
     def write(self, layers: slice = slice(0, LAYERS), first: int = 0, end: int = 4) -> Write:
@@ -66,6 +73,20 @@ class Pair:
     def pack(self, write: Write | None = None, window: PushWindow | None = None) -> StagedWrite | None:
         write = write or self.write()
         return self.packer.pack(write, window or self.window(), write.size, self.record())
+
+    def packed(self, write: Write | None = None, window: PushWindow | None = None) -> StagedWrite:
+        staged = self.pack(write, window)
+        assert staged is not None
+        return staged
+
+    def until_unpacking(self, staged: StagedWrite) -> None:
+        while staged.stage is not Stage.UNPACKING:
+            self.prefill_turn(staged)
+
+    def asks(self, *parts: Part, offset: int = 0, number: int = 1, wanted: Registration | None = None) -> None:
+        """P says that it has packed these blocks; ``offset`` is from the start of the window of "d-1"."""
+        start = self.offered["d-1"].offset
+        self.unpacker.unpack("P", Unpack("d-1", number, start + offset, parts), wanted or self.registration)
 
     def decode_turn(self) -> None:
         """What a decode rank's loads do."""
@@ -107,36 +128,22 @@ class Pair:
 
 def test_packed_blocks_land_where_they_belong() -> None:
     pair = Pair()
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     assert pair.run(staged) is WriteState.LANDED
     assert pair.has_landed()
     others = [block for block in range(BLOCKS) if block not in TARGET]
     assert (pair.d_cache.reshape(LAYERS, BLOCKS, BLOCK_BYTES)[:, others] == 0xEE).all()
 
 
-def test_gathered_blocks_land_where_they_belong() -> None:
-    pair = Pair()
-    route = Route("D", 0, "blocks", "kv")
-    targets = np.asarray([layer * BLOCKS + block for layer in range(LAYERS) for block in TARGET], np.int32)
-    staged = pair.packer.gather(pair.write(), route, targets, pair.record())
-    assert staged is not None
-    assert staged.plan is Plan.GATHERED
-    assert pair.run(staged) is WriteState.LANDED
-    assert pair.has_landed()
-
-
 def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scattered() -> None:
     pair = Pair()
     pair.ours.looks.append(4)
     pair.theirs.looks.append(3)
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     for _ in range(3):
         assert pair.prefill_turn(staged) is WriteState.PENDING
         assert not pair.fabric.writes
-    while staged.stage is not Stage.UNPACKING:
-        pair.prefill_turn(staged)
+    pair.until_unpacking(staged)
     for _ in range(3):
         pair.decode_turn()
         assert pair.prefill_turn(staged) is WriteState.PENDING
@@ -147,8 +154,7 @@ def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scatte
 
 def test_what_is_gathered_at_once_is_written_at_once() -> None:
     pair = Pair()
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     assert staged.stage is Stage.WRITING
     assert len(pair.fabric.writes) == 1
 
@@ -162,23 +168,9 @@ def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
     assert len(pair.ours.ring) == len(window.spans) == 0
 
 
-def test_all_memory_comes_back() -> None:
-    pair = Pair()
-    window = pair.window()
-    for _ in range(5):
-        staged = pair.pack(window=window)
-        assert staged is not None
-        assert pair.run(staged) is WriteState.LANDED
-        staged.release()
-    assert len(pair.ours.ring) == len(window.spans) == 0
-    pair.unpacker.close("d-1")
-    assert len(pair.theirs.ring) == 0
-
-
 def test_our_ring_is_free_as_soon_as_nothing_reads_from_it() -> None:
     pair = Pair()
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     while staged.stage is not Stage.UNPACKING:
         assert len(pair.ours.ring) == 1
         pair.prefill_turn(staged)
@@ -209,8 +201,7 @@ def test_windows_do_not_overlap() -> None:
 def test_a_lost_message_is_sent_again(faults: Faults) -> None:
     """The first notification is the question, the second one the answer."""
     pair = Pair(faults)
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     assert pair.run(staged) is WriteState.PENDING
     pair.now += UNPACK_RETRY_S
     assert pair.run(staged) is WriteState.LANDED
@@ -221,8 +212,7 @@ def test_doubled_messages_change_nothing() -> None:
     pair = Pair(Faults(duplicate_notifications={0, 1, 2, 3}))
     window = pair.window()
     for layers in (slice(0, 2), slice(2, 3)):
-        staged = pair.pack(pair.write(layers), window)
-        assert staged is not None
+        staged = pair.packed(pair.write(layers), window)
         assert pair.run(staged) is WriteState.LANDED
         staged.release()
     for _ in range(3):
@@ -234,51 +224,12 @@ def test_doubled_messages_change_nothing() -> None:
     assert pair.has_landed()
 
 
-def test_an_answer_of_somebody_else_is_none() -> None:
-    pair = Pair()
-    staged = pair.pack()
-    assert staged is not None
-    while staged.stage is not Stage.UNPACKING:
-        pair.prefill_turn(staged)
-    pair.packer.unpacked("another D", staged.number, True)
-    assert staged.poll() is WriteState.PENDING
-
-
-def test_a_refusal_fails_the_write() -> None:
-    pair = Pair()
-    pair.registration = registration(TARGET[:2])
-    staged = pair.pack()
-    assert staged is not None
-    with pytest.raises(TransportError, match="did not unpack"):
-        pair.run(staged)
-    assert pair.refusals
-    staged.release()
-    assert len(pair.ours.ring) == 0
-
-
-@pytest.mark.parametrize("stage", [Stage.WRITING, Stage.UNPACKING])
-def test_the_death_of_the_decode_engine_is_noticed(stage: Stage) -> None:
-    pair = Pair(Faults(hold_writes={0: 5}))
-    staged = pair.pack()
-    assert staged is not None
-    while staged.stage is not stage:
-        pair.prefill_turn(staged)
-    pair.fabric.kill("D")
-    pair.now += UNPACK_RETRY_S
-    with pytest.raises(PeerLostError):
-        pair.run(staged)
-    staged.release()
-    assert len(pair.ours.ring) == 0
-
-
 def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
     pair = Pair()
     pair.theirs.looks.append(5)
-    staged = pair.pack()
-    assert staged is not None
+    staged = pair.packed()
     assert pair.unpacker.offer("d-2") is not None
-    while staged.stage is not Stage.UNPACKING:
-        pair.prefill_turn(staged)
+    pair.until_unpacking(staged)
     pair.decode_turn()
     pair.unpacker.close("d-1")
     assert pair.unpacker.is_unpacking("d-1")
@@ -287,11 +238,6 @@ def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
         pair.decode_turn()
     assert not pair.unpacker.is_unpacking("d-1")
     assert pair.unpacker.offer("d-3") is not None
-
-
-def part(**changes: int) -> Part:
-    fields = {"first_layer": 0, "end_layer": LAYERS, "group": 0, "first": 0, "end": 4} | changes
-    return Part(**fields)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +254,11 @@ def part(**changes: int) -> Part:
 )
 def test_what_was_not_registered_is_not_scattered(bad: Part, why: str) -> None:
     pair = Pair()
-    offer = pair.window().offer
+    pair.window()
     before = pair.d_cache.copy()
     for parts in ((bad,), (part(end_layer=1), bad)):
         with pytest.raises(UnpackError, match=why):
-            pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, parts), pair.registration)
+            pair.asks(*parts)
     assert np.array_equal(pair.d_cache, before)
     assert not pair.unpacker.is_busy
 
@@ -321,62 +267,47 @@ def test_what_was_not_registered_is_not_scattered(bad: Part, why: str) -> None:
 def test_nothing_outside_of_the_window_is_scattered(shift: int) -> None:
     pair = Pair()
     pair.window("d-0")
-    offer = pair.window("d-1").offer
+    pair.window("d-1")
     with pytest.raises(UnpackError, match="window"):
-        pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset + shift, (part(),)), pair.registration)
+        pair.asks(part(), offset=shift)
 
 
 def test_null_blocks_are_nobodys() -> None:
     pair = Pair()
-    offer = pair.window().offer
-    wanted: Registration = registration((0, *TARGET[1:]))
+    pair.window()
     with pytest.raises(UnpackError, match="not all this request's"):
-        pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, (part(),)), wanted)
-
-
-def test_many_writes_at_once() -> None:
-    pair = Pair()
-    window = pair.window()
-    staged = [pair.pack(pair.write(slice(layer, layer + 1)), window) for layer in range(LAYERS)]
-    waiting = [one for one in staged if one is not None]
-    assert len(waiting) == LAYERS
-    for _ in itertools.repeat(None, 40):
-        waiting = [one for one in waiting if pair.prefill_turn(one) is WriteState.PENDING]
-        pair.decode_turn()
-    assert waiting == []
-    assert pair.has_landed()
+        pair.asks(part(), wanted=registration((0, *TARGET[1:])))
 
 
 @pytest.mark.parametrize("shift", [-1, 1, BLOCK_BYTES])
 def test_nothing_is_scattered_from_the_middle_of_a_piece(shift: int) -> None:
     """Kernels are fast, or work at all, from certain addresses on."""
     pair = Pair()
-    offer = pair.window().offer
-    offset = offer.offset + PIECE_BYTES + shift
+    pair.window()
     with pytest.raises(UnpackError, match="piece"):
-        pair.unpacker.unpack("P", Unpack("d-1", 1, offset, (part(end_layer=1, end=1),)), pair.registration)
+        pair.asks(part(end_layer=1, end=1), offset=PIECE_BYTES + shift)
 
 
 def test_a_window_that_is_closed_is_not_for_reading() -> None:
     pair = Pair()
     pair.theirs.looks.append(50)
-    offer = pair.window().offer
-    pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, (part(),)), pair.registration)
+    pair.window()
+    pair.asks(part())
     pair.unpacker.close("d-1")
     with pytest.raises(UnpackError, match="window"):
-        pair.unpacker.unpack("P", Unpack("d-1", 2, offer.offset, (part(),)), pair.registration)
+        pair.asks(part(), number=2)
 
 
 def test_parts_without_end_are_counted_and_not_looked_up() -> None:
     """As many as a message may have, each of as many blocks as a registration may have: there is no room for that."""
     pair = Pair()
-    offer = pair.window().offer
+    pair.window()
     wanted = registration(range(1, 1 << 16))
     parts = (part(first=1, end=(1 << 16) - 1),) * MAX_PARTS
     tracemalloc.start()
     try:
         with pytest.raises(UnpackError, match="window"):
-            pair.unpacker.unpack("P", Unpack("d-1", 1, offer.offset, parts), wanted)
+            pair.asks(*parts, wanted=wanted)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -399,23 +330,27 @@ class Broken:
         raise RuntimeError("an error of the device")
 
 
+def fails_second(copy: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """The second copy fails: at once, or later."""
+    calls = itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if not next(calls):
+            return copy(*args)
+        if how == "at once":
+            raise RuntimeError("no memory")
+        return Broken()
+
+    return failing
+
+
 @pytest.mark.parametrize("fails", ["at once", "later"])
 def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     pair.theirs.looks.append(3)
-    scatter, calls = pair.theirs.scatter, itertools.count()
-
-    def failing(*args: Any) -> Any:
-        if not next(calls):
-            return scatter(*args)
-        if fails == "at once":
-            raise RuntimeError("no memory")
-        return Broken()
-
-    monkeypatch.setattr(pair.theirs, "scatter", failing)
-    offer = pair.window().offer
-    message = Unpack("d-1", 1, offer.offset, (part(end_layer=1), part(first_layer=1)))
-    pair.unpacker.unpack("P", message, pair.registration)
+    monkeypatch.setattr(pair.theirs, "scatter", fails_second(pair.theirs.scatter, fails))
+    pair.window()
+    pair.asks(part(end_layer=1), part(first_layer=1))
     pair.unpacker.close("d-1")
     assert [pair.unpacker.ended() for _ in range(3)] == [[], [], []]
     assert len(pair.theirs.ring) == 1
@@ -430,20 +365,10 @@ def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
 ) -> None:
     pair = Pair()
     pair.ours.looks.append(3)
-    gather, calls = pair.ours.gather, itertools.count()
-
-    def failing(*args: Any) -> Any:
-        if not next(calls):
-            return gather(*args)
-        if fails == "at once":
-            raise RuntimeError("no memory")
-        return Broken()
-
-    monkeypatch.setattr(pair.ours, "gather", failing)
+    monkeypatch.setattr(pair.ours, "gather", fails_second(pair.ours.gather, fails))
     segments = (*pair.write(slice(0, 1)).segments, *pair.write(slice(1, 3)).segments)
     window = pair.window()
-    staged = pair.pack(Write(0, 0, 0, 12 * BLOCK_BYTES, segments), window)
-    assert staged is not None
+    staged = pair.packed(Write(0, 0, 0, 12 * BLOCK_BYTES, segments), window)
     assert [staged.poll() for _ in range(2)] == [WriteState.PENDING] * 2
     assert len(pair.ours.ring) == 1
     with pytest.raises(TransportError, match="could not be gathered: RuntimeError"):

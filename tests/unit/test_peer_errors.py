@@ -18,13 +18,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_the_first_of_a_kind_is_logged_at_once(lines: list[str]) -> None:
-    peer_errors = PeerErrors(LOGGER)
-    peer_errors.add("garbage", "agent x sends garbage", 5.0)
-    assert lines == ["layerpush: agent x sends garbage"]
-    assert peer_errors.counts == {"garbage": 1}
-
-
 def test_a_flood_is_one_line_per_second_that_counts_the_rest(lines: list[str]) -> None:
     peer_errors = PeerErrors(LOGGER)
     for moment in range(2500):
@@ -47,13 +40,6 @@ def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> Non
         "layerpush: again (1 more like it since the last line)",
         "layerpush: again",
     ]
-
-
-def test_one_kind_does_not_silence_another(lines: list[str]) -> None:
-    peer_errors = PeerErrors(LOGGER)
-    peer_errors.add("garbage", "a", 0.0)
-    peer_errors.add("replay", "b", 0.0)
-    assert lines == ["layerpush: a", "layerpush: b"]
 
 
 def test_kinds_without_end_become_one(lines: list[str]) -> None:

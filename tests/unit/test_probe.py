@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.core.liveness import Verdict
@@ -129,31 +128,21 @@ def test_nobody_listens() -> None:
     assert ask(PORTS.take()) is Verdict.ENDED
 
 
-def test_the_agent_is_named() -> None:
-    with listening(says(GOOD)) as port:
-        assert ask(port) is Verdict.ALIVE
-
-
-def test_another_agent_is_named() -> None:
-    with listening(says(answer(b"", metadata(OTHER), TIME))) as port:
-        assert ask(port) is Verdict.ENDED
-
-
-def test_no_such_rank_is_there() -> None:
-    """What our own listener says to a question for a rank that its engine has not got."""
-    with listening(says(answer(b"", b""))) as port:
-        assert ask(port) is Verdict.ENDED
-
-
-def test_a_long_answer() -> None:
-    with listening(says(answer(b"", metadata(NAME, region_names=["region"] * 200_000), TIME))) as port:
-        assert ask(port) is Verdict.ALIVE
-
-
-def test_commands_between_frames() -> None:
-    ping = frame(b"\x04PING\x00\x00", zmtp.COMMAND)
-    with listening(says(ping + answer(b"", metadata(NAME), TIME))) as port:
-        assert ask(port) is Verdict.ALIVE
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        pytest.param(GOOD, Verdict.ALIVE, id="the agent"),
+        pytest.param(answer(b"", metadata(OTHER), TIME), Verdict.ENDED, id="another agent"),
+        pytest.param(answer(b"", b""), Verdict.ENDED, id="our listener, of a rank that its engine has not got"),
+        pytest.param(
+            answer(b"", metadata(NAME, region_names=["region"] * 200_000), TIME), Verdict.ALIVE, id="a long answer"
+        ),
+        pytest.param(frame(b"\x04PING\x00\x00", zmtp.COMMAND) + GOOD, Verdict.ALIVE, id="a command before it"),
+    ],
+)
+def test_an_answer_names_the_agent_that_lives_there(said: bytes, verdict: Verdict) -> None:
+    with listening(says(said)) as port:
+        assert ask(port) is verdict
 
 
 @pytest.mark.parametrize(
@@ -278,45 +267,12 @@ def test_an_unreachable_address_does_not_count_as_refusing(monkeypatch: pytest.M
         assert ask(1, host="p.example") is Verdict.UNKNOWN
 
 
-@contextmanager
-def router(name: str) -> Iterator[int]:
-    """ZeroMQ's own end of it, as in a prefill engine. Yields its port."""
-    port, stop = PORTS.take(), threading.Event()
-    context = zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    server.bind(f"tcp://{HOST}:{port}")
-    questions: list[Any] = []
-
-    def serve() -> None:
-        while not stop.is_set():
-            if server.poll(20):
-                identity, empty, question = server.recv_multipart()
-                assert empty == b""
-                questions.append(msgspec.msgpack.decode(question))
-                server.send_multipart((identity, b"", metadata(name), TIME))
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield port
-    finally:
-        stop.set()
-        thread.join()
-        context.destroy(linger=0)
-    assert all(question == [b"get_meta_msg", 0, 0] for question in questions), questions
-
-
-def test_zeromq_understands_us() -> None:
-    with router(NAME) as port:
-        assert ask(port) is Verdict.ALIVE
-        assert ask(port, name=OTHER) is Verdict.ENDED
-
-
 def test_nothing_is_left_open() -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    with router(NAME) as alive, listening(None) as silent, listening(says(b"\x02" + b"\x7f" * 8)) as hostile:
+    hostile_talk = says(b"\x02" + b"\x7f" * 8)
+    with listening(says(GOOD)) as alive, listening(None) as silent, listening(hostile_talk) as hostile:
         refused = PORTS.take()
         probe(HOST, alive, NAME, 0)
         before, threads = files(), threading.active_count()
@@ -327,7 +283,7 @@ def test_nothing_is_left_open() -> None:
             verdicts.add(probe(HOST, hostile, NAME, 0))
             verdicts.add(probe(HOST, silent, NAME, 0, timeout_s=0.01))
         assert verdicts == set(Verdict)
-        until(lambda: threading.active_count() <= threads)  # the hostile server's threads end with their connections
+        until(lambda: threading.active_count() <= threads)  # the servers' threads end with their connections
         until(lambda: files() <= before)
 
 
@@ -357,23 +313,34 @@ def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
     assert thread.daemon
 
 
-def test_when_too_many_wait_the_verdict_comes_at_once(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, probed = threading.Event(), threading.Event()
+class HeldProbe:
+    """Probes wait until ``let`` is called; then each says that the agent has ended."""
 
-    def hold(*_: Any) -> Verdict:
-        probed.set()
-        held.wait(20)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._let, self._probing = threading.Event(), threading.Event()
+        self.heard: list[tuple[int, Verdict]] = []
+        self.let = self._let.set
+        monkeypatch.setattr(probe_module, "probe", self._probe)
+
+    def _probe(self, *_: Any) -> Verdict:
+        self._probing.set()
+        self._let.wait(20)
         return Verdict.ENDED
 
-    monkeypatch.setattr(probe_module, "probe", hold)
-    heard: list[tuple[int, Verdict]] = []
-    prober.start(-1, HOST, 1, NAME, 0, lambda key, verdict: heard.append((key, verdict)))
-    assert probed.wait(10)
-    for key in range(probe_module.MAX_PENDING + 1):
-        prober.start(key, HOST, 1, NAME, 0, lambda key, verdict: heard.append((key, verdict)))
-    assert heard == [(probe_module.MAX_PENDING, Verdict.UNKNOWN)]
-    held.set()
-    until(lambda: len(heard) == probe_module.MAX_PENDING + 2)
+    def start(self, prober: Prober, *keys: int) -> None:
+        """Returns when one of them is being probed."""
+        for key in keys:
+            prober.start(key, HOST, 1, NAME, 0, lambda key, verdict: self.heard.append((key, verdict)))
+        assert self._probing.wait(10)
+
+
+def test_when_too_many_wait_the_verdict_comes_at_once(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldProbe(monkeypatch)
+    held.start(prober, -1)
+    held.start(prober, *range(probe_module.MAX_PENDING + 1))
+    assert held.heard == [(probe_module.MAX_PENDING, Verdict.UNKNOWN)]
+    held.let()
+    until(lambda: len(held.heard) == probe_module.MAX_PENDING + 2)
 
 
 def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +369,9 @@ def test_closed_it_starts_nothing_and_says_nothing() -> None:
 
 
 def test_closing_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, probed = threading.Event(), threading.Event()
-
-    def hold(*_: Any) -> Verdict:
-        probed.set()
-        held.wait(20)
-        return Verdict.UNKNOWN
-
-    monkeypatch.setattr(probe_module, "probe", hold)
-    prober, heard = Prober(), []
-    for key in range(5):
-        prober.start(key, HOST, 1, NAME, 0, lambda key, _: heard.append(key))
-    assert probed.wait(10)
+    held, prober = HeldProbe(monkeypatch), Prober()
+    held.start(prober, *range(5))
     prober.close()
-    held.set()
+    held.let()
     until(lambda: not probing())
-    assert heard == [0]
+    assert [key for key, _ in held.heard] == [0]

@@ -22,8 +22,7 @@ def prompt_of(name: str = "p-1", first: int = 1, tokens: int = TOKENS) -> Prompt
 
 def test_registered_first_layers_land_while_prefill_runs() -> None:
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted, decoder = rig.registers(prompt), rig.decoders["D"]
 
     rig.step((prompt, 9))
     rig.settle()
@@ -33,8 +32,7 @@ def test_registered_first_layers_land_while_prefill_runs() -> None:
     rig.step((prompt, 9))
     rig.settle()
 
-    assert decoder.told() == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
     assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
     assert rig.host.released == []
     rig.finish(prompt)
@@ -46,8 +44,7 @@ def test_registered_first_layers_land_while_prefill_runs() -> None:
 
 def test_the_bytes_are_there_when_the_notification_is_sent() -> None:
     rig, prompt = Rig(Faults(hold_writes={2: 20, 5: 9, 7: 3})), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted, decoder = rig.registers(prompt), rig.decoders["D"]
     complete: list[bool] = []
     rig.fabric.faults.at["notify", 0] = lambda fabric: complete.append(decoder.holds(prompt, wanted, rig.layers))
 
@@ -65,73 +62,54 @@ def test_the_bytes_are_there_when_the_notification_is_sent() -> None:
 
 def test_registered_in_the_middle_catches_up() -> None:
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.asks(prompt, decoder)
+    wanted = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 12))
     assert rig.writer.waiting() == ["p-1"]
     rig.step((prompt, 4), between=lambda: rig.writer.waiting() and rig.writer.register("p-1", wanted))
     assert rig.writer.waiting() == []
     rig.step((prompt, 12))
     rig.settle()
-
-    assert decoder.told() == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
 
 
 def test_a_handshake_in_the_background_delays_the_first_write() -> None:
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted = rig.registers(prompt)
     rig.host.links["D"] = [None]
     rig.step((prompt, 12))
     assert rig.fabric.writes == []
     rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 12))
     rig.settle()
-
-    assert decoder.told() == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
 
 
-def test_what_the_decode_engine_has_is_not_sent() -> None:
+@pytest.mark.parametrize("blocks", [2, 0])
+def test_what_the_decode_engine_has_is_not_sent(blocks: int) -> None:
+    """If it has everything it is only told."""
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=2)
+    wanted = rig.registers(prompt, wanted=blocks)
     rig.step((prompt, 12))
     assert rig.fabric.writes == []
     rig.step((prompt, 12))
     rig.settle()
-
-    assert decoder.holds(prompt, wanted, rig.layers)
-    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
-    assert decoder.told() == [[b"d-p-1:1"]]
-
-
-def test_a_decode_engine_that_has_everything_is_only_told() -> None:
-    rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=0)
-    rig.step((prompt, TOKENS))
-    rig.settle()
-    assert rig.fabric.writes == []
-    assert decoder.told() == [[b"d-p-1:1"]]
+    rig.assert_delivered(prompt, wanted)
+    assert bool(rig.fabric.writes) == bool(blocks)
+    assert rig.decoders["D"].untouched(rig.layers, but=wanted.local_block_ids[0])
 
 
 def test_several_requests_of_a_step_go_to_several_decode_engines() -> None:
     rig = Rig()
     prompts = [prompt_of(f"p-{number}", 1 + 8 * number) for number in range(3)]
     decoders = [rig.decoder(f"D{number}") for number in range(3)]
-    wishes = [rig.asks(prompt, rig.decoders[f"D{n}"], 5 * n + 1) for n, prompt in enumerate(prompts)]
-    for prompt, wanted in zip(prompts, wishes, strict=True):
-        rig.host.pending[prompt.name] = wanted
+    wishes = [rig.registers(prompt, decoders[n], first=5 * n + 1) for n, prompt in enumerate(prompts)]
     for _ in range(3):
         rig.step(*((prompt, 9) for prompt in prompts))
     assert rig.writer.engines_in_use == {"D0", "D1", "D2"}
     rig.settle()
 
     for prompt, decoder, wanted in zip(prompts, decoders, wishes, strict=True):
-        assert decoder.told() == [[f"d-{prompt.name}:1".encode()]]
-        assert decoder.holds(prompt, wanted, rig.layers)
+        rig.assert_delivered(prompt, wanted)
         assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
         rig.finish(prompt)
     rig.assert_clean()
@@ -140,8 +118,7 @@ def test_several_requests_of_a_step_go_to_several_decode_engines() -> None:
 def test_two_requests_to_one_decode_engine_do_not_mix() -> None:
     rig, one, two = Rig(), prompt_of("p-1", 1), prompt_of("p-2", 20)
     decoder = rig.decoder()
-    first, second = rig.asks(one, decoder, 1), rig.asks(two, decoder, 20)
-    rig.host.pending.update({"p-1": first, "p-2": second})
+    first, second = rig.registers(one, first=1), rig.registers(two, first=20)
     rig.step((one, 12))
     rig.step((one, 12), (two, 8))
     rig.step((two, 16))
@@ -154,13 +131,12 @@ def test_two_requests_to_one_decode_engine_do_not_mix() -> None:
 def test_heads_that_are_split_go_to_every_rank_and_every_rank_is_told() -> None:
     rig, prompt = Rig(Faults(hold_writes={1: 15})), prompt_of()
     decoder = rig.decoder(ranks=2)
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted = rig.registers(prompt, decoder)
     for _ in range(3):
         rig.step((prompt, 9))
     assert decoder.told() == [[], []]
     rig.settle()
-    assert decoder.told() == [[b"d-p-1:1"], [b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
     rig.finish(prompt)
     rig.assert_clean()
     (record,) = rig.trace.records
@@ -170,8 +146,7 @@ def test_heads_that_are_split_go_to_every_rank_and_every_rank_is_told() -> None:
 
 def test_layers_without_a_hook_are_swept() -> None:
     rig, prompt = Rig(), prompt_of(tokens=8)
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted, decoder = rig.registers(prompt), rig.decoders["D"]
     rig.step((prompt, 8), hooked=[1])
     rig.settle()
     rig.finish(prompt)
@@ -210,8 +185,7 @@ def test_registered_after_prefill_it_goes_whole() -> None:
 
 def test_registered_before_a_request_that_was_never_planned_it_goes_whole() -> None:
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted = rig.registers(prompt)
     rig.finish(prompt)
     rig.settle()
     assert rig.host.delegated == {"p-1": wanted}
@@ -221,8 +195,7 @@ def test_registered_before_a_request_that_was_never_planned_it_goes_whole() -> N
 
 def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:
     rig, prompt = Rig(), prompt_of()
-    decoder = rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted, decoder = rig.registers(prompt), rig.decoders["D"]
     rig.host.links["D"] = [Link("D", (), (), refusal="its block size is 8 tokens, ours 4")]
     rig.step((prompt, TOKENS))
     assert rig.fabric.writes == []
@@ -270,7 +243,7 @@ def test_an_engine_that_cannot_push_by_layer_says_why_where_a_request_asks_for_i
 ) -> None:
     rig = Rig(policy=Policy(streams=False), engine=Identity("P", 0, "request", UNABLE))
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
-    wanted = rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    wanted = rig.registers(prompt, decoder)
     rig.step((prompt, TOKENS))
     assert rig.fabric.writes == []
     rig.finish(prompt)
@@ -284,7 +257,7 @@ def test_an_engine_that_cannot_push_by_layer_says_why_where_a_request_asks_for_i
 def test_a_short_prompt_goes_whole_whatever_it_chose(mode: PushMode | None, fallback: str | None) -> None:
     rig = Rig()
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.registers(prompt, decoder)
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
     rig.settle()
@@ -305,8 +278,7 @@ def test_layers_are_looked_for_as_often_as_the_requests_of_a_step_need(mode: Pus
 
 def test_the_record_tells_the_story() -> None:
     rig, prompt = Rig(policy=Policy(min_write_bytes=1 << 20)), prompt_of()
-    decoder = rig.decoder()
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig.registers(prompt)
     rig.step((prompt, 9))
     rig.step((prompt, 13))
     rig.settle()
@@ -336,7 +308,7 @@ def test_it_sleeps_as_long_as_it_may(when: str) -> None:
         assert rig.writer.patience is None
         return
     if when == "writing":
-        rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+        rig.registers(prompt, decoder)
     rig.step((prompt, 8))
     assert rig.writer.patience is not None
     assert rig.writer.patience <= (1e-3 if when == "waiting" else 5e-4)

@@ -19,10 +19,12 @@ TOKENS = 22
 NEVER = 10**6
 
 
-def story(faults: Faults | None = None, policy: Policy | None = None) -> tuple[Rig, Prompt]:
-    """A prompt that its decode engine D registered first."""
-    rig, prompt = Rig(faults, policy=policy), Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+def story(
+    faults: Faults | None = None, write_timeout_s: float = math.inf, ranks: int = 1, tokens: int = TOKENS
+) -> tuple[Rig, Prompt]:
+    """A prompt that its decode engine D registered first. Finished without a step, it is pushed whole by upstream."""
+    rig, prompt = Rig(faults, write_timeout_s=write_timeout_s), Prompt("p-1", tokens, list(range(1, 9)))
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder(ranks=ranks))
     return rig, prompt
 
 
@@ -82,7 +84,7 @@ def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind
     for _ in range(3):
         rig.step((prompt, 9))
     if whole:
-        rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+        rig.registers(prompt, decoder)
     rig.finish(prompt)
     rig.settle()
     assert not defects
@@ -94,14 +96,12 @@ def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind
 
 
 def test_one_rank_lost_is_a_write_lost() -> None:
-    rig, prompt = Rig(Faults(fail_posts={3})), Prompt("p-1", TOKENS, list(range(1, 9)))
-    decoder = rig.decoder(ranks=2)
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig, prompt = story(Faults(fail_posts={3}), ranks=2)
     for _ in range(3):
         rig.step((prompt, 9))
     rig.settle()
     rig.finish(prompt)
-    assert decoder.told() == [[], []]
+    assert told(rig) == [[], []]
     rig.assert_clean()
 
 
@@ -136,13 +136,17 @@ def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
 
 
 @pytest.mark.parametrize("error", [HandshakeError("connection refused"), RuntimeError("a bug of the host")])
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "after a handshake"])
-def test_a_decode_engine_that_cannot_be_reached(error: Exception, late: bool) -> None:
+@pytest.mark.parametrize("handshake", [None, "succeeds", "fails"])
+def test_a_decode_engine_that_cannot_be_reached(error: Exception, handshake: str | None) -> None:
+    """At once, or when the handshake in the background is over."""
     rig, prompt = story()
-    rig.host.links["D"] = [None, error] if late else [error]
+    rig.host.links["D"] = [error] if handshake is None else [None, error]
     rig.step((prompt, 9))
-    if late:
+    if handshake == "succeeds":
         rig.host.connecting["p-1"].reconnect(None)
+    elif handshake == "fails":
+        for _ in range(2):  # whoever tells twice
+            rig.host.connecting["p-1"].reconnect(str(error))
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -155,9 +159,8 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, late: bool) ->
 
 def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCaptureFixture) -> None:
     """A peer's mistake is no defect of ours: one line, and no traceback."""
-    rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)))
-    decoder = rig.decoder()
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder, wanted=len(prompt.blocks) + 1)
+    rig, prompt = story()
+    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoders["D"], wanted=len(prompt.blocks) + 1)
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
         rig.step((prompt, TOKENS))
         rig.finish(prompt)
@@ -171,20 +174,8 @@ def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCapt
     rig.assert_clean()
 
 
-def test_a_handshake_that_fails_in_the_background() -> None:
-    rig, prompt = story()
-    rig.host.links["D"] = [None]
-    rig.step((prompt, TOKENS))
-    rig.host.connecting["p-1"].reconnect("no route")
-    rig.host.connecting["p-1"].reconnect("no route, said twice")
-    rig.finish(prompt)
-    rig.assert_clean()
-    assert "no route" in (rig.trace.records[0].reason or "")
-
-
 def test_preempted_the_new_epoch_waits_for_the_old_writes() -> None:
     rig, prompt = story(Faults(hold_writes={1: 30, 2: 60}))
-    decoder = rig.decoders["D"]
     wanted = rig.host.pending[prompt.name]
     rig.step((prompt, 9))
     before = len(rig.fabric.writes)
@@ -201,8 +192,7 @@ def test_preempted_the_new_epoch_waits_for_the_old_writes() -> None:
     rig.step((prompt, 12))
     rig.settle()
 
-    assert told(rig) == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
     rig.finish(prompt)
     rig.assert_clean()
     (record,) = rig.trace.records
@@ -218,8 +208,7 @@ def test_preempted_twice_between_steps() -> None:
         rig.step((prompt, 5), preempted=[prompt])
     rig.step((prompt, 20))
     rig.settle()
-    assert told(rig) == [[b"d-p-1:1"]]
-    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
 
 
 def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
@@ -254,8 +243,7 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
     rig.host.pending["p-1"] = wanted
     rig.step((again, TOKENS))
     rig.settle()
-    assert told(rig) == [[b"d-p-1:1"]]
-    assert rig.decoders["D"].holds(again, wanted, rig.layers)
+    rig.assert_delivered(again, wanted)
 
 
 @pytest.mark.parametrize("told_first", [True, False])
@@ -372,15 +360,8 @@ def test_a_withdrawal_after_the_end_finds_nothing_on_the_wire() -> None:
     rig.assert_clean()
 
 
-def whole(faults: Faults | None = None, write_timeout_s: float = math.inf) -> tuple[Rig, Prompt]:
-    """A request that upstream pushes whole."""
-    rig, prompt = Rig(faults, write_timeout_s=write_timeout_s), Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
-    return rig, prompt
-
-
 def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
-    rig, prompt = whole(Faults(hold_writes={0: 5}))
+    rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.withdraw("p-1", KEY)
@@ -393,7 +374,7 @@ def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
 
 
 def test_withdrawn_before_upstream_found_the_decode_engine_it_is_never_written() -> None:
-    rig, prompt = whole()
+    rig, prompt = story()
     rig.host.posts_whole = False
     rig.finish(prompt)
     assert rig.writer.is_delegated("p-1")
@@ -406,7 +387,7 @@ def test_withdrawn_before_upstream_found_the_decode_engine_it_is_never_written()
 
 
 def test_a_whole_push_that_cannot_be_made_ends_at_once() -> None:
-    rig, prompt = whole()
+    rig, prompt = story()
     rig.host.posts_whole = False
     rig.finish(prompt)
     rig.writer.fail("p-1", "no route")
@@ -417,7 +398,7 @@ def test_a_whole_push_that_cannot_be_made_ends_at_once() -> None:
 
 def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
     """One of upstream's ranks could be written to, the next could not."""
-    rig, prompt = whole(Faults(hold_writes={0: 5}))
+    rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     rig.writer.fail("p-1", "no route to rank 1")
     assert rig.host.retractions() == [("no route to rank 1", False, False)]
@@ -434,7 +415,7 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
 )
 def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end: str) -> None:
     """What has drained is said over the connection, unless it is known to be lost."""
-    rig, prompt = whole(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
+    rig, prompt = story(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
     rig.finish(prompt)
     wanted = rig.host.delegated["p-1"]
     if "fails" in end:
@@ -470,11 +451,13 @@ def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
     rig.assert_clean()
 
 
-def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks() -> None:
-    rig, prompt = Rig(Faults(hold_writes={1: 20}), write_timeout_s=0.0), Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
-    rig.step((prompt, 9))
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks(whole: bool) -> None:
+    rig, prompt = story(Faults(hold_writes={0: 20, 1: 20}), write_timeout_s=0.0)
+    if not whole:
+        rig.step((prompt, 9))
     rig.finish(prompt)
+    rig.writer.turn()
     (warning,) = rig.host.retractions()
     assert warning == ("a WRITE is on the wire for more than 0 s (write_timeout_s)", False, False)
     posted = len(rig.fabric.writes)
@@ -489,23 +472,9 @@ def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks() -> None:
     rig.assert_clean()
 
 
-def test_upstreams_write_that_hangs_fails_the_push_and_keeps_the_blocks() -> None:
-    rig, prompt = whole(Faults(hold_writes={0: 20}), write_timeout_s=0.0)
-    rig.finish(prompt)
-    rig.settle(5)
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False]
-    assert rig.host.released == []
-    rig.settle()
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
-    assert rig.host.released == ["p-1"]
-    assert rig.trace.records[0].outcome == "failed"
-    rig.assert_clean()
-
-
 @pytest.mark.parametrize("seconds", [60.0, math.inf])
 def test_a_write_in_time_is_left_alone(seconds: float) -> None:
-    rig, prompt = Rig(Faults(hold_writes={1: 20}), write_timeout_s=seconds), Prompt("p-1", 8, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig, prompt = story(Faults(hold_writes={1: 20}), seconds, tokens=8)
     rig.step((prompt, 8))
     rig.settle()
     assert told(rig) == [[b"d-p-1:1"]]
@@ -538,7 +507,7 @@ def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
 
 
 def test_an_engine_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    rig, prompt = whole(Faults(hold_writes={0: 20}))
+    rig, prompt = story(Faults(hold_writes={0: 20}))
     rig.finish(prompt)
     with caplog.at_level(logging.ERROR, "vllm.layerpush"):
         for _ in range(5):
@@ -578,10 +547,7 @@ def test_shutdown_gives_up_on_a_frozen_peer() -> None:
 
 
 def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
-    rig, prompt = Rig(Faults(fail_writes={0})), Prompt("p-1", TOKENS, list(range(1, 9)))
-    decoder = rig.decoder()
-    rig.step((prompt, TOKENS))
-    rig.host.pending[prompt.name] = rig.asks(prompt, decoder)
+    rig, prompt = story(Faults(fail_writes={0}))
     rig.finish(prompt)
     rig.settle()
     assert rig.host.whole_writes_ended == [("p-1", False)]
@@ -655,8 +621,7 @@ def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, Registration]
 
 def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     """The push stays in the table, so that its blocks count as being read and its handle is given back."""
-    rig, prompt = Rig(Faults(hold_writes={0: 5})), Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)  # never planned, as where layerwise is off: pushed whole
     rig.expire(prompt)
     rig.writer.turn()

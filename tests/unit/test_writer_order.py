@@ -47,7 +47,7 @@ def unseen_step(rig: Rig, prompt: Prompt, tokens: int = TOKENS) -> None:
 
 def rig_of() -> tuple[Rig, Prompt]:
     rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)))
-    rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
+    rig.registers(prompt)
     return rig, prompt
 
 
@@ -127,8 +127,7 @@ def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
         rig.writer.register("p-1", wanted)
         rig.settle()
 
-    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
-    assert rig.decoders["D"].holds(again, wanted, rig.layers)
+    rig.assert_delivered(again, wanted)
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
@@ -154,8 +153,7 @@ def test_what_was_queued_before_a_preemption_is_not_sent(wait: bool) -> None:
     unseen_step(rig, prompt, TOKENS)
     rig.settle()
 
-    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
-    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
 
 
 @pytest.mark.parametrize("how", ["aborted", "preempted", "expired"])
@@ -190,8 +188,7 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
         rig._compute(prompt, chunk, layer)
     rig.capture.sweep()
     rig.settle()
-    assert rig.decoders["D"].told() == [[b"d-p-1:1"]]
-    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+    rig.assert_delivered(prompt, wanted)
 
 
 def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:

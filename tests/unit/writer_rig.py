@@ -298,6 +298,18 @@ class Rig:
         count = len(prompt.blocks) if wanted is None else wanted
         return registration(range(first, first + count), request_id=f"d-{prompt.name}", engine=decoder.name)
 
+    def registers(self, prompt: Prompt, decoder: Decoder | None = None, **details: int) -> Registration:
+        """A decode engine, D unless it says otherwise, registers the prompt before it begins. See ``asks``."""
+        decoder = decoder or self.decoders.get("D") or self.decoder()
+        wanted = self.host.pending[prompt.name] = self.asks(prompt, decoder, **details)
+        return wanted
+
+    def assert_delivered(self, prompt: Prompt, wanted: Registration) -> None:
+        """The decode engine has every byte, and each of its ranks was told once since the last look."""
+        decoder = self.decoders[wanted.decode_engine_id]
+        assert decoder.told() == [[f"d-{prompt.name}:1".encode()] for _ in decoder.memories]
+        assert decoder.holds(prompt, wanted, self.layers)
+
     def step(
         self,
         *work: tuple[Prompt, int],
