@@ -179,7 +179,8 @@ class LoadWorld:
             case ReportFailed(reason):
                 assert not self.is_complete
                 assert not self.aborted
-                assert reason == self.cause or f"only {len(self.landed)} of {self.needed} prefill ranks" in reason
+                too_few = f"only {len(self.landed)} of {self.needed} prefill ranks wrote their part"
+                assert reason == self.session.cause == (self.cause or too_few)
             case ReportAborted(reason):
                 assert self.aborted
                 assert reason == self.cause
@@ -192,9 +193,11 @@ class LoadWorld:
         assert session.landed == len(self.landed)
         assert self.reports in ([], [ReportLoaded], [ReportFailed], [ReportAborted], [Park], [Park, Clear])
         assert (session.state is State.PARKED) == (self.reports == [Park])
+        assert (session.state is State.CLOSED) == (self.reports not in ([], [Park]))
+        assert self.cause in (None, session.cause)
         if session.agents:
             is_over = self.is_complete or not self.writers
-            assert (session.state is State.CLOSED) == (self.reports not in ([], [Park])) == is_over
+            assert (session.state is State.CLOSED) == is_over
             assert (session.state is State.WAITING) == (not is_over and self.cause is None)
         if session.state in (State.CANCELLING, State.ABORTING, State.PARKED):
             assert self.writers <= self.asked, "somebody may write and was not asked to stop"
