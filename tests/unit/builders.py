@@ -9,7 +9,9 @@ from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
 
 
-def registration(*groups: Sequence[int], request_id: str = "d-1", engine: str = "D") -> Registration:
+def registration(
+    *groups: Sequence[int], request_id: str = "d-1", engine: str = "D", layerpush: int = 0, prefill: str | None = None
+) -> Registration:
     return Registration(
         request_id=request_id,
         decode_engine_id=engine,
@@ -17,6 +19,8 @@ def registration(*groups: Sequence[int], request_id: str = "d-1", engine: str = 
         decode_port=1,
         decode_tp_size=1,
         local_block_ids=tuple(tuple(group) for group in groups),
+        layerpush=layerpush,
+        prefill_request_id=prefill,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from layerpush.core import push_protocol
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import Event, State, Write
+from layerpush.core.push_protocol import Event, Outcome, State, Write
 from layerpush.core.push_session import Session
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
@@ -70,6 +70,8 @@ class PushWorld:
     withdrawn: bool = False
     retracts: list[push_protocol.ReportFailure] = field(default_factory=list)
     releases: int = 0
+    outcome: Outcome = "pending"
+    failure: str | None = None
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -142,6 +144,12 @@ class PushWorld:
             cells |= {(layer, block) for block in range(total - self.shape.wanted[group], total)}
         return cells
 
+    @property
+    def wants_all(self) -> bool:
+        """The decode engine has nothing of the prompt, and every block is to be written."""
+        every = tuple(blocks_of(self.shape.tokens, size) for size in self.shape.block_sizes)
+        return self.shape.wanted == every and not any(self.shape.nulls)
+
     def send(self, event: Event) -> None:
         """Deliver one event as the writer does (never to a closed session) and check what comes of it."""
         if self.state is State.CLOSED:
@@ -168,6 +176,9 @@ class PushWorld:
                 assert not self.upstream_busy, "released under upstream's WRITE"
                 assert self.told or self.delivered or self.session.failure is not None
                 self.releases += 1
+        if isinstance(event, push_protocol.PostReady):
+            self._check_left()
+        assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
         assert self.tells <= 1
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
@@ -178,6 +189,14 @@ class PushWorld:
         if self.state in (State.CLOSED, State.ABANDONED):
             completed = self.told or self.delivered
             assert self.drained_retracts == (self.registered and not completed), "a push that ends says how, once"
+        if self.state in (State.DRAINING, State.REWINDING):
+            assert self.in_flight or self.upstream_busy, "waits for nothing"
+        if self.state is State.CLOSED:
+            assert self.releases or self.gone
+        if self.state in (State.ABANDONED, State.NOTIFIED):
+            assert not self.finished, "the scheduler has finished it, and waits for its blocks"
+        if self.state is State.DELEGATED:
+            assert self.delegates[-1] == (self.registration if self.registered else None)
 
     # The scheduler and the forward pass.
 
@@ -228,7 +247,9 @@ class PushWorld:
 
     def drop(self) -> None:
         self.gone = self.disturbed = True
-        self.send(push_protocol.LeaseExpired() if self.finished else push_protocol.Aborted())
+        event = push_protocol.LeaseExpired() if self.finished else push_protocol.Aborted()
+        self._ends("failed" if self.finished else "cancelled", event.reason)
+        self.send(event)
 
     # The peer and the network.
 
@@ -243,16 +264,27 @@ class PushWorld:
         self.send(push_protocol.Landed(write))
 
     def lose(self, write: int) -> None:
-        self.disturbed = True
         self.in_flight.pop(write)
-        self.send(push_protocol.Lost(write, "cut off"))
+        self._fails(push_protocol.Lost(write, "cut off"))
 
     def fail(self) -> None:
+        self._fails(push_protocol.Failed("broken"))
+
+    def _fails(self, event: push_protocol.Lost | push_protocol.Failed) -> None:
         self.disturbed = True
-        self.send(push_protocol.Failed("broken"))
+        is_news = self.outcome == "pending"
+        self._ends("failed", event.reason)
+        self.send(event)
+        assert not is_news or not self.registered or self.retracts, "the decode engine hears of it at once"
+
+    def _ends(self, outcome: Outcome, failure: str | None = None) -> None:
+        """The first word stands."""
+        if self.outcome == "pending" and self.state is not State.CLOSED:
+            self.outcome, self.failure = outcome, failure
 
     def confirm_tell(self) -> None:
         self.told = True
+        self._ends("completed")
         self.send(push_protocol.Notified())
 
     def post_whole(self) -> None:
@@ -268,13 +300,14 @@ class PushWorld:
         self.upstream_busy = False
         self.disturbed |= lost is not None
         self.delivered = lost is None and self.state is State.WRITING_WHOLE
+        self._ends("completed" if lost is None else "failed", lost)
         whole = push_protocol.WHOLE.id
         self.send(push_protocol.Landed(whole) if lost is None else push_protocol.Lost(whole, lost))
 
     def withdraw(self) -> None:
         self.disturbed = self.withdrawn = True
+        self._ends("cancelled", "the decode engine withdrew its registration")
         self.send(push_protocol.CancelledByD())
-        assert self.session.outcome != "completed"
         assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED)
 
     # What must hold.
@@ -289,13 +322,28 @@ class PushWorld:
         assert cells <= self.ready, "posted before it was ready"
         if not self.shape.policy.by_layer:
             assert cells <= self.computed_cells, "posted in the middle of a chunk"
-        assert write.size == LAYER_BYTES * sum(pairs_in(write).values())
+        assert write.size == LAYER_BYTES * sum(pairs_in(write).values()) == self._bytes(cells)
+        if write.size < self.shape.policy.min_write_bytes and self.wants_all:
+            assert cells & self.computed_cells or not self.posted, "too little in the middle of a chunk"
         for part in write.segments:
             self._check_mapping(part)
         self.posted |= cells
         self.ever_posted += 1
         self.in_flight[write.id] = write
         assert len(self.in_flight) <= self.shape.policy.max_in_flight
+
+    def _check_left(self) -> None:
+        """What ``PostReady`` leaves unposted waits for the end of its chunk, or for room on the wire."""
+        policy = self.shape.policy
+        if self.state is State.STREAMING and len(self.in_flight) < policy.max_in_flight:
+            left = self.ready & self.wanted - self.posted
+            assert not left & self.computed_cells
+            assert not policy.by_layer or self._bytes(left) < max(1, policy.min_write_bytes)
+
+    def _bytes(self, cells: set[Cell]) -> int:
+        """Null blocks count, but move nothing."""
+        groups = self.shape.layer_groups
+        return LAYER_BYTES * sum(block >= self.shape.nulls[groups[layer]] for layer, block in cells)
 
     def _check_mapping(self, part: push_protocol.Segment) -> None:
         groups = set(self.shape.layer_groups[part.layers])
@@ -329,7 +377,7 @@ class PushWorld:
             assert self.in_flight or self.upstream_busy, "nothing to warn of"
             assert not self.retracts
             assert not self.withdrawn, "the decode engine asked for it, and waits for the end"
-        assert action.reason
+        assert (action.reason, action.cancelled) == (self.failure, self.withdrawn)
         assert action.epoch == self.session.epoch
         self.retracts.append(action)
 

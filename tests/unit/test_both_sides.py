@@ -18,66 +18,16 @@ That this can fail is shown by `MUTANTS`: each is a guard that is removed, and e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layerpush.transport.packing.cost_model import Plan
 from tests.unit.both_sides import packing_mutants
-from tests.unit.both_sides.moves import MOVES, Move
 from tests.unit.both_sides.mutants import Mutant
-from tests.unit.both_sides.storm import storm, stormy
-from tests.unit.both_sides.world import World
+from tests.unit.both_sides.storm import storm
 
 STORMS = 100
-ENOUGH = 500
-"""Storms after which a mutant must have been found."""
-
-
-class BothSides(RuleBasedStateMachine):
-    world: World
-
-    @initialize(seed=st.integers(0, 1 << 16))
-    def begin(self, seed: int) -> None:
-        self.world = stormy(seed)
-
-    @invariant()
-    def promises_are_kept(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            try:
-                self.world.drive_home()
-            finally:
-                self.world.close()
-
-
-def _as_rule(move: Move) -> Callable[..., None]:
-    @precondition(lambda machine: move.possible(machine.world))
-    @rule(data=st.data())
-    def act(machine: BothSides, data: st.DataObject) -> None:
-        move.do(machine.world, lambda options: data.draw(st.sampled_from(options)))
-
-    act.__name__ = move.name
-    return act
-
-
-for _move in MOVES:
-    setattr(BothSides, _move.name, _as_rule(_move))
-
-BothSides.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking a story takes minutes: a storm may do as well
-)
-TestBothSides = BothSides.TestCase
+"""As many as the most elusive mutant needs."""
 
 
 def test_storms_end_well() -> None:
@@ -118,7 +68,7 @@ def test_nobody_waits_for_staging_memory(full: dict[str, int]) -> None:
 @pytest.mark.parametrize("mutant", packing_mutants.MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_guard_that_is_removed_is_missed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
-    for seed in range(ENOUGH):
+    for seed in range(STORMS):
         try:
             storm(seed, **mutant.weather)
         except AssertionError:

@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from layerpush.transport.base import PeerLostError, Route, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import PeerLostError, TransportError, WriteHandle, WriteState
 from tests.support.fake_transport import FakeFabric, FakeTransport, Faults
-
-COUNT, SIZE = 16, 8
-POISON = 0xEE
-ROUTE = Route("D", 0, "kv", "kv")
-ALL = np.arange(COUNT, dtype=np.int32)
-
-
-class Pair:
-    """P and D on a fabric, with a descriptor list each; D's memory is poisoned."""
-
-    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
-        self.fabric = FakeFabric(faults, seed)
-        self.source = np.random.default_rng(0).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
-        self.target = np.full((COUNT, SIZE), POISON, np.uint8)
-        self.p, self.d = self.fabric.endpoint("P"), self.fabric.endpoint("D")
-        offsets = range(0, COUNT * SIZE, SIZE)
-        self.p_pieces = self.p.describe("kv", self.source.reshape(-1), offsets, SIZE)
-        self.d_pieces = self.d.describe("kv", self.target.reshape(-1), offsets, SIZE)
-
-    def post(self, local: NDArray[np.int32] = ALL, remote: NDArray[np.int32] = ALL) -> WriteHandle:
-        return self.p.post_write(ROUTE, local, remote)
-
-    def landed(self) -> set[int]:
-        """D's descriptors that are no longer poisoned."""
-        return {index for index in range(COUNT) if (self.target[index] != POISON).all()}
+from tests.unit.fabric_rig import ALL, COUNT, POISON, ROUTE, SIZE, Pair
 
 
 def polls_until_landed(endpoint: FakeTransport, handle: WriteHandle, limit: int = 100) -> int:

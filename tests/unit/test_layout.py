@@ -72,34 +72,26 @@ def test_a_page_may_be_several_kernel_blocks() -> None:
     assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("packed_bytes", [PAGE * 4, PAGE * 2])
-def test_rows_that_pack_all_layers_cannot_be_told_apart(packed_bytes: int) -> None:
-    rows = [Region(0x1000, packed_bytes, BLOCKS)]
-    with pytest.raises(
-        LayoutError, match=rf"layers.0 has pages of {PAGE} bytes but its regions \[0\] hold {packed_bytes}"
-    ):
-        match_layers([cache(0), cache(1, start=0x1000 + PAGE)], rows)
+MIDDLE = cache(1, start=0x1000 + PAGE)
 
 
-def test_a_layer_in_the_middle_of_a_packed_row_has_no_region() -> None:
-    rows = [Region(0x1000, PAGE * 2, BLOCKS)]
-    with pytest.raises(LayoutError, match=r"layers.1 at 0x1040 lies in no registered region"):
-        match_layers([cache(1, start=0x1000 + PAGE)], rows)
-
-
-def test_a_region_of_nobody_is_an_error() -> None:
-    with pytest.raises(LayoutError, match=r"regions \[1\] belong to no known layer"):
-        match_layers([cache(0)], own_regions(2))
-
-
-def test_no_layer_is_an_error() -> None:
-    with pytest.raises(LayoutError, match="no layer"):
-        match_layers([], [])
-
-
-def test_regions_that_are_too_small_are_an_error() -> None:
-    with pytest.raises(LayoutError, match="hold 32 bytes a block"):
-        match_layers([cache(0)], own_regions(1, PAGE // 2))
+@pytest.mark.parametrize(
+    ("caches", "regions", "error"),
+    [
+        ([cache(0), MIDDLE], [Region(0x1000, PAGE * 4, BLOCKS)], r"layers.0 has pages of 64 bytes .* \[0\] hold 256"),
+        ([cache(0), MIDDLE], [Region(0x1000, PAGE * 2, BLOCKS)], r"layers.0 has pages of 64 bytes .* \[0\] hold 128"),
+        ([MIDDLE], [Region(0x1000, PAGE * 2, BLOCKS)], r"layers.1 at 0x1040 lies in no registered region"),
+        ([cache(0)], own_regions(2), r"regions \[1\] belong to no known layer"),
+        ([cache(0)], own_regions(1, PAGE // 2), "hold 32 bytes a block"),
+        ([], [], "no layer"),
+    ],
+    ids=["a row of four layers", "a row of two", "the middle of a row", "a region of nobody", "too small", "no layer"],
+)
+def test_regions_that_are_not_the_layers_own_are_refused(
+    caches: list[LayerCache], regions: list[Region], error: str
+) -> None:
+    with pytest.raises(LayoutError, match=error):
+        match_layers(caches, regions)
 
 
 def test_named_layers_take_their_order() -> None:

@@ -138,32 +138,6 @@ def test_what_is_packed_is_scattered_and_answered() -> None:
     assert world.answers() == [Unpacked(7, True)]
 
 
-def test_asked_again_it_answers_again_and_scatters_once() -> None:
-    world = Unpacking()
-    world.awaiting("p-0")
-    message = world.packed(7)
-    world.unpacks(message)
-    world.packed(8)
-    world.unpacks(message)
-    world.unpacks(message)
-    assert world.unpacked[1:3] == [7, 7]
-    assert world.answers() == [Unpacked(7, True)] * 3
-
-
-@pytest.mark.parametrize("what", ["blocks", "window", "nobody's"])
-def test_what_was_not_asked_for_is_refused(what: str) -> None:
-    world = Unpacking()
-    world.awaiting("p-0")
-    message = world.packed(7, end=3 if what == "blocks" else 2)
-    if what == "window":
-        message = Unpack("r", 7, PIECE_BYTES, message.parts)
-    if what == "nobody's":
-        message = Unpack("unknown", 7, 0, message.parts)
-    world.unpacks(message)
-    assert set(world.unpacked) == {0}
-    assert world.answers() == [Unpacked(7, False)]
-
-
 def test_a_stranger_unpacks_nothing() -> None:
     world = Unpacking()
     world.awaiting("p-0")
@@ -200,39 +174,6 @@ def test_the_outcome_waits_until_nothing_is_scattered() -> None:
     assert world.unpacked[1:3] == [7, 7]
     assert len(world.windows) == 0
     assert world.is_over()
-
-
-def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None:
-    world = Unpacking()
-    world.awaiting("p-0")
-    world.loads.time_out("r", "late", world.now)
-    world.tick(1000.0)
-    world.tick()
-    assert world.told == ["parked", "failed"]
-    world.staging.looks.append(3)
-    world.unpacks(world.packed(7))
-    world.hears(Cancelled("r"))
-    assert world.told == ["parked", "failed"]
-    for _ in range(4):
-        world.tick()
-    assert world.told == ["parked", "failed", "cleared"]
-
-
-def test_a_question_of_a_request_that_is_over_is_answered_while_it_is_scattered() -> None:
-    """What the first copy of the question began is what the second one is answered with."""
-    world = Unpacking()
-    world.awaiting("p-0")
-    world.staging.looks.append(3)
-    message = world.packed(7)
-    world.unpacks(message)
-    _refused(world)
-    world.sent()
-    world.unpacks(message)
-    assert world.answers() == []
-    for _ in range(4):
-        world.tick()
-    world.unpacks(message)
-    assert world.answers() == [Unpacked(7, True)] * 2
 
 
 def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from layerpush.core.pending_registrations import PendingRegistrations
 from layerpush.core.wire import Registration
+from tests.unit import builders
 
 
-def registration(
-    request_id: str, block: int = 1, engine: str = "D", layerpush: int = 1, prefill: str | None = None
-) -> Registration:
-    return Registration(
-        request_id=request_id,
-        decode_engine_id=engine,
-        decode_host="127.0.0.1",
-        decode_port=1,
-        decode_tp_size=1,
-        local_block_ids=((block,),),
-        layerpush=layerpush,
-        prefill_request_id=prefill,
-    )
+def registration(request_id: str, block: int = 1, layerpush: int = 1, **details: str) -> Registration:
+    return builders.registration([block], request_id=request_id, layerpush=layerpush, **details)
 
 
 def has_base(registration: Registration, request_id: str) -> bool:

@@ -56,6 +56,10 @@ def moves(world: PushWorld) -> Iterator[Move]:
     if world.running:
         for layer in sorted(world.unready):
             yield lambda w, layer=layer: w.hook(layer)
+        if world.chunks and 0 not in world.unready:
+            yield lambda w: w.hook(0)
+        if world.chunks and world.epoch:
+            yield lambda w: w.stale_hook(0)
         if world.prompt_ready:
             yield PushWorld.finish
         if world.epoch < PREEMPTIONS.get(world.shape, 0):
@@ -99,7 +103,7 @@ def likeness(world: PushWorld) -> str:
     """Equal for worlds with the same future: why a push has failed, and in which words, has no part in it."""
     inner = vars(world.session) | {"failure": world.session.failure is None}
     supply = {name: value for name, value in vars(world.session._ready_blocks).items() if name != "_pairs"}
-    outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts]}
+    outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts], "failure": None}
     inner = {name: value for name, value in inner.items() if name not in ("registration", "_coverage", "_ready_blocks")}
     outer = {name: value for name, value in outer.items() if name not in ("session", "registration", "shape")}
     outer = {name: sorted(value) if isinstance(value, set) else value for name, value in outer.items()}

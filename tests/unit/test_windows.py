@@ -21,31 +21,23 @@ def test_each_request_has_its_own_as_long_as_there_are_some(windows: Windows) ->
     assert windows.open("a") is None
 
 
-def test_one_that_is_closed_is_for_the_next(windows: Windows) -> None:
+@pytest.mark.parametrize(
+    ("calls", "is_free"),
+    [
+        (["close"], True),
+        (["read_begun", "read_begun", "close", "read_ended"], False),
+        (["read_begun", "read_begun", "close", "read_ended", "read_ended"], True),
+        (["read_begun", "read_ended"], False),
+    ],
+)
+def test_one_that_is_closed_and_not_read_from_is_for_the_next(
+    windows: Windows, calls: list[str], is_free: bool
+) -> None:
     for name in "abc":
         windows.open(name)
-    windows.close("b")
-    assert windows.open("d") == SIZE
-
-
-def test_one_that_is_read_from_is_not(windows: Windows) -> None:
-    for name in "abc":
-        windows.open(name)
-    windows.read_begun("b")
-    windows.read_begun("b")
-    windows.close("b")
-    windows.read_ended("b")
-    assert windows.open("d") is None
-    windows.read_ended("b")
-    assert windows.open("d") == SIZE
-
-
-def test_reading_alone_frees_nothing(windows: Windows) -> None:
-    for name in "abc":
-        windows.open(name)
-    windows.read_begun("b")
-    windows.read_ended("b")
-    assert windows.open("d") is None
+    for call in calls:
+        getattr(windows, call)("b")
+    assert windows.open("d") == (SIZE if is_free else None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Worlds driven at random: the same seed gives the same story. Quicker than hypothesis, and it shrinks nothing."""
+"""Worlds driven at random: the same seed gives the same story."""
 
 from __future__ import annotations
 

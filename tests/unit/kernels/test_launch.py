@@ -81,15 +81,6 @@ def test_many_layers_are_one_launch_and_without_a_cap_the_device_is_the_limit(la
     assert launches.arguments[0]["tasks"] == layers * 8 * 3 > FULL_DEVICE_PROGRAMS
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 100])
-def test_the_programs_share_all_tiles(most: int) -> None:
-    with running_at("interpreter"):
-        cache = torch.arange(3 * BLOCK).to(torch.uint8).view(3, BLOCK)
-        out = torch.empty_like(cache)
-        gather_blocks(cache, torch.tensor([2, 0, 1]), out, max_programs=most)
-        assert torch.equal(out, cache[[2, 0, 1]])
-
-
 def test_no_ids_launch_nothing(launches: Launches) -> None:
     none = torch.empty(0, dtype=torch.int64)
     gather_blocks(caches(1)[0], none, torch.empty(0, dtype=torch.uint8))

@@ -48,18 +48,6 @@ def test_blocks_move_from_p_to_d(layout: str, heads: slice, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_mla_blocks_move_from_p_to_d(place: str) -> None:
-    with running_at(place) as device:
-        source, target = (filled((BLOCKS, SIZE, 576), device, seed) for seed in (1, 2))
-        ids = torch.tensor([5, 0, 3], device=device)
-        packed = torch.empty((3, SIZE, 576), dtype=torch.bfloat16, device=device)
-        gather_blocks(source, ids, packed)
-        assert torch.equal(packed, source[ids])
-        scatter_blocks(packed, ids, target)
-        assert torch.equal(target[ids], source[ids])
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_one_rank_of_p_gathers_the_heads_of_two_ranks_of_d(place: str) -> None:
     """Two ranks of D with half the heads each, their caches side by side, have what P has."""
     with running_at(place) as device:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 
 from layerpush_kernels import LayerTable, gather_blocks, layer_table, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
-from tests.unit.kernels.arena import GUARD, POISON, Guarded, guarded, noise, poisoned_bytes
+from tests.unit.kernels.arena import Guarded, guarded, noise, poisoned_bytes
 from tests.unit.kernels.caches import Case, Layout, cases
 from tests.unit.kernels.places import PLACES, running_at
 
@@ -61,38 +61,6 @@ def test_scatter_changes_exactly_the_blocks(place: str, case: Case) -> None:
         assert torch.equal(packed.memory, noise(len(packed.memory), case.seed + 1000).to(device))
 
 
-@settings(max_examples=50)
-@given(case=cases())
-def test_what_was_gathered_and_scattered_again_is_the_same(place: str, case: Case) -> None:
-    with running_at(place) as device:
-        caches = layers_of(case, device)
-        wiped = [case.layout.place(device, seed=0) for _ in caches]
-        packed = poisoned_bytes(case.bytes, device, case.packed_offset)
-        again = poisoned_bytes(case.bytes, device)
-        ids = case.ids.to(device)
-        gather_blocks(argument(caches), ids, packed.tensor)
-        scatter_blocks(packed.tensor, ids, argument(wiped))
-        gather_blocks(argument(wiped), ids, again.tensor)
-        assert torch.equal(again.tensor, packed.tensor)
-        blocks = [gather_reference([each.tensor for each in both], case.ids) for both in (caches, wiped)]
-        assert torch.equal(*blocks)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_no_block_and_one_block(place: str, count: int) -> None:
-    with running_at(place) as device:
-        cache = noise(3 * 64, seed=1).to(device).view(3, 64)
-        out = poisoned_bytes(count * 64, device)
-        ids = torch.full((count,), 2, device=device)
-        gather_blocks(cache, ids, out.tensor)
-        assert torch.equal(out.tensor, cache[2:][:count].reshape(-1))
-        was = cache.clone()
-        scatter_blocks(out.tensor, ids, cache)
-        assert torch.equal(cache, was)
-        assert bool((out.memory[:GUARD] == POISON).all())
-        assert bool((out.memory[GUARD + count * 64 :] == POISON).all())
-
-
 def test_a_cache_without_blocks_gives_none(place: str) -> None:
     with running_at(place) as device:
         cache, ids = torch.empty((0, 16), device=device), torch.empty(0, dtype=torch.int64, device=device)
@@ -110,19 +78,6 @@ def test_out_may_have_the_dtype_and_shape_of_the_blocks(place: str) -> None:
         scatter_blocks(out, ids, other)
         assert torch.equal(other[ids], cache[ids])
         assert not other[[1, 2]].any()
-
-
-def test_one_list_of_ids_serves_tables_and_caches_alike(place: str) -> None:
-    with running_at(place) as device:
-        caches = [noise(6 * 32, seed).to(device).view(6, 32) for seed in range(4)]
-        ids = torch.tensor([5, 1], dtype=torch.int32, device=device)
-        one_by_one = torch.empty((4, 2, 32), dtype=torch.uint8, device=device)
-        for cache, out in zip(caches, one_by_one, strict=True):
-            gather_blocks(cache, ids, out)
-        together = torch.empty_like(one_by_one)
-        gather_blocks(layer_table(caches), ids, together)
-        assert torch.equal(together, one_by_one)
-        assert ids.tolist() == [5, 1]
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
