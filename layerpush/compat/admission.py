@@ -7,6 +7,7 @@ patches the front end when vLLM imports it.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -86,8 +87,6 @@ def _check(sampling_or_pooling: Any, settings: ConnectorSettings) -> None:
 
 
 def _warn(problem: str) -> None:
-    from vllm.logger import init_logger
-
-    init_logger("vllm.layerpush.admission").warning(
+    logging.getLogger(f"vllm.{__name__}").warning(
         "%s: requests with bad kv_transfer_params are not refused with a reason, but run without a KV transfer", problem
     )

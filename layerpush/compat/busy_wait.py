@@ -12,6 +12,7 @@ step, 10 ms until D notices that KV has come.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -63,9 +64,7 @@ def apply() -> None:
         return
     _applied = True
 
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
+    logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows INFO lines of loggers below `vllm.` only
     # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
     _NixlHook().install()
     _EngineHook().install()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-
-from vllm.logger import init_logger
 
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.writes import Transfer
 
-logger = init_logger("vllm.layerpush.compat")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class AgentHolder(Protocol):

@@ -109,7 +109,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
 
     def _on_cancelled(self, event: load_protocol.Cancelled, now: float, actions: list[Action]) -> State:
-        cause = f"agent {event.agent} withdrew the push"
+        cause = f"agent {event.agent} cancelled the push"
         return self._settle(event.agent, FinalStatus.CANCELLED, cause, now, actions)
 
     def _on_gone(self, event: load_protocol.Gone, now: float, actions: list[Action]) -> State:

@@ -75,9 +75,7 @@ class Session(Machine[State, Event, Action]):
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
         self._coverage: Coverage | None = None
-        self._cancelled = False
-        self._finished = False
-        self._dropped = False
+        self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
 
     @property
     def all_ready(self) -> bool:
@@ -167,7 +165,7 @@ class Session(Machine[State, Event, Action]):
 
     def _on_cancelled(self, _: push_protocol.CancelledByD, actions: list[Action]) -> State:
         self._cancelled = True
-        self._conclude("cancelled", "the decode engine withdrew its registration")
+        self._conclude("cancelled", "the decode engine cancelled its registration")
         return self._drained(actions)
 
     def _on_notified(self, _: push_protocol.Notified, actions: list[Action]) -> State:

@@ -19,7 +19,7 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address, Rank
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Load:

@@ -41,7 +41,7 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Loads:

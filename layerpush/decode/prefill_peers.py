@@ -18,7 +18,7 @@ from layerpush.transport.connections import Address, Connections, Probe
 if TYPE_CHECKING:
     from layerpush.decode.load import Load
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 IDENTIFIED_KEPT = 4096
 

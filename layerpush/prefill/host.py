@@ -32,7 +32,7 @@ class Host(Protocol):
         """The registration that came before its request, if one did."""
 
     def is_unwanted(self, request_id: str) -> bool:
-        """Whether the registration of this request came and was withdrawn before the request was there."""
+        """Whether the request's registration was cancelled before the request was there."""
 
     def delegate(self, push: Push, registration: Registration) -> None:
         """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""

@@ -65,7 +65,7 @@ from layerpush.transport.base import PeerLostError, Transport, TransportError, W
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer, Writes
 
-logger = logging.getLogger("vllm.layerpush.writer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 BlockIds = tuple[list[int], ...]
 

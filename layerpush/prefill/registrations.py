@@ -28,7 +28,7 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
 
-logger = logging.getLogger("vllm.layerpush.registrations")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 REMEMBERED = 4096
 ENDED_S = 60.0
@@ -136,7 +136,7 @@ class Registrations:
         if kept is not None:
             self._cancelled_early.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
         request_id = self._writer.serving(key)
-        if request_id is None or self._writer.withdraw(request_id, key):  # else ``retract`` follows
+        if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
             self._answers.note(key, Cancelled(message.request_id))
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
             self.peers.answer(address, Cancelled(message.request_id), now)
@@ -186,20 +186,20 @@ class Registrations:
             return None
         return registered.windows.get(agent)
 
-    def retract(self, retraction: ReportFailure, withdrawn: bool, now: float) -> None:
-        """Pass on that a completion will never come."""
-        registration = retraction.registration
+    def report_failure(self, report: ReportFailure, now: float) -> None:
+        """Send the decode engine a push's failure: no completion will come."""
+        registration = report.registration
         if not registration.layerpush:
-            if retraction.drained and retraction.reason == "aborted":
+            if report.drained and report.reason == "aborted":
                 self._served.pop(registration.key, None)
                 for dropped in self._pending.add(registration, now):  # a stock engine: the request may come again
                     self._refuse(dropped, NO_REQUEST, now)
             return
         message: Cancelled | Fail = Fail(
-            registration.request_id, retraction.epoch, retraction.reason[:MAX_REASON], retraction.drained
+            registration.request_id, report.epoch, report.reason[:MAX_REASON], report.drained
         )
-        if retraction.drained:
-            message = Cancelled(registration.request_id) if withdrawn else message
+        if report.drained:
+            message = Cancelled(registration.request_id) if report.cancelled else message
             self._answers.note(registration.key, message)
         self._answer(registration, message, now)
 

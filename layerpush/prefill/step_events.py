@@ -94,7 +94,7 @@ StepEvent = StepStarted | LayerSaved | StepEnded
 
 
 class StepEvents:
-    """``nudge`` is what every layer but a step's last does instead of ``wake``: the writer need not come at once.
+    """``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
     ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those.
     """
 
@@ -104,7 +104,7 @@ class StepEvents:
         wake: Callable[[], None],
         fences: FenceSource,
         *,
-        nudge: Callable[[], None] | None = None,
+        wake_lazily: Callable[[], None] | None = None,
         hooked: bool = True,
     ) -> None:
         self._hooked = hooked
@@ -112,7 +112,7 @@ class StepEvents:
         self._layers = len(set(layer_index.values()))
         self._to_come = 0
         self._wake = wake
-        self._nudge = nudge or wake
+        self._wake_lazily = wake_lazily or wake
         self._fences = fences
         self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
         self._armed = False
@@ -189,10 +189,8 @@ class StepEvents:
             self.dropped += 1
             return
         self._to_come -= 1
-        urgently = self._to_come <= 0
-        self._put(
-            LayerSaved(index, time.perf_counter()), self._fences.record(), self._wake if urgently else self._nudge
-        )
+        wake = self._wake if self._to_come <= 0 else self._wake_lazily
+        self._put(LayerSaved(index, time.perf_counter()), self._fences.record(), wake)
 
     def sweep(self) -> None:
         if self._armed:

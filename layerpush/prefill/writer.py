@@ -1,7 +1,7 @@
 """The pushes of one prefill rank, and a turn of the writer thread: take in what has happened, look, post.
 
 ``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
-``turn``, sleeps for ``patience`` seconds at most, and calls it again. A turn
+``turn``, sleeps for ``poll_timeout`` seconds at most, and calls it again. A turn
 
 1. takes what the forward pass and the scheduler have left in ``StepEvents``: steps, layers, requests that are over;
 2. has each push poll its WRITEs;
@@ -10,9 +10,8 @@
 It iterates; what an event means to a push is the push's affair. What else comes for a push (a registration, a cancel,
 a handshake's end, upstream's WRITEs) comes by its request id through a method here, between turns, on the same thread.
 
-Rules of waking and sleeping: a layer does not wake the writer while it is going to look soon enough by itself.
-``pace`` says how soon that is, as long as a step is being computed, and ``keeps_pace`` whether a sleep is that short.
-A step's last layer, its end, and whatever takes blocks away wake it at once.
+While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
+end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and whatever takes blocks away end any.
 
 Nothing here knows vLLM: what only the engine's worker can do is behind ``Host``. Every method runs on the writer
 thread, but for ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may ask those. A push
@@ -54,7 +53,7 @@ from layerpush.transport.base import Transport
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import Transfer, Writes
 
-logger = logging.getLogger("vllm.layerpush.writer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
@@ -223,36 +222,34 @@ class PushWriter:
     # How long to sleep.
 
     @property
-    def patience(self) -> float | None:
+    def poll_timeout(self) -> float | None:
         """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
         if self._step_events.pending:
             return FENCE_POLL_S
-        pace = self.pace
+        layers = self.layer_poll_timeout
         if any(push.in_flight for push in self._pushes.values()):
-            return pace if pace is not None and not self._has_urgent_writes else WRITE_POLL_S
+            return layers if layers is not None and not self._has_urgent_writes else WRITE_POLL_S
         if self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
-            return PEER_POLL_S if pace is None else min(PEER_POLL_S, pace)
-        if pace is not None:
-            return pace
+            return PEER_POLL_S if layers is None else min(PEER_POLL_S, layers)
+        if layers is not None:
+            return layers
         return RELEASE_RETRY_S if self._writes.has_leftovers else None
 
     @property
-    def pace(self) -> float | None:
-        """Within how many seconds layers of the step that is being computed want to be looked at, unless somebody
-        wakes the writer for each; None: it is not known, or no more are to come.
-        """
+    def layer_poll_timeout(self) -> float | None:
+        """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
         policies = [push.session.policy for push, _ in self._step]
         by_layer = any(policy.streams and policy.by_layer for policy in policies)
         return self._layer_interval.seconds if by_layer else LONGEST_S
 
-    def keeps_pace(self, patience: float) -> bool:
-        """Whether who sleeps for so many seconds need not be woken for each layer."""
-        pace = self.pace
-        return pace is not None and patience <= pace
+    def polls_layers(self, poll_timeout: float) -> bool:
+        """Whether a sleep of so many seconds is short enough for the layers of the running step."""
+        layers = self.layer_poll_timeout
+        return layers is not None and poll_timeout <= layers
 
     @property
     def _has_urgent_writes(self) -> bool:
@@ -270,8 +267,8 @@ class PushWriter:
         """A decode engine asks for a request of ``waiting``."""
         self._pushes[request_id].register(registration)
 
-    def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
-        """The decode engine wants the blocks of its registration ``key`` back.
+    def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
+        """The decode engine cancels its registration ``key``: it wants the blocks back.
 
         True when nothing of it is or will be on the wire; else ``Host.report_failure`` says so later.
         """

@@ -23,7 +23,7 @@ import msgspec
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import DropRecord, ProcessRecord, Record, this_process
 
-logger = logging.getLogger("vllm.layerpush.trace")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 QUEUE_LIMIT = 1024
 ROWS_LIMIT = 1 << 18

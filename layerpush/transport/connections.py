@@ -14,7 +14,7 @@ from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
 from layerpush.transport.base import Transport, TransportError
 
-logger = logging.getLogger("vllm.layerpush.peers")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 RETRY_S = 1.0
 TRIES = 3
@@ -175,10 +175,6 @@ class Connections:
         self._retries = [retry for retry in self._retries if retry.due > now]
         for retry in due:
             retry.attempt()
-
-    @property
-    def is_retrying(self) -> bool:
-        return bool(self._retries)
 
     def _over(
         self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None

@@ -38,7 +38,7 @@ import numpy as np
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
 
-logger = logging.getLogger("vllm.layerpush.transport")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SPLIT_AT = 1024
 """Descriptors from which on NIXL spreads a WRITE over the threads of its pool; each has an endpoint of its own."""

@@ -32,7 +32,7 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link
 
-logger = logging.getLogger("vllm.layerpush.outbox")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,7 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 
-logger = logging.getLogger("vllm.layerpush.worker")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Dispatcher:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
 
 import msgspec
 import zmq
-from vllm.logger import init_logger
 
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -17,7 +17,7 @@ MAX_QUERY_BYTES = 1024
 WAIT_MS = 500
 BIND_RETRY_S = 1.0
 
-logger = init_logger("vllm.layerpush.listener")
+logger = logging.getLogger(f"vllm.{__name__}")
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 Answers = Mapping[tuple[int, int], bytes]

@@ -104,7 +104,7 @@ def test_a_final_word_of_the_only_agent_ends_it(event: Event) -> None:
     [action] = session.handle(event, 1.0)
     assert isinstance(action, ReportFailed)
     assert session.cause == action.reason
-    assert session.cause == ("agent A withdrew the push" if isinstance(event, Cancelled) else "why")
+    assert session.cause == ("agent A cancelled the push" if isinstance(event, Cancelled) else "why")
 
 
 @pytest.mark.parametrize("cause", CAUSES)

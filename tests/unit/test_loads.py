@@ -727,7 +727,7 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
         world.network.reject("P", OSError("no route"))
         world.settle()
     assert "no route" in caplog.text
-    assert not world.peers.is_retrying
+    assert not world.peers._retries
     assert world.told == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -54,10 +55,9 @@ class Desk:
 
 
 def host(packs: bool = True) -> WorkerHost:
-    made = WorkerHost(cast("Any", Worker()), cast("Any", None), cast("Any", None), lambda _: None)
-    made.layout = LAYOUT if packs else None
-    made.desk = cast("Any", Desk())
-    return made
+    nothing, desk = cast("Any", SimpleNamespace(fail=None)), cast("Any", Desk())
+    layout = LAYOUT if packs else None
+    return WorkerHost(cast("Any", Worker()), nothing, layout, nothing, lambda _: nothing, lambda _: desk)
 
 
 def offering(**changes: Any) -> Registration:

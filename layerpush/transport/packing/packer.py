@@ -30,7 +30,7 @@ from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.runs import slots_of
 from layerpush.transport.writes import Transfer
 
-logger = logging.getLogger("vllm.layerpush.packer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 UNPACK_RETRY_S = 1.0
 
