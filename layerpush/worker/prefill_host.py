@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,7 +20,6 @@ from layerpush.prefill.host import HandshakeError, Host
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
-from layerpush.transport.base import Route
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
@@ -28,55 +27,36 @@ from layerpush.transport.packing.packer import PushWindow
 from layerpush.transport.writes import Transfer
 from layerpush.worker.guard import Guard
 
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
+    from layerpush.worker.packing import WorkerPacking
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 RESTARTED = "the decode engine was restarted after it had registered"
 
 
-class PushingWorker(Protocol):
-    """What vLLM's worker, as ``compat`` opens it up, can do for a push."""
-
-    world_size: int
-
-    def agents_of(self, engine_id: str) -> tuple[str, ...]: ...
-
-    def touch_engine(self, engine_id: str) -> None: ...
-
-    def link_to(self, engine_id: str) -> Link: ...
-
-    def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None: ...
-
-    def counts_blocks_like(self, engine_id: str) -> bool: ...
-
-    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None: ...
-
-    def ring_of(self, link: Link, window: Window) -> Route | None: ...
-
-    def report_sent(self, request_id: str) -> None: ...
-
-    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None: ...
-
-
 class WorkerHost:
     """Makes the writer and the registrations, and is the ``Host`` of their pushes. Writer thread only.
 
-    ``packed_layout`` is the KV cache's layout; None if this worker packs nothing. ``on_lost`` gets the id of a decode
-    engine whose connection is gone.
+    ``on_lost`` gets the id of a decode engine whose connection is gone.
     """
 
     def __init__(
         self,
-        worker: PushingWorker,
+        worker: VllmPushWorker,
         connections: Connections,
-        packed_layout: CacheLayout | None,
+        packing: WorkerPacking,
+        layout: CacheLayout,
         on_lost: Callable[[str], None],
         make_writer: Callable[[Host], PushWriter],
         make_registrations: Callable[[PushWriter], Registrations],
     ) -> None:
         self._worker = worker
         self._connections = connections
-        self._packed_layout = packed_layout
-        self._on_lost = on_lost
+        self._packing = packing
+        self._layout = layout
+        self.peer_lost = on_lost
         self._links: dict[str, Link] = {}
         self.writer = make_writer(self)
         self.registrations = make_registrations(self.writer)
@@ -95,7 +75,7 @@ class WorkerHost:
         self._worker.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:
-            link = self._links[engine_id] = self._worker.link_to(engine_id)
+            link = self._links[engine_id] = self._packing.with_gathering(self._worker.discover_link(engine_id))
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         window = self._window(link, registration)
@@ -129,9 +109,6 @@ class WorkerHost:
     def ended(self, request_id: str, failure: str | None) -> None:
         self.guard("an ending", None, partial(self.registrations.ended, request_id, failure, time.perf_counter()))
 
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self._on_lost(decode_engine_id)
-
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self._worker.whole_write_ended(request_id, transfer, landed)
 
@@ -142,14 +119,14 @@ class WorkerHost:
         self._worker.report_sent(request_id)
 
     def _window(self, link: Link, registration: Registration) -> PushWindow | None:
-        if self._packed_layout is None or len(link.routes) != 1 or link.share != 1.0:
+        if self._packing.strategy is None or len(link.routes) != 1 or link.share != 1.0:
             return None
         offer = self.registrations.window(registration, link.routes[0].agent)
         if offer is None:
             return None
-        if offer.rank != link.routes[0].remote_rank or offer.layout != self._packed_layout.digest or not _fits(offer):
+        if offer.rank != link.routes[0].remote_rank or offer.layout != self._layout.digest or not _fits(offer):
             return None
-        ring = self._worker.ring_of(link, offer)
+        ring = self._packing.ring_of(link.engine_id, link.routes[0].agent, offer)
         return None if ring is None else PushWindow(offer, ring, registration.request_id)
 
     def _refusal(self, registration: Registration) -> str | None:

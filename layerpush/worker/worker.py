@@ -25,7 +25,7 @@ from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
-from layerpush.core.wire import Registration, Window, WireError
+from layerpush.core.wire import Registration, WireError
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.report import ABORTED, DecodeReport
@@ -41,9 +41,7 @@ from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.base import Route
 from layerpush.transport.connections import Address, Connections, Rank
-from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
 from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_writer
@@ -127,7 +125,8 @@ class LayerwisePushWorker(VllmPushWorker):
         self._host = WorkerHost(
             self,
             self._connections,
-            None if packing.strategy is None else layout,
+            packing,
+            layout,
             self._peer_lost,
             lambda host: self._make_writer(layout, fallback, host),
             lambda writer: Registrations(
@@ -257,12 +256,6 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
-
-    def link_to(self, engine_id: str) -> Link:
-        return self._packing.with_gathering(self.discover_link(engine_id))
-
-    def ring_of(self, link: Link, window: Window) -> Route | None:
-        return self._packing.ring_of(link.engine_id, link.routes[0].agent, window)
 
     # Writer thread: D's side.
 

@@ -38,11 +38,14 @@ OFFER = Window(
 )
 
 
-class Worker:
-    """Its ring can be written to."""
+class Packing:
+    """The offered ring can be written to, unless ``strategy`` is None."""
 
-    def ring_of(self, link: Link, window: Window) -> Route | None:
-        assert link.routes[0].remote_rank == window.rank
+    def __init__(self, strategy: str | None) -> None:
+        self.strategy = strategy
+
+    def ring_of(self, engine_id: str, agent: str, window: Window) -> Route | None:
+        assert (engine_id, agent) == ("D", "d-0")
         return RING
 
 
@@ -56,8 +59,8 @@ class Desk:
 
 def host(packs: bool = True) -> WorkerHost:
     nothing, desk = cast("Any", SimpleNamespace(fail=None)), cast("Any", Desk())
-    layout = LAYOUT if packs else None
-    return WorkerHost(cast("Any", Worker()), nothing, layout, nothing, lambda _: nothing, lambda _: desk)
+    packing = cast("Any", Packing("auto" if packs else None))
+    return WorkerHost(nothing, nothing, packing, LAYOUT, nothing, lambda _: nothing, lambda _: desk)
 
 
 def offering(**changes: Any) -> Registration:
