@@ -31,9 +31,11 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         extended = cls.__new__(cls)
-        extended.__dict__.update(metadata.__dict__)
-        extended.step_plan = plan
-        extended.prompt_digests = prompt_digests
-        extended.cancelled = cancelled
-        extended.trace_headers = trace_headers
+        extended.__dict__.update(
+            metadata.__dict__,
+            step_plan=plan,
+            prompt_digests=prompt_digests,
+            cancelled=cancelled,
+            trace_headers=trace_headers,
+        )
         return extended

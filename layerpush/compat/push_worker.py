@@ -24,6 +24,7 @@ from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, refusal
 from layerpush.compat.whole_writes import WholeWrites
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
 from layerpush.transport.connections import Address, Rank
@@ -80,7 +81,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
         self._whole_writes = WholeWrites(self.transport)
-        self._departed: dict[str, Any] = {}
+        self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
 
     # Hooks that a subclass overrides.
 
@@ -299,10 +300,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if not self._departed:
             # The main thread may be about to account for a load from this engine: a KeyError there ends ours.
             self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
-        self._departed.pop(engine_id, None)
-        self._departed[engine_id] = self.transfer_topo.get_engine_info(engine_id)
-        while len(self._departed) > DEPARTED_KEPT:
-            self._departed.pop(next(iter(self._departed)))
+        self._departed.note(engine_id, self.transfer_topo.get_engine_info(engine_id))
         self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:

@@ -6,7 +6,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import TransportError
@@ -14,13 +16,6 @@ from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.writes import Transfer
 
 logger = logging.getLogger(f"vllm.{__name__}")
-
-
-class AgentHolder(Protocol):
-    """The worker whose code posts a WRITE."""
-
-    nixl_wrapper: Any
-    num_regions: int
 
 
 class WholeWrites:
@@ -39,7 +34,12 @@ class WholeWrites:
         self._setup_failures[request_id] = error
 
     def post(
-        self, worker: AgentHolder, post: Callable[[], Any], request_id: str, agent_name: str, remote_rank: int
+        self,
+        worker: NixlPushConnectorWorker,
+        post: Callable[[], Any],
+        request_id: str,
+        agent_name: str,
+        remote_rank: int,
     ) -> Transfer | None:
         """Call ``post``, vLLM's code for one WRITE, and take over its handle; None if there was nothing to write.
 

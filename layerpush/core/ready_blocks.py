@@ -8,7 +8,8 @@ from dataclasses import replace
 from layerpush.core.coverage import check_blocks
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_protocol import Segment
-from layerpush.core.step_plan import NULL_BLOCK, Alignment, ChunkPlan
+from layerpush.core.step_plan import Alignment, ChunkPlan
+from layerpush.core.wire import NULL_BLOCK
 
 PAIRS_KEPT = 8
 

@@ -8,6 +8,7 @@ from typing import Literal, NoReturn, cast, get_args
 
 from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
+from layerpush.core.wire import MAX_ID_CHARS
 
 __all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host_allowed"]
 
@@ -16,7 +17,6 @@ KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 MODE = "layerpush_mode"
 """The key with which a request chooses how P pushes it."""
 
-MAX_ID_CHARS = 1024
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64

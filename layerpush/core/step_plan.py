@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from layerpush.core.config import PushMode
 
-NULL_BLOCK = 0
-"""vLLM's placeholder in block tables: it holds no request's KV and is never sent."""
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSlice:

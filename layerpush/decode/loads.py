@@ -36,7 +36,7 @@ from layerpush.decode.load import Load
 from layerpush.decode.outcomes import LoadHost, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import Unpacking
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
@@ -56,7 +56,7 @@ class Loads:
         host: LoadHost,
         unpacking: Unpacking,
         peer_errors: PeerErrors,
-        meter: LoadMeter,
+        recorder: Recorder,
     ) -> None:
         self.peers = peers
         self._engine_id = engine_id
@@ -66,7 +66,7 @@ class Loads:
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
         self._early = EarlyMessages()
-        self._outcomes = Outcomes(host, unpacking, meter)
+        self._outcomes = Outcomes(host, unpacking, recorder)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from layerpush.decode.unpacking import Unpacking
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.catalog import LOAD, LOADS
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 
 Outcome = Literal["loaded", "failed", "parked", "aborted", "refused"]
@@ -53,10 +54,10 @@ class _Report:
 class Outcomes:
     """An outcome is reported when the engine knows the request, and when nothing is being unpacked for it."""
 
-    def __init__(self, host: LoadHost, unpacking: Unpacking, meter: LoadMeter) -> None:
+    def __init__(self, host: LoadHost, unpacking: Unpacking, recorder: Recorder) -> None:
         self._host = host
         self._unpacking = unpacking
-        self._meter = meter
+        self._recorder = recorder
         self._reports: deque[_Report] = deque()
 
     def __len__(self) -> int:
@@ -71,7 +72,9 @@ class Outcomes:
         completions: Sequence[bytes] = (),
     ) -> None:
         """A load is over for its request. ``completions`` are the notifications that say that it is ``loaded``."""
-        self._meter.ended(outcome, now - (record.t_awaited or now))
+        self._recorder.count(LOADS, outcome)
+        if outcome == "loaded" and record.t_awaited is not None:
+            self._recorder.observe((LOAD, now - record.t_awaited))
         settled = {"loaded": "completed", "aborted": "cancelled"}.get(outcome, "failed")
         record.settled(settled, reason, now)
         if outcome == "parked":

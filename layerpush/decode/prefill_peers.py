@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from layerpush.core import liveness, load_protocol
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.catalog import LOST_PEERS
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.connections import Address, Connections, Probe
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ class PrefillPeers:
         watch: PeerWatch,
         probe: Probe,
         host: LoadHost,
-        meter: LoadMeter,
+        recorder: Recorder,
     ) -> None:
         self.connections = connections
         self._engine_id = engine_id
         self._watch = watch
         self._probe = probe
         self._host = host
-        self._meter = meter
+        self._recorder = recorder
         self._pings = 0
-        self._identified: OrderedDict[str, None] = OrderedDict()
+        self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT)
 
     # Agents.
 
@@ -53,10 +54,7 @@ class PrefillPeers:
         """Something came from an agent; ``identified``: a message that only layerpush sends."""
         self._watch.on_message(agent, now, identified)
         if identified:
-            self._identified[agent] = None
-            self._identified.move_to_end(agent)
-            while len(self._identified) > IDENTIFIED_KEPT:
-                self._identified.popitem(last=False)
+            self._identified.note(agent, None)
 
     def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, to_anybody: bool = False) -> None:
         """``to_anybody``: in a form that a stock engine ignores, unless the agent is known to speak layerpush."""
@@ -122,10 +120,10 @@ class PrefillPeers:
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent, loads)
                 case liveness.ReportSilent(agent, reason):
-                    self._meter.peer_lost("silent")
+                    self._recorder.count(LOST_PEERS, "silent")
                     yield agent, load_protocol.Silent(agent, reason)
                 case liveness.ReportGone(agent, reason):
-                    self._meter.peer_lost("gone")
+                    self._recorder.count(LOST_PEERS, "gone")
                     yield agent, load_protocol.Gone(agent, reason)
                     self._forget_dead_engine_of(agent, loads)
                 case liveness.Reconnect(engine_id):

@@ -35,7 +35,6 @@ from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -134,16 +133,16 @@ class LayerwisePushWorker(VllmPushWorker):
             ),
         )
         self.writer, self.registrations = self._host.writer, self._host.registrations
-        meter, watch = LoadMeter(self.metrics.recorder), PeerWatch(config.peer_timeout_s)
+        recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
             self.engine_id,
             self.world_size,
             config.peer_timeout_s,
-            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, meter),
+            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, recorder),
             self,
             packing.unpacker or NoUnpacking(),
             peer_errors,
-            meter,
+            recorder,
         )
         dispatcher = Dispatcher(
             self.transport, self.registrations, self.loads, packing.unpacked, self.pass_on, peer_errors

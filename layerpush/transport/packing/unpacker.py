@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Window
 from layerpush.transport.packing.memory import PIECE_BYTES, Copies, Staging
@@ -60,7 +60,7 @@ class Unpacker:
         )
         self._expand = lru_cache(maxsize=64)(layout.expand)
         self._running: list[_Scatter] = []
-        self._answered: OrderedDict[str, OrderedDict[int, bool]] = OrderedDict()
+        self._answered: BoundedDict[str, BoundedDict[int, bool]] = BoundedDict(AGENTS_KEPT)
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +131,8 @@ class Unpacker:
 
     def again(self, agent: str, message: Unpack) -> UnpackReply | None:
         """What this message was answered with, if it was."""
-        done = self._answered.get(agent, OrderedDict()).get(message.number)
+        answers = self._answered.get(agent)
+        done = None if answers is None else answers.get(message.number)
         return None if done is None else UnpackReply(agent, Unpacked(message.number, done))
 
     def ended(self) -> list[UnpackReply]:
@@ -168,13 +169,9 @@ class Unpacker:
         return self._answer(agent, number, done=False)
 
     def _answer(self, agent: str, number: int, *, done: bool) -> UnpackReply:
-        answers = self._answered.setdefault(agent, OrderedDict())
-        answers[number] = done
-        self._answered.move_to_end(agent)
-        while len(answers) > ANSWERS_KEPT:
-            answers.popitem(last=False)
-        while len(self._answered) > AGENTS_KEPT:
-            self._answered.popitem(last=False)
+        answers = self._answered.get(agent) or BoundedDict(ANSWERS_KEPT)
+        answers.note(number, done)
+        self._answered.note(agent, answers)
         return UnpackReply(agent, Unpacked(number, done))
 
 
