@@ -81,7 +81,7 @@ def _check(sampling_or_pooling: Any, settings: ConnectorSettings) -> None:
     try:
         check_params(extra.get("kv_transfer_params"), settings.role, settings.config)
     except ParamsError as error:
-        from vllm.exceptions import VLLMValidationError  # what vLLM answers with HTTP status 400
+        from vllm.exceptions import VLLMValidationError  # vLLM answers it with HTTP status 400
 
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
 

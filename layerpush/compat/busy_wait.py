@@ -58,7 +58,7 @@ def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
 
 
 def apply() -> None:
-    """Patch this process and those that it forks; the log says so once. Call before engines start."""
+    """Patch this process and those that it forks, and log that once. Call before engines start."""
     global _applied
     if _applied:
         return

@@ -70,7 +70,7 @@ class WholeWrites:
         return Transfer(self._transport, record, handle)
 
     def landed(self, agent: Any, request_id: str, transfer: Transfer) -> None:
-        """Record what NIXL measured of a WRITE. Its handle is still valid."""
+        """Record NIXL's telemetry of a WRITE. Its handle is still valid."""
         try:
             telemetry = agent.get_xfer_telemetry(transfer.handle)
         except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed

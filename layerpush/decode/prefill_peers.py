@@ -1,4 +1,4 @@
-"""The prefill engines that loads are awaited from: what is sent to them, and whether they live. Writer thread only."""
+"""The prefill engines that loads are awaited from: sends to them, and their liveness. Writer thread only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PrefillPeers:
     # Agents.
 
     def on_message(self, agent: str, now: float, *, identified: bool) -> None:
-        """Something came from an agent; ``identified``: a message that only layerpush sends."""
+        """Something came from an agent; ``identified``: only layerpush sends such a message."""
         self._watch.on_message(agent, now, identified)
         if identified:
             self._identified.note(agent, None)
@@ -71,7 +71,7 @@ class PrefillPeers:
         return reached
 
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
-        """Another load awaits something from these agents."""
+        """Another load awaits these agents."""
         self._watch.add(engine_id, frozenset(agents), now)
         for agent in agents:
             if agent in self._identified:  # its answer to the new registration may be lost
@@ -84,7 +84,7 @@ class PrefillPeers:
     # Connections.
 
     def drop(self, engine_id: str) -> bool:
-        """Drop the connection to an engine that something is awaited from; False if it has to stay for now."""
+        """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
         agents = self.connections.agents(engine_id)
         if not self._host.forget_prefill_engine(engine_id):
             return False
@@ -108,8 +108,8 @@ class PrefillPeers:
     # Time.
 
     def tick(self, loads: Mapping[str, Load], now: float) -> Iterator[tuple[str, load_protocol.Event]]:
-        """Do what is due, and yield what happened to agents. The caller handles each event before it takes the next:
-        ``loads``, by request id, then shows what is left.
+        """Perform the actions that are due, and yield agents' events. The caller handles each event before it takes the
+        next, so that ``loads``, by request id, is current.
         """
         for action in self._watch.due(now):
             match action:

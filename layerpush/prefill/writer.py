@@ -1,21 +1,21 @@
-"""The pushes of one prefill rank, and a turn of the writer thread: take in what has happened, look, post.
+"""The pushes of one prefill rank, and P's part of a turn of the writer thread.
 
 ``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
 ``turn``, sleeps for ``poll_timeout`` seconds at most, and calls it again. A turn
 
-1. takes what the forward pass and the scheduler have left in ``StepEvents``: steps, layers, requests that are over;
+1. takes the events that the forward pass and the scheduler have left in ``StepEvents``;
 2. has each push poll its WRITEs;
 3. has each push that streams post what is ready.
 
-It iterates; what an event means to a push is the push's affair. What else comes for a push (a registration, a cancel,
-a handshake's end, upstream's WRITEs) comes by its request id through a method here, between turns, on the same thread.
+It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
+push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
 end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and whatever takes blocks away end any.
 
-Nothing here knows vLLM: what only the engine's worker can do is behind ``Host``. Every method runs on the writer
-thread, but for ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may ask those. A push
-that is over may stay in the table for a moment.
+Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
+``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
+stay in the table for a moment.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PushWriter:
     # The turn.
 
     def turn(self) -> None:
-        """Take in what the forward pass reported, see what landed, post what is ready."""
+        """Take the events of the forward pass, poll WRITEs, post ready layers."""
         self._take_step_events()
         self._poll()
         if self._strategy is not None:
@@ -143,7 +143,9 @@ class PushWriter:
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | LeaseExpired):
                 if revoked.started > self._current:
-                    push = self._open(request_id, streams=True)  # dropped before its first step was seen: it counts
+                    push = self._open(
+                        request_id, streams=True
+                    )  # it ended before the writer saw its first step, and counts
                 else:
                     self._host.ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):
@@ -223,7 +225,7 @@ class PushWriter:
 
     @property
     def poll_timeout(self) -> float | None:
-        """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
+        """The writer's longest sleep in seconds; None: until it is woken."""
         if self._step_events.pending:
             return FENCE_POLL_S
         layers = self.layer_poll_timeout
@@ -261,7 +263,7 @@ class PushWriter:
             for push in self._pushes.values()
         )
 
-    # What comes for a push between turns.
+    # Between turns.
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
@@ -270,7 +272,7 @@ class PushWriter:
     def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
         """The decode engine cancels its registration ``key``: it wants the blocks back.
 
-        True when nothing of it is or will be on the wire; else ``Host.report_failure`` says so later.
+        True if no WRITE for it is or will be on the wire; else ``Host.report_failure`` follows.
         """
         push = self._pushes.get(request_id)
         if push is None or push.session.registration is None or push.session.registration.key != key:
@@ -287,13 +289,13 @@ class PushWriter:
             push.handle(LeaseExpired())
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Something outside the session went wrong for good."""
+        """An error outside the session ends the push."""
         push = self._pushes.get(request_id)
         if push is not None:
             push.fail(reason)
 
     def fail_engine(self, decode_engine_id: str, reason: str) -> None:
-        """A decode engine is gone: what it asked for needs no writing any more."""
+        """A decode engine is gone: fail its pushes."""
         for push in list(self._pushes.values()):
             registration = push.session.registration
             if registration is not None and registration.decode_engine_id == decode_engine_id:
@@ -309,8 +311,8 @@ class PushWriter:
         push.adopt(transfer, decode_engine_id, decode_request_id)
 
     def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
-        """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
-        many WRITEs had to be left behind.
+        """Wait for the WRITEs on the wire, for shutdown. ``listen`` takes the answers of decode ranks that unpack.
+        Returns the number of WRITEs that had to be left behind.
         """
         deadline = time.perf_counter() + seconds
         while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
@@ -322,7 +324,7 @@ class PushWriter:
             self._writes.release(transfer)
         return len(left)
 
-    # What others may ask.
+    # Queries.
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pushes
@@ -332,11 +334,11 @@ class PushWriter:
 
     @property
     def active(self) -> int:
-        """How many pushes have not ended. Any thread."""
+        """The number of pushes that have not ended. Any thread."""
         return sum(push.record.outcome == "pending" for push in list(self._pushes.values()))
 
     def writes_in_flight(self, request_id: str) -> bool:
-        """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
+        """Whether a WRITE reads from this request's blocks. Any thread."""
         push = self._pushes.get(request_id)
         return push is not None and push.in_flight
 
@@ -361,16 +363,16 @@ class PushWriter:
 
     @property
     def is_draining(self) -> bool:
-        """Whether something is on the wire for a push that is over otherwise."""
+        """Whether a push that has ended still waits for its WRITEs."""
         return any(push.session.state in (State.DRAINING, State.CLOSED) for push in self._pushes.values())
 
     def is_delegated(self, request_id: str) -> bool:
-        """Whether a request is upstream's to push whole, and still wanted."""
+        """Whether upstream is to push this request whole, and has not begun."""
         push = self._pushes.get(request_id)
         return push is not None and push.is_delegated
 
     def serving(self, key: tuple[str, str]) -> str | None:
-        """The live request that a registration is served by."""
+        """The live request that serves a registration."""
         for push in self._pushes.values():
             registration = push.session.registration
             if registration is not None and registration.key == key:

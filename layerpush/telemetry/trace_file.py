@@ -178,7 +178,7 @@ class _Counts:
 
 class _Lines:
     """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end follows before
-    the next line. If somebody deletes the file, it is made again.
+    the next line. A deleted file is made again.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:

@@ -83,7 +83,7 @@ class WorkerPacking:
             self._memory = None
 
     def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the packer and the unpacker. After the KV cache was registered, if it can be told apart by layer."""
+        """Make the packer and the unpacker. After the KV cache was registered, if it can be used by layer."""
         if self._memory is None:
             return
         try:

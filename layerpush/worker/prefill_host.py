@@ -1,4 +1,4 @@
-"""P's side of a worker: the writer of pushes, the registrations, and what pushes need from vLLM's worker."""
+"""P's side of a worker: makes the writer and the registrations, and connects pushes to vLLM's worker."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class WorkerHost:
         return link if window is None else replace(link, window=window)
 
     def disconnected(self, engine_id: str) -> None:
-        """What was known of the way to a decode engine is void."""
+        """Forget the link to a decode engine."""
         self._links.pop(engine_id, None)
 
     def take_registration(self, request_id: str) -> Registration | None:

@@ -1,4 +1,4 @@
-"""Answers handshake queries on an engine's side channel. Strangers may connect to it and send anything."""
+"""Answers handshake queries on an engine's side channel. Anybody may connect to it and send anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answers = Mapping[tuple[int, int], bytes]
 
 
 class QueryError(ValueError):
-    """A message is no handshake query; the text says why."""
+    """A message is no handshake query; the text is the reason."""
 
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
@@ -60,7 +60,7 @@ class Listener:
                 self._serve(socket)
 
     def _bind(self, socket: zmq.Socket[bytes]) -> bool:
-        """Try until the port is free; whether it was before `stop`. vLLM waits meanwhile, so the log says why."""
+        """Try until the port is free; False if `stop` came first. vLLM waits meanwhile, so the log has the reason."""
         while not self._stop.is_set():
             try:
                 socket.bind(self._path)
@@ -103,7 +103,7 @@ class Listener:
         if answer is None:
             self._report("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
             return (b"",)
-        # The clock must be that of the process which stamps leases; this thread is one of the scheduler's.
+        # The clock of the process that stamps leases: this is a thread of the scheduler's process.
         return answer, msgspec.msgpack.encode(time.perf_counter())
 
     def _report(self, kind: str, text: str) -> None:

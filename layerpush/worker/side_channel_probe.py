@@ -28,7 +28,7 @@ def probe(
     host: str, port: int, agent_name: str, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Verdict:
     """Whether the process of an agent lives. Returns within ``timeout_s`` seconds, raises nothing, and leaves no socket
-    open, whatever the other end does.
+    open.
 
     It sends vLLM's handshake query, which a stock engine answers, too. Any thread.
     """

@@ -38,7 +38,7 @@ class Waker:
         return self._is_set
 
     def wake(self) -> None:
-        """There is work: end the wait, or the next one if nobody waits yet."""
+        """There is work: end the wait, or the next one."""
         if not self._is_set:
             self._on_wake(time.perf_counter())
             self.set()
@@ -49,7 +49,7 @@ class Waker:
             self.wake()
 
     def set(self) -> None:
-        """End the wait without a word to ``on_wake``: there may be no work. vLLM's code calls it by this name."""
+        """End the wait without a call of ``on_wake``: there may be no work. vLLM's code calls it by this name."""
         if self._is_set:
             return
         self._is_set = True

@@ -1,6 +1,6 @@
 """``LayerwisePushWorker``: one rank's push worker. Builds P's and D's side, and runs the main thread's hooks of a step.
 
-The hooks only append to queues; ``writer_thread`` says which thread reads them.
+The hooks only append to queues; ``writer_thread`` documents them.
 """
 
 from __future__ import annotations
@@ -196,9 +196,7 @@ class LayerwisePushWorker(VllmPushWorker):
     # Main thread: hooks of a step. ``step_events`` has those for a layer and for the end of the forward pass.
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
-        """A step begins. The writer hears of it before the first layer runs, and takes what need not wait for the
-        last.
-        """
+        """A step begins: queue its plan, registrations, finished requests and cancellations, and wake the writer."""
         if self.pcp_rank > 0 and not self.pcp_dcp_sharded:
             return
         self._digests.update(metadata.prompt_digests)
@@ -300,7 +298,7 @@ class LayerwisePushWorker(VllmPushWorker):
     # Writer thread: engines that may be gone.
 
     def _probe_peer(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
-        """Have the prober ask the engine's side channel about its agent; the answer comes back as a task."""
+        """Have the prober ask the engine's side channel about its agent. The verdict comes back as a task."""
         pp_rank, tp_rank = rank
 
         def asked(_: Any, verdict: Any) -> None:

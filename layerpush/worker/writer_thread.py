@@ -1,4 +1,4 @@
-"""The writer thread: its loop, what it takes from other threads, its end.
+"""The writer thread: its loop, its queues, its end.
 
 vLLM's push worker starts the thread, ``nixl-push-writer``, at the end of ``register_kv_caches``. It is the only thread
 that posts and polls WRITEs, sends and reads notifications, and changes pushes and loads. So none of their objects has a
@@ -19,7 +19,7 @@ completions (``pass_on``), loads whose blocks stay aside (``LayerwisePushWorker.
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
 before a step's last; the writer polls for those while it knows how long a layer takes. vLLM's code calls ``set`` in
-every step. Nobody wakes the writer for a notification, a WRITE that has landed, a fence that has passed, or a deadline:
+every step. Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline:
 it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
 
 A failure in a turn is logged and ends the push that it belongs to. The thread goes on until ``stop``.
@@ -96,7 +96,7 @@ class WriterThread:
             self._waker.wait(timeout, polls_layers=self._pushes.polls_layers(timeout))
 
     def stop(self) -> bool:
-        """End the loop, fail every push so that its D hears of it, and wait for WRITEs on the wire. Main thread.
+        """End the loop, fail every push, report that to each D, and wait for WRITEs on the wire. Main thread.
 
         At most ``DRAIN_S`` seconds each. False if the loop still runs; then its objects must be left alone.
         """
@@ -130,7 +130,7 @@ class WriterThread:
             self._unreported_aborts.settled(aborts)
 
     def _poll_timeout(self) -> float:
-        """How long the writer may sleep, in seconds, if nobody wakes it."""
+        """The writer's longest sleep, in seconds."""
         peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
         pushes = self._pushes.poll_timeout
         return peers if pushes is None else min(pushes, peers)

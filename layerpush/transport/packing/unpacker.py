@@ -21,11 +21,11 @@ AGENTS_KEPT = 1024
 
 
 class UnpackError(ValueError):
-    """A prefill rank may not pack these blocks for this request. The text says why."""
+    """A prefill rank may not pack these blocks for this request. The text is the reason."""
 
 
 class UnpackReply(NamedTuple):
-    """``message`` is for ``agent``; None: ``ended`` returns it later. ``error`` says what the agent did wrong."""
+    """``message`` is for ``agent``; None: ``ended`` returns it later. ``error`` is the agent's mistake."""
 
     agent: str
     message: Unpacked | None
@@ -104,11 +104,11 @@ class Unpacker:
             self.unpack(agent, message, registration)
         except UnpackError as error:
             refused = self._refuse(agent, message.number)
-            return refused._replace(error=f"what agent {agent} packed for {message.request_id}: {error}")
+            return refused._replace(error=f"blocks that agent {agent} packed for {message.request_id}: {error}")
         return UnpackReply(agent, None)
 
     def unpack(self, agent: str, message: Unpack, registration: Registration) -> None:
-        """Begin to scatter; ``ended`` says when that is over. The same message again changes nothing.
+        """Begin to scatter; ``ended`` returns the answer. The same message again changes nothing.
 
         Raises ``UnpackError``, when nothing has been scattered.
         """
@@ -130,7 +130,7 @@ class Unpacker:
             offset += size
 
     def again(self, agent: str, message: Unpack) -> UnpackReply | None:
-        """What this message was answered with, if it was."""
+        """The answer to this message, if it had one."""
         answers = self._answered.get(agent)
         done = None if answers is None else answers.get(message.number)
         return None if done is None else UnpackReply(agent, Unpacked(message.number, done))
