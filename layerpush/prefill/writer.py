@@ -5,13 +5,13 @@
 
 1. takes the events that the forward pass and the scheduler have left in ``StepEvents``;
 2. has each push poll its WRITEs;
-3. has each push that streams post what is ready.
+3. has each push that streams post its ready layers.
 
 It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
 push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
-end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and whatever takes blocks away end any.
+end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and a revocation end any sleep.
 
 Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may

@@ -15,10 +15,10 @@ NIXL does not promise:
   that WRITE alone, ahead of earlier ones, so our WRITEs carry none.
 - Progress. A WRITE may move, and end, only while this side polls its handle. The target must make progress as well.
 - An end. To a stopped process, or over a cut link, a WRITE stays ``PROC`` for minutes: callers have deadlines.
-- Cancellation. ``release_xfer_handle`` returns at once; the bytes still land, read from the source then.
+- Cancellation. ``release_xfer_handle`` returns at once. The bytes still land, as the source then has them.
 - The end of a WRITE that failed. While the connection lives, UCX may still send parts of it, even after the handle was
-  released and the peer removed. So ``poll`` returns ``PENDING`` until a *fence* has landed: one descriptor of the WRITE,
-  written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
+  released and the peer removed. So ``poll`` returns ``PENDING`` until a *fence* has landed: one descriptor of the
+  WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
   earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
   more over several. No fence covers such a WRITE: it ends with its peer.
 - Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
