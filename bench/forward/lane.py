@@ -76,7 +76,7 @@ class Lane:
         self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         waker = pusher.waker
-        self.capture = StepEvents(layout.index_of, waker.wake, fences, nudge=waker.wake_lazily)
+        self.capture = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
@@ -150,6 +150,6 @@ class Pusher:
                     raise ValueError(f"{DECODE} said {other}")
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
-        own = lane.writer.patience
+        own = lane.writer.poll_timeout
         timeout = waits if own is None else min(own, waits)
-        return timeout, lane.writer.keeps_pace(timeout)
+        return timeout, lane.writer.polls_layers(timeout)

@@ -7,7 +7,7 @@ import time
 from bench.pair.end import SCRATCH_BYTES, Cache, End
 from layerpush.core.wire import Registration, Unpack, encode
 from layerpush.transport.packing.memory import PIECE_BYTES
-from layerpush.transport.packing.unpacker import Answer, Unpacker
+from layerpush.transport.packing.unpacker import Unpacker, UnpackReply
 from layerpush.transport.packing.windows import Windows
 
 WINDOWS = 8
@@ -51,7 +51,7 @@ class Unpacking:
         for answer in self._unpacker.ended():
             self._send(answer)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: UnpackReply) -> None:
         if answer.error is not None:
             raise ValueError(answer.error)
         if answer.message is not None:

@@ -7,6 +7,7 @@ patches the front end when vLLM imports it.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -80,14 +81,12 @@ def _check(sampling_or_pooling: Any, settings: ConnectorSettings) -> None:
     try:
         check_params(extra.get("kv_transfer_params"), settings.role, settings.config)
     except ParamsError as error:
-        from vllm.exceptions import VLLMValidationError  # what vLLM answers with HTTP status 400
+        from vllm.exceptions import VLLMValidationError  # vLLM answers it with HTTP status 400
 
         raise VLLMValidationError(str(error), parameter=error.parameter) from None
 
 
 def _warn(problem: str) -> None:
-    from vllm.logger import init_logger
-
-    init_logger("vllm.layerpush.admission").warning(
+    logging.getLogger(f"vllm.{__name__}").warning(
         "%s: requests with bad kv_transfer_params are not refused with a reason, but run without a KV transfer", problem
     )

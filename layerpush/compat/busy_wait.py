@@ -12,6 +12,7 @@ step, 10 ms until D notices that KV has come.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -57,15 +58,13 @@ def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
 
 
 def apply() -> None:
-    """Patch this process and those that it forks; the log says so once. Call before engines start."""
+    """Patch this process and those that it forks, and log that once. Call before engines start."""
     global _applied
     if _applied:
         return
     _applied = True
 
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.layerpush.calm")  # vLLM shows INFO lines of loggers below `vllm.` only
+    logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows INFO lines of loggers below `vllm.` only
     # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
     _NixlHook().install()
     _EngineHook().install()

@@ -1,4 +1,4 @@
-"""The question and the answer of vLLM's side channel."""
+"""The query and the answer of vLLM's side channel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 
 
 class _HandshakeAnswer(msgspec.Struct):
-    """The fields of ``NixlHandshakePayload`` that tell incarnations of an engine apart."""
+    """The fields of ``NixlHandshakePayload`` that distinguish incarnations of an engine."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
 
 
 class _AgentDescription(msgspec.Struct):
-    """Those of ``NixlAgentMetadata``. The decoder skips the others, which may be long."""
+    """Fields of ``NixlAgentMetadata``. The decoder skips the others, which may be long."""
 
     engine_id: str
     agent_metadata: bytes

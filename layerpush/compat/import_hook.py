@@ -18,10 +18,10 @@ class ImportHook(MetaPathFinder, ABC):
 
     @abstractmethod
     def patch(self, module: ModuleType) -> None:
-        """Called once per module. What it raises, the import raises."""
+        """Called once per module. Its exceptions reach the importer."""
 
     def install(self) -> None:
-        """For modules that are already imported, now."""
+        """Patch the modules that are imported already; the others follow when they are imported."""
         for name in self.names & sys.modules.keys():
             self.patch(sys.modules[name])
         sys.meta_path.insert(0, self)

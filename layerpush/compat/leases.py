@@ -32,7 +32,7 @@ class SendLeases:
     ) -> None:
         """Prolong or end every lease that is due, or will be when vLLM reads the clock next. Main thread.
 
-        ``is_read`` says whether a WRITE reads from a request's blocks; ``expire`` hears of each lease that ends.
+        ``is_read``: whether a WRITE reads from these blocks. ``expire`` gets the request of each lease that ends.
         """
         with self._lock:
             due = [request_id for request_id, deadline in deadlines.items() if deadline <= now + SLACK_S]

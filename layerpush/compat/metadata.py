@@ -17,7 +17,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     prompt_digests: Mapping[str, str] = MappingProxyType({})
     """Digests of the prompts that this prefill engine has begun with, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
-    """Loads that this decode engine gives up: request id -> reason."""
+    """Loads that this decode engine cancels: request id -> reason."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """W3C headers of an OpenTelemetry trace, by id of the requests that came with them since the last step."""
 
@@ -31,9 +31,11 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         extended = cls.__new__(cls)
-        extended.__dict__.update(metadata.__dict__)
-        extended.step_plan = plan
-        extended.prompt_digests = prompt_digests
-        extended.cancelled = cancelled
-        extended.trace_headers = trace_headers
+        extended.__dict__.update(
+            metadata.__dict__,
+            step_plan=plan,
+            prompt_digests=prompt_digests,
+            cancelled=cancelled,
+            trace_headers=trace_headers,
+        )
         return extended

@@ -24,6 +24,7 @@ from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, refusal
 from layerpush.compat.whole_writes import WholeWrites
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
 from layerpush.transport.connections import Address, Rank
@@ -54,7 +55,7 @@ class WriterWaker(Protocol):
         """There is work."""
 
     def set(self) -> None:
-        """There may be work. vLLM calls it by this name, which is that of ``threading.Event``."""
+        """There may be work. vLLM calls it by this name, as on a ``threading.Event``."""
 
 
 class VllmPushWorker(NixlPushConnectorWorker):
@@ -80,7 +81,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
         self._whole_writes = WholeWrites(self.transport)
-        self._departed: dict[str, Any] = {}
+        self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
 
     # Hooks that a subclass overrides.
 
@@ -108,9 +109,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Handshake executor.
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
-        """vLLM sizes its tables by what the peer claims to have. Raises ``ValueError`` for claims beyond reason, which
-        fails the handshake.
-        """
+        """vLLM sizes its tables by the peer's claims. Raises ``ValueError`` for absurd ones: the handshake fails."""
         regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
         if min(regions, default=0) < 0 or sum(regions) > MAX_DESCRIPTORS or len(regions) > MAX_REGIONS:
             raise ValueError(
@@ -122,7 +121,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Any thread.
 
     def task(self, task: Task, what: str = "a task") -> None:
-        """Have the writer thread do something soon. ``what`` names it in the log if it fails."""
+        """Queue a task for the writer thread. ``what`` names it in the log if it fails."""
         self._tasks.append((what, task))
         self._push_writer_wake.wake()
 
@@ -174,7 +173,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def _engines_with_inflight_transfers(self) -> set[str]:
         return self.engines_in_use
 
-    # Writer thread: its loop, and what other threads have left for it.
+    # Writer thread: its loop, and its inboxes.
 
     def _push_writer_loop(self) -> None:
         self._cores.bind_writer()
@@ -188,7 +187,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             current_platform.set_device(self.device_id)
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
-        """Take what ``task`` was called with: a name for the log, and what to call."""
+        """Take the queued tasks, each with its name for the log."""
         while self._tasks:
             yield self._tasks.popleft()
 
@@ -211,7 +210,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
                 self._do_start_push_kv(request_id, blocks, registration)
 
     def report_sent(self, request_id: str) -> None:
-        """Let the main thread's next look report the request as over: it was sent, or never will be."""
+        """Have the main thread report the request as over: it was sent, or never will be."""
         with self._sending_transfers_lock:
             self._send_failures.discard(request_id)
             self._sending_transfers[request_id] = []
@@ -228,7 +227,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **kwargs: Any) -> None:
         error = kwargs.get("error")
         if failure_type == SETUP_FAILED and req_id is not None and error is not None:
-            self._whole_writes.setup_failed(req_id, error)  # it will be logged with the push that it ends
+            self._whole_writes.setup_failed(req_id, error)  # it is logged with the push that it ends
         else:
             super()._log_failure(failure_type, req_id, *args, **kwargs)
 
@@ -299,10 +298,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if not self._departed:
             # The main thread may be about to account for a load from this engine: a KeyError there ends ours.
             self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
-        self._departed.pop(engine_id, None)
-        self._departed[engine_id] = self.transfer_topo.get_engine_info(engine_id)
-        while len(self._departed) > DEPARTED_KEPT:
-            self._departed.pop(next(iter(self._departed)))
+        self._departed.note(engine_id, self.transfer_topo.get_engine_info(engine_id))
         self._cleanup_remote_engine(engine_id, log_eviction=False)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from layerpush.core.wire import Window
 from layerpush.transport.packing.memory import PIECE_BYTES
 
 
-class Worker(Protocol):
-    """The attributes of vLLM's NIXL worker that this module uses."""
-
-    nixl_wrapper: Any
-    nixl_memory_type: str
-    nixl_backends: list[str]
-    device_id: int
-    _registered_descs: list[Any]
-
-
-def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
+def register_ring(worker: NixlPushConnectorWorker, base: int, size: int, device: int) -> None:
     """Register a ring of ``size`` bytes with NIXL, before the KV cache: a handshake describes both to a peer.
 
     ``device`` is the device's number: the worker's ``device_id`` is 0 until the cache is registered.
@@ -30,21 +21,21 @@ def register_ring(worker: Worker, base: int, size: int, device: int) -> None:
     worker._registered_descs.append(descriptors)
 
 
-def own_ring(worker: Worker, base: int, size: int, element: int) -> Any:
+def own_ring(worker: NixlPushConnectorWorker, base: int, size: int, element: int) -> Any:
     """Our ring as a list of descriptors of ``element`` bytes each, without a remainder at its end."""
     return _prepared(worker, "NIXL_INIT_AGENT", base, size, element, worker.device_id)
 
 
-def peer_ring(worker: Worker, agent: str, window: Window) -> Any:
+def peer_ring(worker: NixlPushConnectorWorker, agent: str, window: Window) -> Any:
     """A decode rank's ring as a list of pieces. Raises NIXL's errors, as for memory that the rank does not have."""
     return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
 
 
-def release_ring(worker: Worker, handle: Any) -> None:
+def release_ring(worker: NixlPushConnectorWorker, handle: Any) -> None:
     worker.nixl_wrapper.release_dlist_handle(handle)
 
 
-def _prepared(worker: Worker, agent: str, base: int, size: int, element: int, device: int) -> Any:
+def _prepared(worker: NixlPushConnectorWorker, agent: str, base: int, size: int, element: int, device: int) -> Any:
     rows = np.empty((size // element, 3), dtype=np.uint64)
     rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
     rows[:, 1] = element

@@ -72,5 +72,5 @@ class HeardStats(LayerPushStats):
         super().__init__(dict(data or {}))
 
     def is_empty(self) -> bool:
-        """Whether a log line would say nothing. Gauges alone make no log line."""
+        """Whether a log line would be empty. Gauges alone make no log line."""
         return self._is_silent_upstream() and not is_eventful(self.tally)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from vllm.logger import init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.writes import Transfer
 
-logger = init_logger("vllm.layerpush.compat")
-
-
-class AgentHolder(Protocol):
-    """The worker whose code posts a WRITE."""
-
-    nixl_wrapper: Any
-    num_regions: int
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class WholeWrites:
@@ -40,7 +34,12 @@ class WholeWrites:
         self._setup_failures[request_id] = error
 
     def post(
-        self, worker: AgentHolder, post: Callable[[], Any], request_id: str, agent_name: str, remote_rank: int
+        self,
+        worker: NixlPushConnectorWorker,
+        post: Callable[[], Any],
+        request_id: str,
+        agent_name: str,
+        remote_rank: int,
     ) -> Transfer | None:
         """Call ``post``, vLLM's code for one WRITE, and take over its handle; None if there was nothing to write.
 
@@ -71,7 +70,7 @@ class WholeWrites:
         return Transfer(self._transport, record, handle)
 
     def landed(self, agent: Any, request_id: str, transfer: Transfer) -> None:
-        """Record what NIXL measured of a WRITE. Its handle is still valid."""
+        """Record NIXL's telemetry of a WRITE. Its handle is still valid."""
         try:
             telemetry = agent.get_xfer_telemetry(transfer.handle)
         except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed

@@ -73,7 +73,7 @@ class BlockHolds:
             self._release(request_id)
 
     def settled(self, request_id: str) -> None:
-        """All ranks have reported the load as over, well or badly; the engine gives up its own reference."""
+        """All ranks have reported the load as over, well or badly; the engine drops its own reference."""
         if request_id in self._held:
             self._settled.add(request_id)
             self._release(request_id)

@@ -16,7 +16,7 @@ from layerpush.core.wire import MAX_RING_BYTES
 PushMode = Literal["layer", "chunk", "request"]
 """How the KV cache of a request leaves P: layer by layer, chunk by chunk, or whole after prefill."""
 
-# What vLLM 0.32's NIXL connectors read from kv_connector_extra_config themselves: passed through, not checked.
+# Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
     {
         "backends",

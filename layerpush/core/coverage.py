@@ -12,7 +12,7 @@ class CoverageError(AssertionError):
 
 
 class MismatchError(ValueError):
-    """The registered blocks cannot be the last blocks of the prompt. The text says why."""
+    """The registered blocks cannot be the last blocks of the prompt. The text has the reason."""
 
 
 def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> None:

@@ -16,7 +16,7 @@ _SCOPE = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
 
 class HostError(ValueError):
-    """An entry of `allowed_hosts` is neither a host name, an IP address nor a network. The message says why."""
+    """An entry of `allowed_hosts` is neither a host name, an IP address nor a network. The message has the reason."""
 
 
 def host_allowed(host: str, allowed_hosts: Iterable[str] | None) -> bool:

@@ -21,7 +21,7 @@ MAX_DESCRIPTORS = 2**31
 
 
 class LayoutError(ValueError):
-    """The registered regions cannot be assigned to layers. The text says why."""
+    """The registered regions cannot be assigned to layers. The text has the reason."""
 
 
 @dataclass(frozen=True)

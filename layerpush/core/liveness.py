@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.Enum):
-    """What a probe of an engine's side channel says about one of its agents."""
+    """The result of a probe of an engine's side channel, for one of its agents."""
 
     ALIVE = "the side channel names this agent"
     ENDED = "nobody listens there, or another incarnation answers: the process that could write is dead"
@@ -17,7 +17,7 @@ class Verdict(enum.Enum):
 
 
 class Action:
-    """What the watch asks its owner to do."""
+    """A task that the watch gives to its owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ PROBE_LOST_S = 30.0
 
 @dataclass(slots=True)
 class _Agent:
-    """One prefill process: how many sessions want it, and its signs of life."""
+    """One prefill process: the number of sessions that await it, and its signs of life."""
 
     sessions: int
     heard_at: float
@@ -177,14 +177,14 @@ class PeerWatch:
             agent.cut = True
 
     def reconnected(self, agents: Collection[str]) -> None:
-        """There is a new connection to these agents: what failed on the old one has been cured."""
+        """There is a new connection to these agents: failures of the old one no longer count."""
         for name in agents:
             agent = self._find(name)
             if agent is not None and not agent.gone:
                 agent.lost = agent.cut = False
 
     def verdict(self, engine_id: str, name: str, verdict: Verdict, now: float) -> None:
-        """What became of a probe. A verdict that is not awaited counts for nothing."""
+        """The result of a probe. One that is not awaited is ignored."""
         probe, agent = self._probes.get(engine_id), self._find(name)
         if probe is None or probe.agent != name:
             return

@@ -36,7 +36,7 @@ class FinalStatus(enum.Enum):
 
 
 class Event:
-    """What can happen to a load."""
+    """Something that happened to a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Tick(Event):
 
 
 class Action:
-    """What a session asks its load to do."""
+    """A task that a session gives to its load."""
 
 
 @dataclass(frozen=True, slots=True)

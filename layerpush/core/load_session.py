@@ -1,8 +1,8 @@
 """One load on one decode rank as a state machine: ``(state, event, now) -> state, actions``. No I/O, no clock.
 
 A session follows one request from its registration until no prefill rank can write into its blocks. The table in
-``load_protocol`` says which events each state takes and where they may lead; any other event or result raises
-``IllegalTransitionError``.
+``load_protocol`` has the events that each state accepts and the states that they may lead to. Any other event or result
+raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
@@ -109,7 +109,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
 
     def _on_cancelled(self, event: load_protocol.Cancelled, now: float, actions: list[Action]) -> State:
-        cause = f"agent {event.agent} withdrew the push"
+        cause = f"agent {event.agent} cancelled the push"
         return self._settle(event.agent, FinalStatus.CANCELLED, cause, now, actions)
 
     def _on_gone(self, event: load_protocol.Gone, now: float, actions: list[Action]) -> State:
@@ -143,7 +143,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self.state
 
     def _settle(self, agent: str, status: FinalStatus, cause: str | None, now: float, actions: list[Action]) -> State:
-        """Note an agent's final status; ``cause`` says why the load fails with it, if it does."""
+        """Note an agent's final status; ``cause`` is the reason if the load fails with it."""
         if agent not in self.open_agents:
             return self.state
         self.statuses[agent] = status

@@ -1,6 +1,6 @@
-"""A state machine whose table is the whole truth: what each state accepts, and where that may lead.
+"""A state machine with a table of the events that each state accepts, and of the states that they may lead to.
 
-Both sides of a push are one: ``push_session`` on P, ``load_session`` on D. A machine has no I/O, no clock, no threads.
+``push_session`` on P and ``load_session`` on D are such machines. A machine has no I/O, no clock, no threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class IllegalTransitionError(AssertionError):
 
 
 class Machine(Generic[State, Event, Action]):
-    """``HANDLERS`` has a method for each type of event. It takes the event, whatever else ``handle`` was given, and a
-    list to which it adds actions. It returns the next state.
+    """``HANDLERS`` has a method for each type of event. It takes the event, the other
+    arguments of ``handle``, and a list to which it adds actions. It returns the next state.
     """
 
     TRANSITIONS: ClassVar[Mapping[Any, Mapping[type, set[Any]]]]
@@ -31,8 +31,8 @@ class Machine(Generic[State, Event, Action]):
         self.state = state
 
     def handle(self, event: Event, *when: float) -> list[Action]:
-        """Apply one event, ``when`` in seconds where the machine has deadlines. Raises ``IllegalTransitionError``, and
-        what the event's handler raises; the state is the old one then.
+        """Apply one event, ``when`` in seconds where the machine has deadlines. Raises ``IllegalTransitionError``, or
+        an exception of the event's handler; the state then stays.
         """
         allowed = self.TRANSITIONS[self.state].get(type(event))
         if allowed is None:

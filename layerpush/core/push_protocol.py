@@ -1,7 +1,7 @@
-"""The protocol of one push: its states, what can happen to it, what it asks for, and which event leads where.
+"""The protocol of one push: its states, its events, its actions.
 
-``TRANSITIONS`` is the whole truth: every event that a state accepts and every state that it may lead to.
-``push_session.py`` is the machine that walks it, ``docs/design`` draws it.
+``TRANSITIONS`` lists every event that a state accepts, and every state that it may lead to. ``push_session`` runs on
+this table, and docs/design/protocol.md is drawn from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class State(enum.Enum):
 
 
 class Event:
-    """What can happen to a session."""
+    """Something that happened to a push."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Ready(Event):
 
 @dataclass(frozen=True, slots=True)
 class PostReady(Event):
-    """Everything known to be ready has been reported: post what is worth a WRITE."""
+    """All ready layers have been reported: post those that are worth a WRITE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class LeaseExpired(Event):
 class Segment:
     """Prompt blocks ``[first, end)`` of layers ``[layers.start, layers.stop)``, all of one KV cache group.
 
-    Of the prompt's blocks the decode engine has the first ``skipped`` already: it registered the others only.
+    The decode engine has the prompt's first ``skipped`` blocks already, and registered the others.
     """
 
     layers: slice
@@ -168,18 +168,18 @@ class Write:
 
 
 WHOLE = Write(-1, 0, 0, 0, ())
-"""Stands for upstream's WRITEs of a whole request, of which a session knows only whether they are on the wire."""
+"""Stands for upstream's WRITEs of a whole request: a session knows only whether they are on the wire."""
 
 Outcome = Literal["pending", "completed", "cancelled", "failed"]
 
 
 class Action:
-    """What a session asks its writer to do."""
+    """A task that a session gives to its push."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connect(Action):
-    """Find the way to the decode engine; `Connected`, `Refused` or `Failed` follows."""
+    """Connect to the decode engine; `Connected`, `Refused` or `Failed` follows."""
 
     registration: Registration
 
@@ -207,7 +207,7 @@ class Delegate(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure(Action):
-    """Tell the decode engine that this epoch's completion will never come.
+    """Report to the decode engine that this epoch's completion will never come.
 
     ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again. ``cancelled``: it has asked
     for them.

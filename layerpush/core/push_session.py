@@ -1,30 +1,30 @@
 """One push as a state machine: ``(state, event) -> state, actions``. No I/O, no clock, no threads.
 
-A session follows one request on one prefill rank, from its first planned chunk until D knows how the push ended and the
-scheduler has let the request go. ``Push`` gives it events and does its actions. Nobody else calls it, and only the
-session writes its fields. ``push_protocol`` has the table that says what may happen in which state.
+A session follows one request on one prefill rank, from its first planned chunk until D knows the outcome and the
+scheduler has released the request. Only ``Push`` calls it. Only the session writes its fields.
+The table in ``push_protocol`` has the events that each state accepts.
 
 Four phases, in the order of a push that goes well:
 
 - Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A push by request stays ``DEFERRED``.
 - Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
-  WRITEs have ended, and starts anew. ``NOTIFYING`` and ``NOTIFIED``: D is told, and then knows.
+  WRITEs have ended, and starts anew. ``NOTIFYING`` sends D the completion; in ``NOTIFIED`` it was sent.
 - Or upstream pushes the request whole: ``DELEGATED``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
 - The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
   the scheduler has not finished the request yet.
 
-``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` say how the
-push has ended; the first word stands. Three facts are no states, because they go with most of them: ``_finished`` (the
-scheduler holds the blocks under a lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D has asked for its
-own). They decide how a push ends, in ``_drained``.
+``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
+Three facts are no states, because they go with most of them: ``_finished`` (the scheduler holds the blocks under a
+lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its own back). They decide the last state, in
+``_drained``.
 
 The invariants, each enforced where it matters:
 
 - a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
-- D is told once, and only with full coverage (``_settle``);
-- a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then says
-  that it has drained (``_drained``).
+- D gets one completion, and only with full coverage (``_settle``);
+- a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then
+  reports that it has drained (``_drained``).
 """
 
 from __future__ import annotations
@@ -75,13 +75,11 @@ class Session(Machine[State, Event, Action]):
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
         self._coverage: Coverage | None = None
-        self._cancelled = False
-        self._finished = False
-        self._dropped = False
+        self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
 
     @property
     def all_ready(self) -> bool:
-        """Every layer of the whole prompt is in this engine's memory."""
+        """Whether every layer of the whole prompt is in this engine's memory."""
         return self._ready_blocks.is_complete
 
     def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
@@ -167,7 +165,7 @@ class Session(Machine[State, Event, Action]):
 
     def _on_cancelled(self, _: push_protocol.CancelledByD, actions: list[Action]) -> State:
         self._cancelled = True
-        self._conclude("cancelled", "the decode engine withdrew its registration")
+        self._conclude("cancelled", "the decode engine cancelled its registration")
         return self._drained(actions)
 
     def _on_notified(self, _: push_protocol.Notified, actions: list[Action]) -> State:
@@ -223,12 +221,12 @@ class Session(Machine[State, Event, Action]):
         return self._drained(actions)
 
     def _conclude(self, outcome: Outcome, failure: str | None = None) -> None:
-        """How this push has ended: the first word stands."""
+        """Set the outcome, unless it is set."""
         if self.outcome == "pending":
             self.outcome, self.failure = outcome, failure
 
     def _drained(self, actions: list[Action]) -> State:
-        """No completion will come. With WRITEs still on the wire nothing is said yet."""
+        """No completion will come. The report waits for the last WRITE."""
         if self.in_flight:
             return S.DRAINING
         self._report(self.failure or "", actions, drained=True)

@@ -1,4 +1,4 @@
-"""Which blocks of a prompt are in memory, which of them were handed out for posting, and where they go. Pure."""
+"""The blocks of a prompt that are in memory, those of them that were posted, and their targets. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from layerpush.core.coverage import check_blocks
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_protocol import Segment
-from layerpush.core.step_plan import NULL_BLOCK, Alignment, ChunkPlan
+from layerpush.core.step_plan import Alignment, ChunkPlan
+from layerpush.core.wire import NULL_BLOCK
 
 PAIRS_KEPT = 8
 
@@ -98,7 +99,7 @@ class ReadyBlocks:
         self.chunk_is_whole = any(len(layers) == len(self._layer_groups) for layers in self._ready_layers)
 
     def pending(self) -> tuple[Segment, ...]:
-        """What is ready and not taken, layers with equal blocks side by side in one segment."""
+        """Ready blocks that were not taken; neighbouring layers with equal blocks share a segment."""
         segments: list[Segment] = []
         for layer in sorted(self._fresh):
             group = self._layer_groups[layer]
@@ -114,7 +115,7 @@ class ReadyBlocks:
         return tuple(segments)
 
     def take(self) -> None:
-        """What ``pending`` returned has been handed out."""
+        """The segments that ``pending`` returned are posted."""
         self.chunk_is_whole = False
         for layer in self._fresh:
             self._posted[layer] = max(self._reach(layer), self._posted[layer])
@@ -125,7 +126,7 @@ class ReadyBlocks:
         return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments)
 
     def _reach(self, layer: int) -> int:
-        """Up to which block a layer may be posted now."""
+        """The end of the blocks of a layer that may be posted now."""
         if self._by_layer:
             return self._ready[layer]
         return self._complete[self._layer_groups[layer]] if self._complete else 0

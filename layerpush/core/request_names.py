@@ -9,7 +9,7 @@ from layerpush.core.wire import Registration
 
 _ANSWER = re.compile(r"^\d+_")
 _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
-"""What vLLM puts around a router's id: the number of an answer, and, in completions, that of a prompt."""
+"""vLLM puts numbers around a router's id: that of the choice, and for completions that of the prompt."""
 
 
 class RequestNames:

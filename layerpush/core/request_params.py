@@ -8,6 +8,7 @@ from typing import Literal, NoReturn, cast, get_args
 
 from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
+from layerpush.core.wire import MAX_ID_CHARS
 
 __all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host_allowed"]
 
@@ -16,7 +17,6 @@ KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 MODE = "layerpush_mode"
 """The key with which a request chooses how P pushes it."""
 
-MAX_ID_CHARS = 1024
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
@@ -63,7 +63,7 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
 
 
 def chosen_mode(params: Mapping[str, object]) -> PushMode | None:
-    """How P is to push the request of these checked params; None: as its configuration says."""
+    """The push mode in these checked params; None: the engine's configuration decides."""
     return cast("PushMode | None", params.get(MODE))
 
 
@@ -74,7 +74,7 @@ def _check_mode(mode: object) -> None:
 
 
 def _check_source(params: Mapping[object, object], config: LayerPushConfig) -> None:
-    """Check the keys that tell D its prefill engine and the request there."""
+    """Check the keys that name D's prefill engine and the request there."""
     mode = params.get("transfer_mode", "push")
     if mode != "push":
         _refuse("transfer_mode", f"is {_shown(mode)}, must be 'push': P's connector has to be a push connector")

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from layerpush.core.config import PushMode
 
-NULL_BLOCK = 0
-"""vLLM's placeholder in block tables: it holds no request's KV and is never sent."""
-
 
 @dataclass(frozen=True, slots=True)
 class GroupSlice:
@@ -34,7 +31,7 @@ class ChunkPlan:
     ``index`` counts the chunks of an epoch. The step computes tokens ``[start, end)``; ``groups`` holds the blocks
     that are complete after it and were not before, including prefix-cache hits, which the previous step may still
     be computing. The last chunk also holds the partly filled last block. A chunk that does not ``streams`` is only
-    watched: its prompt is pushed whole. ``mode`` is what the request chose; None: the engine's configuration decides.
+    watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the engine's configuration decides.
     """
 
     request_id: str

@@ -1,15 +1,16 @@
-"""Endings of which the engine has not been told what became of them. Time is the caller's clock."""
+"""Aborted pushes whose outcome is unreported. Time is the caller's clock."""
 
 from __future__ import annotations
 
 SETTLE_S = 1.0
-"""How long an engine without requests goes on stepping to hear of them."""
+"""How long an engine without requests steps on for their outcomes."""
 NEXT_REPORT_S = 0.1
-"""After so long without another report that says so, its workers need no more steps."""
+"""A report asks for steps until this time has passed without another one."""
 
 
 class UnreportedAborts:
-    """The engine drops a request, may have nothing else to do, and would hear how its push ended at its next request.
+    """Keeps an engine stepping after an abort: without steps, its workers could report the outcome only at the next
+    request.
 
     The main thread calls ``dropped`` and asks ``is_pending``; the writer thread takes ``count`` before a turn and
     hands it to ``settled`` when nothing that had been dropped by then is left.

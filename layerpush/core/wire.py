@@ -17,6 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from layerpush.core.hosts import MAX_HOST_CHARS
+
 PROTOCOL_VERSION = 1
 """The newest version of our messages that this release speaks. A registration offers it."""
 
@@ -31,13 +33,13 @@ MAX_BLOCKS = 1 << 20
 MAX_GROUPS = 1024
 MAX_HEARTBEAT_IDS = 1 << 16
 MAX_ID_CHARS = 1024
-MAX_HOST_CHARS = 255
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
 MAX_RING_BYTES = 1 << 30
 """Bounds a table on P: it has one entry for each piece of D's ring."""
 NULL_BLOCK = 0
+"""vLLM's placeholder in block tables: it holds no request's KV and is never sent."""
 
 # Characters that could forge a log line or hide a part of one: control characters, line ends, changes of direction.
 _UNSAFE_CHARS = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"

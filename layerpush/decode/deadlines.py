@@ -41,7 +41,7 @@ class AwaitedPushes:
         self._deadlines[request_id] = now + self._timeout_s
 
     def finished(self, request_id: str) -> None:
-        """The engine has finished the request, in whatever state."""
+        """The engine has finished the request, in any state."""
         if request_id in self._deadlines or request_id in self._ending:
             self._cancel(request_id, ABORTED)
 
@@ -58,7 +58,7 @@ class AwaitedPushes:
         return taken
 
     def reported(self, received: Iterable[str], report: DecodeReport | None) -> None:
-        """``received``: requests whose loads all ranks have reported as over. ``report``: what ranks report beside."""
+        """``received``: requests whose loads all ranks have reported as over. ``report``: the ranks' own."""
         if report is not None:
             for request_id, ranks in report.parked.items():
                 self.block_holds.parked(request_id, ranks)

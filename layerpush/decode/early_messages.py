@@ -11,7 +11,7 @@ KEPT_S = 30.0
 KEPT = 65536
 
 LoadMessage = Accepted | Fail | Cancelled | Completion | Unpack
-"""What a prefill rank may say about a load."""
+"""The messages of prefill ranks about loads."""
 
 
 class EarlyMessage(NamedTuple):
@@ -22,7 +22,7 @@ class EarlyMessage(NamedTuple):
 
 
 class EarlyMessages:
-    """Any rank's registration may start the push for all, so a rank that is a step behind hears of it too early."""
+    """Any rank's registration may start the push for all, so a rank that is a step behind may get messages early."""
 
     def __init__(self) -> None:
         self._messages: deque[EarlyMessage] = deque()

@@ -1,7 +1,7 @@
 """One request's load on one decode rank: registers it, turns messages into events, performs the session's actions.
 
-Writer thread only. ``Loads`` creates it and hands it every event; ``PrefillPeers`` sends for it; ``Outcomes`` takes how
-it ended.
+Writer thread only. ``Loads`` creates it and hands it every event; ``PrefillPeers`` sends for it; ``Outcomes`` takes
+its end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address, Rank
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Load:

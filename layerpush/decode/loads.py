@@ -1,7 +1,7 @@
-"""The loads of one decode rank, by request: what the engine wants, and what prefill engines say about it.
+"""The loads of one decode rank, by request.
 
 A load begins when the engine registers a request (``register``), and is over when no prefill rank can write into the
-request's blocks. The states are those of ``core.load_session``.
+request's blocks. ``core.load_session`` has its states.
 
 Who owns what:
 
@@ -12,9 +12,9 @@ Who owns what:
 - ``Outcomes`` owns the outcomes that are still to be reported to the engine.
 - ``Unpacking`` owns the windows that were offered to prefill ranks. On a rank without staging memory it does nothing.
 
-The writer thread calls everything here, but for ``engines_in_use`` and ``len``. The main thread hands its wishes over
-as tasks (``register``, ``abort``, ``time_out``), and ``worker.dispatch`` hands over the messages. ``tick`` follows
-every round of tasks and messages: it lets sessions look at the clock, and delivers outcomes to vLLM's inboxes.
+The writer thread calls everything here, but for ``engines_in_use`` and ``len``. ``register``, ``abort`` and
+``time_out`` are tasks from the main thread; messages come from ``worker.dispatch``. ``tick`` follows every round of
+tasks and messages: it gives sessions the time, and delivers outcomes to vLLM's inboxes.
 
 A completion takes this way: ``worker.dispatch`` -> ``Loads.on_message`` -> ``Load.on_message`` -> ``LoadSession`` ->
 ``Outcomes.add``; then, in the same turn of the writer, ``Loads.tick`` -> ``Outcomes.tick`` -> ``LoadHost.loaded``.
@@ -36,12 +36,12 @@ from layerpush.decode.load import Load
 from layerpush.decode.outcomes import LoadHost, Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import Unpacking
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Loads:
@@ -56,7 +56,7 @@ class Loads:
         host: LoadHost,
         unpacking: Unpacking,
         peer_errors: PeerErrors,
-        meter: LoadMeter,
+        recorder: Recorder,
     ) -> None:
         self.peers = peers
         self._engine_id = engine_id
@@ -66,14 +66,14 @@ class Loads:
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
         self._early = EarlyMessages()
-        self._outcomes = Outcomes(host, unpacking, meter)
+        self._outcomes = Outcomes(host, unpacking, recorder)
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def engines_in_use(self) -> set[str]:
-        """Prefill engines that something is awaited from. Any thread."""
+        """Prefill engines that loads are awaited from. Any thread."""
         return {load.address.engine_id for load in list(self._open.values())}
 
     @property
@@ -145,7 +145,7 @@ class Loads:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Let sessions look at the clock, ask prefill engines for signs of life, and deliver outcomes."""
+        """Give sessions the time, ask prefill engines for signs of life, and deliver outcomes."""
         for request_id, load in list(self._open.items()):
             due = load.session.next_due(now)
             if due is not None and due <= now:
@@ -185,7 +185,7 @@ class Loads:
             self.peers.remove(load.address.engine_id, load.session.agents)
 
     def _unpack(self, sender: str, message: Unpack, load: Load | None, now: float) -> None:
-        """Scatter what an agent has packed; the answer follows when that is over, or at once when it cannot be."""
+        """Scatter the blocks that an agent has packed. The answer follows at the end, at once if they are refused."""
         may_write = load is not None and sender in load.session.open_agents
         answer = self._unpacking.on_message(sender, message, load.registration if load and may_write else None)
         if answer.error is not None:

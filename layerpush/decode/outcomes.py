@@ -1,4 +1,4 @@
-"""How loads ended: counted at once, kept until they can be reported to the engine. Writer thread only."""
+"""Outcomes of loads: counted at once, kept until they can be reported to the engine. Writer thread only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from layerpush.decode.unpacking import Unpacking
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.catalog import LOAD, LOADS
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 
 Outcome = Literal["loaded", "failed", "parked", "aborted", "refused"]
 
 
 class LoadHost(Protocol):
-    """What loads ask of the worker that they belong to. Writer thread."""
+    """The worker, as far as loads use it. Writer thread."""
 
     def knows(self, request_id: str) -> bool:
         """Whether the engine's main thread tracks the request: an outcome before that would be lost."""
@@ -26,7 +27,7 @@ class LoadHost(Protocol):
         """Every byte is there; ``completions`` are the notifications of the prefill ranks, as they came."""
 
     def failed(self, request_id: str) -> None:
-        """The load failed: ``kv_load_failure_policy`` decides what becomes of the request."""
+        """The load failed: vLLM applies ``kv_load_failure_policy`` to the request."""
 
     def parked(self, request_id: str) -> None:
         """The load failed, but prefill ranks may still write: the blocks must not be used until ``cleared``. Comes
@@ -53,10 +54,10 @@ class _Report:
 class Outcomes:
     """An outcome is reported when the engine knows the request, and when nothing is being unpacked for it."""
 
-    def __init__(self, host: LoadHost, unpacking: Unpacking, meter: LoadMeter) -> None:
+    def __init__(self, host: LoadHost, unpacking: Unpacking, recorder: Recorder) -> None:
         self._host = host
         self._unpacking = unpacking
-        self._meter = meter
+        self._recorder = recorder
         self._reports: deque[_Report] = deque()
 
     def __len__(self) -> int:
@@ -70,8 +71,10 @@ class Outcomes:
         now: float,
         completions: Sequence[bytes] = (),
     ) -> None:
-        """A load is over for its request. ``completions`` are the notifications that say that it is ``loaded``."""
-        self._meter.ended(outcome, now - (record.t_awaited or now))
+        """A load is over for its request. ``completions``: the notifications of one that is ``loaded``."""
+        self._recorder.count(LOADS, outcome)
+        if outcome == "loaded" and record.t_awaited is not None:
+            self._recorder.observe((LOAD, now - record.t_awaited))
         settled = {"loaded": "completed", "aborted": "cancelled"}.get(outcome, "failed")
         record.settled(settled, reason, now)
         if outcome == "parked":

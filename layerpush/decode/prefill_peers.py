@@ -1,24 +1,25 @@
-"""The prefill engines that loads are awaited from: what is sent to them, and whether they live. Writer thread only."""
+"""The prefill engines that loads are awaited from: sends to them, and their liveness. Writer thread only."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from layerpush.core import liveness, load_protocol
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
-from layerpush.telemetry.metrics.loads import LoadMeter
+from layerpush.telemetry.metrics.catalog import LOST_PEERS
+from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.transport.connections import Address, Connections, Probe
 
 if TYPE_CHECKING:
     from layerpush.decode.load import Load
 
-logger = logging.getLogger("vllm.layerpush.decode")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 IDENTIFIED_KEPT = 4096
 
@@ -36,27 +37,24 @@ class PrefillPeers:
         watch: PeerWatch,
         probe: Probe,
         host: LoadHost,
-        meter: LoadMeter,
+        recorder: Recorder,
     ) -> None:
         self.connections = connections
         self._engine_id = engine_id
         self._watch = watch
         self._probe = probe
         self._host = host
-        self._meter = meter
+        self._recorder = recorder
         self._pings = 0
-        self._identified: OrderedDict[str, None] = OrderedDict()
+        self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT)
 
     # Agents.
 
     def on_message(self, agent: str, now: float, *, identified: bool) -> None:
-        """Something came from an agent; ``identified``: a message that only layerpush sends."""
+        """Something came from an agent; ``identified``: only layerpush sends such a message."""
         self._watch.on_message(agent, now, identified)
         if identified:
-            self._identified[agent] = None
-            self._identified.move_to_end(agent)
-            while len(self._identified) > IDENTIFIED_KEPT:
-                self._identified.popitem(last=False)
+            self._identified.note(agent, None)
 
     def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, to_anybody: bool = False) -> None:
         """``to_anybody``: in a form that a stock engine ignores, unless the agent is known to speak layerpush."""
@@ -73,7 +71,7 @@ class PrefillPeers:
         return reached
 
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
-        """Another load awaits something from these agents."""
+        """Another load awaits these agents."""
         self._watch.add(engine_id, frozenset(agents), now)
         for agent in agents:
             if agent in self._identified:  # its answer to the new registration may be lost
@@ -86,7 +84,7 @@ class PrefillPeers:
     # Connections.
 
     def drop(self, engine_id: str) -> bool:
-        """Drop the connection to an engine that something is awaited from; False if it has to stay for now."""
+        """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
         agents = self.connections.agents(engine_id)
         if not self._host.forget_prefill_engine(engine_id):
             return False
@@ -110,8 +108,8 @@ class PrefillPeers:
     # Time.
 
     def tick(self, loads: Mapping[str, Load], now: float) -> Iterator[tuple[str, load_protocol.Event]]:
-        """Do what is due, and yield what happened to agents. The caller handles each event before it takes the next:
-        ``loads``, by request id, then shows what is left.
+        """Perform the actions that are due, and yield agents' events. The caller handles each event before it takes the
+        next, so that ``loads``, by request id, is current.
         """
         for action in self._watch.due(now):
             match action:
@@ -122,10 +120,10 @@ class PrefillPeers:
                 case liveness.StartProbe(engine_id, agent):
                     self._start_probe(engine_id, agent, loads)
                 case liveness.ReportSilent(agent, reason):
-                    self._meter.peer_lost("silent")
+                    self._recorder.count(LOST_PEERS, "silent")
                     yield agent, load_protocol.Silent(agent, reason)
                 case liveness.ReportGone(agent, reason):
-                    self._meter.peer_lost("gone")
+                    self._recorder.count(LOST_PEERS, "gone")
                     yield agent, load_protocol.Gone(agent, reason)
                     self._forget_dead_engine_of(agent, loads)
                 case liveness.Reconnect(engine_id):

@@ -1,4 +1,4 @@
-"""What a decode rank reports to its scheduler beside the loads that are over."""
+"""A worker's report to its scheduler, beside vLLM's lists of finished loads."""
 
 from __future__ import annotations
 

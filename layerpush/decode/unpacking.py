@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerpush.core.wire import Registration, Unpack
-from layerpush.transport.packing.unpacker import Answer, Unpacker
+from layerpush.transport.packing.unpacker import Unpacker, UnpackReply
 
 
 class NoUnpacking:
@@ -20,10 +20,10 @@ class NoUnpacking:
     def is_unpacking(self, _request_id: str) -> bool:
         return False
 
-    def on_message(self, agent: str, message: Unpack, _registration: Registration | None) -> Answer:
-        return Answer(agent, None, f"agent {agent} packs {message.request_id}, but no window was offered")
+    def on_message(self, agent: str, message: Unpack, _registration: Registration | None) -> UnpackReply:
+        return UnpackReply(agent, None, f"agent {agent} packs {message.request_id}, but no window was offered")
 
-    def ended(self) -> tuple[Answer, ...]:
+    def ended(self) -> tuple[UnpackReply, ...]:
         return ()
 
 

@@ -35,7 +35,7 @@ class DecodePeers:
         self._held: dict[str, list[tuple[str, Registration]]] = {}
 
     def answer(self, address: Address, message: Answer, now: float) -> None:
-        """Send to every rank; if the connection is gone, keep it until it is clear whether the engine lives."""
+        """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
         if address.engine_id in self._closing or address.engine_id in self._lost:
             self._withheld.setdefault(address.engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
         else:
@@ -61,7 +61,7 @@ class DecodePeers:
         return self._closing.get(engine_id)
 
     def hold(self, sender: str, registration: Registration) -> bool:
-        """Keep a registration until it is clear what becomes of the connection; True if it is the engine's first."""
+        """Keep a registration until a probe has ended or the connection is gone; True if it is the engine's first."""
         held = self._held.setdefault(registration.decode_engine_id, [])
         if len(held) < HELD:
             held.append((sender, registration))
@@ -75,14 +75,14 @@ class DecodePeers:
         return self._held.pop(engine_id, [])
 
     def probe(self, engine_id: str, agent: str, on_verdict: Callable[[Verdict, float], None]) -> None:
-        """Ask whether the process that we are connected to is the one that runs under this name."""
+        """Probe whether the process that we are connected to still runs under this name."""
         address = self._connections.address(engine_id) or address_of(self._held[engine_id][0][1])
         rank = self._connections.rank_of(engine_id, agent)
         if rank is not None:
             self._probe(agent, rank, address, on_verdict)
 
     def reject_held(self, engine_id: str, now: float) -> None:
-        """The engine that we are connected to lives, so these registrations come from some other process."""
+        """The engine that we are connected to lives, so another process sent these registrations."""
         address = self._connections.address(engine_id)
         for sender, registration in self.take_held(engine_id):
             elsewhere = address != address_of(registration)

@@ -1,4 +1,4 @@
-"""Fences for devices that compute behind the caller's back."""
+"""Fences for devices that compute after the call has returned."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class FencePool:
 
 
 def fences_for(device: torch.device) -> FenceSource:
-    """How the forward pass of ``device`` marks what it has computed."""
+    """The source of fences for a forward pass on ``device``."""
     return NoFences() if device.type == "cpu" else FencePool(device)

@@ -1,4 +1,4 @@
-"""What a writer needs to know of, and to ask from, the worker that it serves."""
+"""The interface of pushes to the worker that they run in."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class HandshakeError(RuntimeError):
 
 
 class Host(Protocol):
-    """What pushes need from the worker that they run in. Called on the writer thread."""
+    """The worker, as far as pushes use it. Writer thread."""
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
-        """The way to a decode engine, with the window that it offers this request, if we can write there; None while
-        the handshake runs (``Push.reconnect`` follows).
+        """The link to a decode engine, with its window for this request, if it offers one. None while the handshake
+        runs; ``Push.reconnect`` follows.
 
-        Raises ``HandshakeError``; whatever is raised ends the push.
+        Raises ``HandshakeError``. Any exception ends the push.
         """
 
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
 
     def is_unwanted(self, request_id: str) -> bool:
-        """Whether the registration of this request came and was withdrawn before the request was there."""
+        """Whether the request's registration was cancelled before the request was there."""
 
     def delegate(self, push: Push, registration: Registration) -> None:
-        """Push the request whole, as upstream does; its WRITEs come back through ``PushWriter.adopt``."""
+        """Have upstream push the request whole; its WRITEs come back through ``PushWriter.adopt``."""
 
     def report_failure(self, report: ReportFailure) -> None:
-        """Tell the decode engine that no completion will come. Raises nothing."""
+        """Report to the decode engine that no completion will come. Raises nothing."""
 
     def ended(self, request_id: str, failure: str | None) -> None:
-        """A request's push is over here, or never began; ``failure`` says why no completion was sent."""
+        """A push is over, or never began. ``failure`` is the reason if no completion was sent. Raises nothing."""
 
     def peer_lost(self, decode_engine_id: str) -> None:
         """The connection to a decode engine is gone. Raises nothing."""
@@ -50,7 +50,7 @@ class Host(Protocol):
         """One of upstream's WRITEs is over; its handle is still valid."""
 
     def completion(self, registration: Registration) -> bytes:
-        """The notification that tells a decode rank that this rank is done."""
+        """This rank's completion, as a notification."""
 
     def release(self, request_id: str) -> None:
         """Report the request as sent, so that the scheduler frees its blocks."""
@@ -58,8 +58,9 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes: for records and log lines. ``mode`` is what the configuration asks for where a request does not
-    choose, ``fallback`` why this engine cannot push by layer or chunk."""
+    """The rank that writes, for records. ``mode`` is the configured one; a request may choose another. ``fallback`` is
+    the reason why this engine cannot push by layer or chunk.
+    """
 
     engine_id: str
     rank: int

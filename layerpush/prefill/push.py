@@ -1,23 +1,23 @@
 """One push on one prefill rank: a session, its WRITEs on the wire, and its record. Writer thread only.
 
-A ``Push`` is all that this rank does for one request. ``PushWriter`` opens it, holds it in its table, and tells it what
-the scheduler, the forward pass, decode engines and upstream's push have done. The push makes an event of that and gives
-the event to its session (``handle``). The session answers with actions, and the push does them at once: ``ACTIONS`` has
-one method for each. What comes of an action is the next event, often within the same call.
+A ``Push`` is all that this rank does for one request. ``PushWriter`` opens it, holds it in its table, and hands it the
+news of the scheduler, the forward pass, decode engines and upstream's push. The push turns each into an event for its
+session (``handle``) and performs the actions that the session returns: ``ACTIONS`` has one method for each. The result
+of an action is the next event, often within the same call.
 
 Who owns what:
 
 - The session decides. Only it writes its fields; the push reads them.
 - The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer has it ``poll`` them each turn.
   A WRITE to several decode ranks is over, for the session, when the last of its transfers is.
-- The record says what happened and when. It goes to the trace when the push is closed.
-- What all pushes of a rank use is in ``Shared``.
+- The record has the times and the outcome. It goes to the trace when the push is closed.
+- ``Shared`` has the objects that all pushes of a rank use.
 
-How it ends: ``fail`` is for whatever goes wrong outside the session, and may come at any time. When the session is
-``CLOSED`` and no WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted earlier,
-when its blocks are released: an engine that knows of that may stop stepping, and reporting.
+The end: ``fail`` is for errors outside the session, and may come at any time. When the session is ``CLOSED`` and no
+WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted before its blocks are
+released: after the release the engine may stop to step and to report.
 
-Other threads may ask ``in_flight`` and read the session's ``state``, ``registration`` and ``outcome``.
+Other threads may read ``in_flight`` and the session's ``state``, ``registration`` and ``outcome``.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ from layerpush.transport.base import PeerLostError, Transport, TransportError, W
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer, Writes
 
-logger = logging.getLogger("vllm.layerpush.writer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 BlockIds = tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the pushes of one rank share. A WRITE on the wire for more than ``write_timeout_s`` seconds is overdue.
-    ``take_revoked`` hears of what the scheduler has taken back, ``closed`` of a push that is over.
+    """The objects that all pushes of one rank use. A WRITE on the wire for more than ``write_timeout_s`` seconds is
+    overdue. ``take_revoked`` handles revocations that wait in ``step_events``; ``closed`` takes a push that is over.
     """
 
     writes: Writes
@@ -137,10 +137,10 @@ class Push:
             return None
         return max(0.0, done - max(ready, ready if record.t_registered is None else record.t_registered))
 
-    # What happens to it.
+    # Events.
 
     def handle(self, event: Event) -> None:
-        """Give an event to the session, and do what it answers. Raises nothing: what goes wrong ends the push."""
+        """Give an event to the session and perform its actions. Raises nothing: an error ends the push."""
         if type(event) is not PostReady:
             self.dirty = True
         try:
@@ -154,7 +154,7 @@ class Push:
         self._close_if_over()
 
     def fail(self, reason: str) -> None:
-        """End a push for good. What its decode engine hears of it is the session's to say, after the last WRITE."""
+        """End a push for good. Its session reports the failure to the decode engine, again after the last WRITE."""
         session = self.session
         if session.accepts(Failed):
             if session.failure is None and WHOLE.id not in self._losses:
@@ -180,7 +180,7 @@ class Push:
         self.handle(Registered(registration))
 
     def reconnect(self, error: str | None) -> None:
-        """The handshake that ``Host.connect`` started is over."""
+        """The handshake that ``Host.connect`` started is over; ``error`` is why it failed."""
         if self.session.state is not State.CONNECTING:
             return
         if error is not None:
@@ -195,7 +195,7 @@ class Push:
         self.handle(WholePosted())
 
     def poll(self) -> None:
-        """Make progress on each WRITE on the wire, and fail if one is overdue. Raises what a transport must not."""
+        """Make progress on each WRITE, and fail if one is overdue. Raises errors that a transport must not raise."""
         for transfer in list(self.transfers):
             if self.session.failure is not None:
                 transfer.halt()
@@ -211,7 +211,7 @@ class Push:
         if self.session.failure is None and time.perf_counter() - since >= timeout_s:
             self.fail(f"a WRITE is on the wire for more than {timeout_s:g} s (write_timeout_s)")
 
-    # What its session asks for.
+    # Actions.
 
     def _act(self, event: Event) -> None:
         for action in self.session.handle(event):
@@ -240,7 +240,7 @@ class Push:
         try:
             for transfer in self._shared.writes.post(write, self._link):
                 self._on_the_wire(transfer)
-        except Exception as error:  # noqa: BLE001  whatever went wrong, the session must hear that this WRITE is lost
+        except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
             self._shared.meter.lost()
         self._end_write(write.id)
@@ -327,7 +327,7 @@ class Push:
             elif not transfer.halted:
                 shared.meter.lost()
             shared.writes.release(transfer)
-        except Exception as defect:  # the session must hear of the end, or the push would drain for ever
+        except Exception as defect:  # the session must know of the end, or the push would drain for ever
             logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
             self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
         self.note_idle(time.perf_counter())
@@ -340,7 +340,7 @@ class Push:
             logger.error("whole-request push of %s to %s failed: %s", self.request_id, decode_id, why)
         try:
             self._shared.host.whole_write_ended(self.request_id, transfer, landed)
-        except Exception as error:  # noqa: BLE001  upstream's accounts may fail; the session must hear of the end
+        except Exception as error:  # noqa: BLE001  upstream's accounts may fail; the session must know of the end
             self._note_loss(WHOLE.id, f"{type(error).__name__}: {error}", peer_lost=False)
 
     def _note_loss(self, write: int, reason: str, peer_lost: bool) -> None:
@@ -348,7 +348,7 @@ class Push:
         known.peer_lost |= peer_lost
 
     def _end_write(self, write: int) -> None:
-        """Tell the session of the end of a WRITE, if none of its transfers is on the wire any more."""
+        """Give the session the end of a WRITE, if none of its transfers is on the wire any more."""
         if any(transfer.write == write for transfer in self.transfers):
             return
         loss = self._losses.pop(write, None)
@@ -357,7 +357,7 @@ class Push:
             return
         if loss.peer_lost and self.record.decode_engine_id is not None:
             self._shared.host.peer_lost(self.record.decode_engine_id)
-        if write != WHOLE.id:  # the first one says it
+        if write != WHOLE.id:  # the first loss is logged already
             self._log_failure(logging.ERROR if self.session.failure is None else logging.DEBUG, loss.reason)
         self.handle(Lost(write, loss.reason))
 
@@ -389,7 +389,7 @@ class Push:
             self._shared.closed(self)
 
     def _account(self) -> None:
-        """Count a push that has ended, once. Before the engine hears of it: it may stop stepping, and reporting."""
+        """Count a push that has ended, once. Comes before the report to the engine, which may then stop to step."""
         if self.record.outcome == "pending":
             self.record.outcome, self.record.reason = self.session.outcome, self.session.failure
             self._shared.meter.closed(self.record, self.exposed_s, self.transfer_s)

@@ -1,11 +1,11 @@
-"""What decode engines ask of this prefill rank: registrations, cancellations, signs of life. Writer thread only.
+"""Messages of decode engines to this prefill rank: registrations, cancellations, pings. Writer thread only.
 
-A registration is matched with the request that it means, whichever comes first. One that means a request which has
-ended badly here is answered at once. One that means no request yet is kept for a while.
+A registration is matched with its request; either may come first. If the request has failed here, the registration is
+answered at once. If there is no such request yet, the registration is kept for a while.
 
-Every rank of a decode engine sends an equal registration, but for the window that it offers: the first to come counts
-for all. One that comes from an agent of no connected rank means that the engine was restarted, or that some other
-engine uses its name: it is held until the side channel of the connected engine has answered.
+Every rank of a decode engine sends an equal registration, but for the window that it offers. The first to come counts
+for all. A registration from an agent of no connected rank has one of two causes: the engine was restarted, or another
+engine uses its name. It is held until the side channel of the connected engine has answered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
 
-logger = logging.getLogger("vllm.layerpush.registrations")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 REMEMBERED = 4096
 ENDED_S = 60.0
@@ -42,7 +42,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """What was registered under a key, and the windows that the ranks of the decode engine offered with it."""
+    """A registration's fingerprint, and the windows that the ranks of the decode engine offered with it."""
 
     fingerprint: bytes
     windows: Mapping[str, Window | None]
@@ -123,7 +123,7 @@ class Registrations:
             self._refuse(dropped, NO_REQUEST, now)
 
     def on_cancel(self, sender: str, message: Cancel, now: float) -> None:
-        """A decode engine wants the blocks of a registration back."""
+        """A decode engine cancels a registration: it wants the blocks back."""
         key, engine_id = message.key, message.decode_engine_id
         registered, agents = self._senders.get(key), self._connections.agents(engine_id)
         if registered is not None and sender not in registered.windows and sender not in agents:
@@ -136,13 +136,13 @@ class Registrations:
         if kept is not None:
             self._cancelled_early.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
         request_id = self._writer.serving(key)
-        if request_id is None or self._writer.withdraw(request_id, key):  # else ``retract`` follows
+        if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
             self._answers.note(key, Cancelled(message.request_id))
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
             self.peers.answer(address, Cancelled(message.request_id), now)
 
     def on_ping(self, sender: str, message: Ping) -> None:
-        """A peer wants a sign of life. One that we are not connected to gets none, and will ask in another way."""
+        """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""
         if sender in self._connections.agents(message.decode_engine_id):
             self._connections.notify(sender, encode(Pong(message.number)))
 
@@ -180,26 +180,26 @@ class Registrations:
         )
 
     def window(self, registration: Registration, agent: str) -> Window | None:
-        """The window that this agent offered with its registration: the others know nothing of its ring."""
+        """The window that this agent offered with its registration; each rank has a ring of its own."""
         registered = self._senders.get(registration.key)
         if registered is None or not registered.is_equal(registration):
             return None
         return registered.windows.get(agent)
 
-    def retract(self, retraction: ReportFailure, withdrawn: bool, now: float) -> None:
-        """Pass on that a completion will never come."""
-        registration = retraction.registration
+    def report_failure(self, report: ReportFailure, now: float) -> None:
+        """Send the decode engine a push's failure: no completion will come."""
+        registration = report.registration
         if not registration.layerpush:
-            if retraction.drained and retraction.reason == "aborted":
+            if report.drained and report.reason == "aborted":
                 self._served.pop(registration.key, None)
                 for dropped in self._pending.add(registration, now):  # a stock engine: the request may come again
                     self._refuse(dropped, NO_REQUEST, now)
             return
         message: Cancelled | Fail = Fail(
-            registration.request_id, retraction.epoch, retraction.reason[:MAX_REASON], retraction.drained
+            registration.request_id, report.epoch, report.reason[:MAX_REASON], report.drained
         )
-        if retraction.drained:
-            message = Cancelled(registration.request_id) if withdrawn else message
+        if report.drained:
+            message = Cancelled(registration.request_id) if report.cancelled else message
             self._answers.note(registration.key, message)
         self._answer(registration, message, now)
 
@@ -219,7 +219,7 @@ class Registrations:
         self._digests.pop(request_id, None)
 
     def tick(self, now: float) -> None:
-        """Forget what is old; drop connections that are closing."""
+        """Forget old entries; drop connections that are closing."""
         while self._cancelled_early and next(iter(self._cancelled_early.values()))[0] <= now:
             self._cancelled_early.popitem(last=False)
         while self._bad_ends and next(iter(self._bad_ends.values()))[0] <= now:

@@ -2,11 +2,11 @@
 
 The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish``; it appends to a bounded queue and
 never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
-of the step covers whatever no hook reported.
+of the step covers every layer that no hook reported.
 
-What takes a request's blocks away (abort, preemption, the end of a lease) must not queue behind steps that are still
-being computed: ``revoke`` takes effect at once. From then on ``is_void`` is true of everything that was armed for the
-request before, whether or not the writer has seen it.
+A revocation takes a request's blocks away: an abort, a preemption, the end of a lease. It must not queue behind steps
+that are still being computed, so it takes effect at once. From then on ``is_void`` is true of every step that was armed
+for the request before, whether or not the writer has seen it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fence(Protocol):
 
 class FenceSource(Protocol):
     def record(self) -> Fence | None:
-        """Mark this point of the current stream; None when what was called has been computed. Main thread."""
+        """Mark this point of the current stream; None if everything before it has been computed. Main thread."""
 
 
 class NoFences:
@@ -94,7 +94,7 @@ StepEvent = StepStarted | LayerSaved | StepEnded
 
 
 class StepEvents:
-    """``nudge`` is what every layer but a step's last does instead of ``wake``: the writer need not come at once.
+    """``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
     ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those.
     """
 
@@ -104,7 +104,7 @@ class StepEvents:
         wake: Callable[[], None],
         fences: FenceSource,
         *,
-        nudge: Callable[[], None] | None = None,
+        wake_lazily: Callable[[], None] | None = None,
         hooked: bool = True,
     ) -> None:
         self._hooked = hooked
@@ -112,7 +112,7 @@ class StepEvents:
         self._layers = len(set(layer_index.values()))
         self._to_come = 0
         self._wake = wake
-        self._nudge = nudge or wake
+        self._wake_lazily = wake_lazily or wake
         self._fences = fences
         self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
         self._armed = False
@@ -126,7 +126,7 @@ class StepEvents:
         self.dropped = 0
 
     def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
-        """Announce a step before its first layer runs, and whose blocks it takes away. An empty step costs nothing."""
+        """Announce a step, and the requests that lose their blocks in it, before its first layer runs. Main thread."""
         self.revoke(plan.preempted, aborted)
         self._step += 1
         self._armed = bool(plan.chunks)
@@ -156,7 +156,7 @@ class StepEvents:
         self._wake()
 
     def revoked(self) -> Iterator[Revoked]:
-        """Take what was revoked since the last call. Writer thread."""
+        """Take the revocations since the last call. Writer thread."""
         while self._revoked:
             yield self._revoked.popleft()
 
@@ -173,7 +173,7 @@ class StepEvents:
         return [done for done in taken if done.computed <= swept]
 
     def forget_void(self) -> None:
-        """Forget what is void if every step and every revocation has been taken. Writer thread."""
+        """Forget void steps if every step and every revocation has been taken. Writer thread."""
         with self._void_lock:
             if not self._queue and not self._revoked and not self._finished:
                 self._void.clear()
@@ -189,10 +189,8 @@ class StepEvents:
             self.dropped += 1
             return
         self._to_come -= 1
-        urgently = self._to_come <= 0
-        self._put(
-            LayerSaved(index, time.perf_counter()), self._fences.record(), self._wake if urgently else self._nudge
-        )
+        wake = self._wake if self._to_come <= 0 else self._wake_lazily
+        self._put(LayerSaved(index, time.perf_counter()), self._fences.record(), wake)
 
     def sweep(self) -> None:
         if self._armed:

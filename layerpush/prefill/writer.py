@@ -1,22 +1,21 @@
-"""The pushes of one prefill rank, and a turn of the writer thread: take in what has happened, look, post.
+"""The pushes of one prefill rank, and P's part of a turn of the writer thread.
 
 ``PushWriter`` holds the table of pushes and knows which step is being computed. The worker's writer thread calls
-``turn``, sleeps for ``patience`` seconds at most, and calls it again. A turn
+``turn``, sleeps for ``poll_timeout`` seconds at most, and calls it again. A turn
 
-1. takes what the forward pass and the scheduler have left in ``StepEvents``: steps, layers, requests that are over;
+1. takes the events that the forward pass and the scheduler have left in ``StepEvents``;
 2. has each push poll its WRITEs;
-3. has each push that streams post what is ready.
+3. has each push that streams post its ready layers.
 
-It iterates; what an event means to a push is the push's affair. What else comes for a push (a registration, a cancel,
-a handshake's end, upstream's WRITEs) comes by its request id through a method here, between turns, on the same thread.
+It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
+push through a method here, by request id, between turns, on the same thread.
 
-Rules of waking and sleeping: a layer does not wake the writer while it is going to look soon enough by itself.
-``pace`` says how soon that is, as long as a step is being computed, and ``keeps_pace`` whether a sleep is that short.
-A step's last layer, its end, and whatever takes blocks away wake it at once.
+While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
+end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and a revocation end any sleep.
 
-Nothing here knows vLLM: what only the engine's worker can do is behind ``Host``. Every method runs on the writer
-thread, but for ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may ask those. A push
-that is over may stay in the table for a moment.
+Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
+``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
+stay in the table for a moment.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from layerpush.transport.base import Transport
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.writes import Transfer, Writes
 
-logger = logging.getLogger("vllm.layerpush.writer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
@@ -109,7 +108,7 @@ class PushWriter:
     # The turn.
 
     def turn(self) -> None:
-        """Take in what the forward pass reported, see what landed, post what is ready."""
+        """Take the events of the forward pass, poll WRITEs, post ready layers."""
         self._take_step_events()
         self._poll()
         if self._strategy is not None:
@@ -144,7 +143,9 @@ class PushWriter:
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | LeaseExpired):
                 if revoked.started > self._current:
-                    push = self._open(request_id, streams=True)  # dropped before its first step was seen: it counts
+                    push = self._open(
+                        request_id, streams=True
+                    )  # it ended before the writer saw its first step, and counts
                 else:
                     self._host.ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):
@@ -223,36 +224,34 @@ class PushWriter:
     # How long to sleep.
 
     @property
-    def patience(self) -> float | None:
-        """How long the writer may sleep, in seconds, if nobody wakes it; None is for ever."""
+    def poll_timeout(self) -> float | None:
+        """The writer's longest sleep in seconds; None: until it is woken."""
         if self._step_events.pending:
             return FENCE_POLL_S
-        pace = self.pace
+        layers = self.layer_poll_timeout
         if any(push.in_flight for push in self._pushes.values()):
-            return pace if pace is not None and not self._has_urgent_writes else WRITE_POLL_S
+            return layers if layers is not None and not self._has_urgent_writes else WRITE_POLL_S
         if self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
-            return PEER_POLL_S if pace is None else min(PEER_POLL_S, pace)
-        if pace is not None:
-            return pace
+            return PEER_POLL_S if layers is None else min(PEER_POLL_S, layers)
+        if layers is not None:
+            return layers
         return RELEASE_RETRY_S if self._writes.has_leftovers else None
 
     @property
-    def pace(self) -> float | None:
-        """Within how many seconds layers of the step that is being computed want to be looked at, unless somebody
-        wakes the writer for each; None: it is not known, or no more are to come.
-        """
+    def layer_poll_timeout(self) -> float | None:
+        """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
         policies = [push.session.policy for push, _ in self._step]
         by_layer = any(policy.streams and policy.by_layer for policy in policies)
         return self._layer_interval.seconds if by_layer else LONGEST_S
 
-    def keeps_pace(self, patience: float) -> bool:
-        """Whether who sleeps for so many seconds need not be woken for each layer."""
-        pace = self.pace
-        return pace is not None and patience <= pace
+    def polls_layers(self, poll_timeout: float) -> bool:
+        """Whether a sleep of so many seconds is short enough for the layers of the running step."""
+        layers = self.layer_poll_timeout
+        return layers is not None and poll_timeout <= layers
 
     @property
     def _has_urgent_writes(self) -> bool:
@@ -264,16 +263,16 @@ class PushWriter:
             for push in self._pushes.values()
         )
 
-    # What comes for a push between turns.
+    # Between turns.
 
     def register(self, request_id: str, registration: Registration) -> None:
         """A decode engine asks for a request of ``waiting``."""
         self._pushes[request_id].register(registration)
 
-    def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
-        """The decode engine wants the blocks of its registration ``key`` back.
+    def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
+        """The decode engine cancels its registration ``key``: it wants the blocks back.
 
-        True when nothing of it is or will be on the wire; else ``Host.report_failure`` says so later.
+        True if no WRITE for it is or will be on the wire; else ``Host.report_failure`` follows.
         """
         push = self._pushes.get(request_id)
         if push is None or push.session.registration is None or push.session.registration.key != key:
@@ -290,13 +289,13 @@ class PushWriter:
             push.handle(LeaseExpired())
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Something outside the session went wrong for good."""
+        """An error outside the session ends the push."""
         push = self._pushes.get(request_id)
         if push is not None:
             push.fail(reason)
 
     def fail_engine(self, decode_engine_id: str, reason: str) -> None:
-        """A decode engine is gone: what it asked for needs no writing any more."""
+        """A decode engine is gone: fail its pushes."""
         for push in list(self._pushes.values()):
             registration = push.session.registration
             if registration is not None and registration.decode_engine_id == decode_engine_id:
@@ -312,8 +311,8 @@ class PushWriter:
         push.adopt(transfer, decode_engine_id, decode_request_id)
 
     def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
-        """Wait for what is on the wire, for shutdown. ``listen`` hands on what was unpacked. Returns how
-        many WRITEs had to be left behind.
+        """Wait for the WRITEs on the wire, for shutdown. ``listen`` takes the answers of decode ranks that unpack.
+        Returns the number of WRITEs that had to be left behind.
         """
         deadline = time.perf_counter() + seconds
         while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
@@ -325,7 +324,7 @@ class PushWriter:
             self._writes.release(transfer)
         return len(left)
 
-    # What others may ask.
+    # Queries.
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pushes
@@ -335,11 +334,11 @@ class PushWriter:
 
     @property
     def active(self) -> int:
-        """How many pushes have not ended. Any thread."""
+        """The number of pushes that have not ended. Any thread."""
         return sum(push.record.outcome == "pending" for push in list(self._pushes.values()))
 
     def writes_in_flight(self, request_id: str) -> bool:
-        """Whether freeing this request's blocks now would free them under a WRITE. Any thread."""
+        """Whether a WRITE reads from this request's blocks. Any thread."""
         push = self._pushes.get(request_id)
         return push is not None and push.in_flight
 
@@ -364,16 +363,16 @@ class PushWriter:
 
     @property
     def is_draining(self) -> bool:
-        """Whether something is on the wire for a push that is over otherwise."""
+        """Whether a push that has ended still waits for its WRITEs."""
         return any(push.session.state in (State.DRAINING, State.CLOSED) for push in self._pushes.values())
 
     def is_delegated(self, request_id: str) -> bool:
-        """Whether a request is upstream's to push whole, and still wanted."""
+        """Whether upstream is to push this request whole, and has not begun."""
         push = self._pushes.get(request_id)
         return push is not None and push.is_delegated
 
     def serving(self, key: tuple[str, str]) -> str | None:
-        """The live request that a registration is served by."""
+        """The live request that serves a registration."""
         for push in self._pushes.values():
             registration = push.session.registration
             if registration is not None and registration.key == key:

@@ -21,7 +21,7 @@ class _Kind:
 
 
 class PeerErrors:
-    """Logs at most one line of a kind in ``quiet_s`` seconds. The line says how many errors of its kind were not logged
+    """Logs at most one line of a kind in ``quiet_s`` seconds. It has the number of errors of its kind without a line
     since the last.
 
     Kinds beyond ``max_kinds`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one

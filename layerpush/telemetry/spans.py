@@ -17,7 +17,7 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import LoadRecord, PushRecord
 
-logger = logging.getLogger("vllm.layerpush.spans")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 HEADERS_KEPT = 1 << 14
 QUIET_S = 60.0

@@ -23,7 +23,7 @@ import msgspec
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import DropRecord, ProcessRecord, Record, this_process
 
-logger = logging.getLogger("vllm.layerpush.trace")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 QUEUE_LIMIT = 1024
 ROWS_LIMIT = 1 << 18
@@ -178,7 +178,7 @@ class _Counts:
 
 class _Lines:
     """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end follows before
-    the next line. If somebody deletes the file, it is made again.
+    the next line. A deleted file is made again.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:

@@ -1,8 +1,8 @@
-"""``Transport``: all that pushes and loads need of the network.
+"""``Transport``: the network, as far as pushes and loads use it.
 
 ``NixlTransport`` is the real one; tests use a fake that keeps the same contract and adds faults. Only the writer thread
-calls a transport. It knows agents by name and memory by prepared descriptor lists; connecting is vLLM's business, and
-``Connections`` asks for it.
+calls a transport. It knows agents by name and memory by prepared descriptor lists; vLLM connects, at the request
+of ``Connections``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Route:
 
 
 class TransportError(RuntimeError):
-    """A call to the transport failed. Part of it may have reached the peer unless the method says otherwise."""
+    """A call to the transport failed. Part of it may have reached the peer, unless the method excludes that."""
 
 
 class PeerLostError(TransportError):
@@ -56,8 +56,8 @@ class Transport(Protocol):
     - WRITEs land in any order, from their posting on; a WRITE may need ``poll`` calls to get anywhere.
     - A WRITE that ``poll`` reports as ``LANDED`` is wholly in the peer's memory; a notification sent after that
       cannot overtake it. A notification sent earlier can.
-    - A WRITE that ``FAILED`` may have landed in part, but is over: nothing of it lands any more. As long as something
-      may, ``poll`` says ``PENDING``, and ``post_write`` raises nothing.
+    - A WRITE that ``FAILED`` may have landed in part, but is over: no more bytes of it land. As long as some may,
+      ``poll`` returns ``PENDING``, and ``post_write`` raises nothing.
     - ``release`` before ``LANDED`` or ``FAILED`` is no cancel: the bytes may still land, later.
     """
 
@@ -68,7 +68,7 @@ class Transport(Protocol):
         """
 
     def poll(self, handle: WriteHandle) -> WriteState:
-        """Make progress on a WRITE and say where it is.
+        """Make progress on a WRITE, and return its state.
 
         Raises ``PeerLostError`` when the peer died under it; any other ``TransportError`` is ``FAILED`` with a reason.
         """
@@ -80,4 +80,4 @@ class Transport(Protocol):
         """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Take what has arrived since the last call: ``(sender's agent name, payload)``, in order for each sender."""
+        """Take the notifications since the last call: ``(sender's agent name, payload)``, in order for each sender."""

@@ -14,7 +14,7 @@ from layerpush.core.hosts import host_allowed
 from layerpush.core.liveness import Verdict
 from layerpush.transport.base import Transport, TransportError
 
-logger = logging.getLogger("vllm.layerpush.peers")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 RETRY_S = 1.0
 TRIES = 3
@@ -44,7 +44,7 @@ class Address:
 
 
 class Network(Protocol):
-    """What connections ask of the worker. Writer thread, but for ``task``."""
+    """The worker, as far as connections use it. Writer thread, but for ``task``."""
 
     def handshake(self, address: Address) -> Future[Any] | None:
         """Start a handshake, or join one that runs; None when the engine is connected."""
@@ -59,7 +59,7 @@ class Network(Protocol):
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
 
     def task(self, task: Callable[[], None]) -> None:
-        """Have the writer thread do something soon. Any thread."""
+        """Queue a task for the writer thread. Any thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class Connections:
         return self._network.agents_of(engine_id)
 
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        """Which rank of a connected engine the agent is; None if it is none."""
+        """The agent's rank in a connected engine; None if it is not one of its agents."""
         return self._network.rank_of(engine_id, agent)
 
     @property
@@ -109,7 +109,7 @@ class Connections:
         return list(self._addresses.values())
 
     def address(self, engine_id: str) -> Address | None:
-        """Where a connected engine was found: the handshake there has shown that it is this engine."""
+        """The address of a connected engine: a handshake there has shown that it is this engine."""
         return self._addresses.get(engine_id) if self.agents(engine_id) else None
 
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
@@ -142,7 +142,7 @@ class Connections:
     def say(self, address: Address, payload: bytes, now: float) -> None:
         """Send a notification to every rank of an engine, connecting first if need be.
 
-        If the connection turns out to be gone, ``on_lost`` is called. The peer asks again if it still cares.
+        If the connection turns out to be gone, ``on_lost`` is called. The peer repeats its message if it still waits.
         """
 
         def send(error: str | None, _: float) -> None:
@@ -175,10 +175,6 @@ class Connections:
         self._retries = [retry for retry in self._retries if retry.due > now]
         for retry in due:
             retry.attempt()
-
-    @property
-    def is_retrying(self) -> bool:
-        return bool(self._retries)
 
     def _over(
         self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None

@@ -23,8 +23,8 @@ class Link:
     """A decode engine that this rank can write into.
 
     ``region_blocks`` are its regions' sizes in kernel blocks. ``share`` is the part of each of our blocks that one
-    route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` says why its blocks
-    cannot be written layer by layer, None when they can. ``gathered`` is the route from our staging ring into its
+    route carries: 1, or one over the number of decode ranks that split our heads. ``refusal`` is the reason why its
+    blocks cannot be written layer by layer, None if they can. ``gathered`` is the route from our staging ring into its
     cache, if there is one; ``window`` is the part of its own ring that it offers to one request, if it unpacks.
     """
 

@@ -41,6 +41,3 @@ class LockedAgent:
 
         self.__dict__[name] = locked
         return locked
-
-    def __repr__(self) -> str:
-        return f"LockedAgent({self._agent!r})"

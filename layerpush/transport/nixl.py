@@ -15,11 +15,11 @@ NIXL does not promise:
   that WRITE alone, ahead of earlier ones, so our WRITEs carry none.
 - Progress. A WRITE may move, and end, only while this side polls its handle. The target must make progress as well.
 - An end. To a stopped process, or over a cut link, a WRITE stays ``PROC`` for minutes: callers have deadlines.
-- Cancellation. ``release_xfer_handle`` returns at once; the bytes still land, with what the source holds by then.
+- Cancellation. ``release_xfer_handle`` returns at once. The bytes still land, as the source then has them.
 - The end of a WRITE that failed. While the connection lives, UCX may still send parts of it, even after the handle was
-  released and the peer removed. So ``poll`` says ``PENDING`` until a *fence* has landed: one descriptor of the WRITE,
-  written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers what was
-  posted there before. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
+  released and the peer removed. So ``poll`` returns ``PENDING`` until a *fence* has landed: one descriptor of the
+  WRITE, written once more to the same place. NIXL ends each WRITE with a flush of its UCX endpoint, which covers all
+  earlier posts there. A thread has one endpoint for each peer, but NIXL spreads a WRITE of ``SPLIT_AT`` descriptors or
   more over several. No fence covers such a WRITE: it ends with its peer.
 - Safe handles. Polling a released handle crashes NIXL. A handle that is garbage-collected is released on whichever
   thread drops it. So ``NixlTransport`` keeps each handle from post to release.
@@ -38,7 +38,7 @@ import numpy as np
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.locked import LockedAgent
 
-logger = logging.getLogger("vllm.layerpush.transport")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SPLIT_AT = 1024
 """Descriptors from which on NIXL spreads a WRITE over the threads of its pool; each has an endpoint of its own."""
@@ -137,7 +137,7 @@ class NixlTransport:
             self._torn[handle] = _Torn(post.failure, posted)
 
     def poll(self, handle: WriteHandle) -> WriteState:
-        """Make progress on a WRITE. Raises ``TransportError``, which says why, when it has failed and is over."""
+        """Make progress on a WRITE. Raises ``TransportError`` with the reason when it has failed and is over."""
         self._require_live(handle)
         if handle not in self._torn:
             state = self._look_at(handle)
@@ -151,7 +151,7 @@ class NixlTransport:
         raise torn.failure
 
     def release(self, handle: WriteHandle) -> None:
-        """Forget a WRITE; also wanted after ``PeerLostError``."""
+        """Forget a WRITE; necessary after ``PeerLostError``, too."""
         self._require_live(handle)
         try:
             self._agent.release_xfer_handle(handle)
@@ -166,7 +166,7 @@ class NixlTransport:
             raise _translated(error, f"cannot notify {agent}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Take what has arrived: in order of arrival per sender, sender by sender."""
+        """Take the notifications that have arrived: sender by sender, each in order of arrival."""
         try:
             arrived = self._agent.get_new_notifs()
         except self._errors as error:
@@ -227,7 +227,7 @@ class NixlTransport:
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
-            # The caller raises what made the post fail; NIXL releases leftovers together with the agent.
+            # The caller raises the error of the post; NIXL releases leftovers together with the agent.
             logger.warning("NIXL keeps the handle of a WRITE that nobody waits for: %r", error)
 
 

@@ -1,7 +1,7 @@
 """WRITEs on the wire: posted for a push, polled by it, and released when they have ended. Writer thread only.
 
 A session asks for a ``Write``: some layers and blocks, for every decode rank. ``Writes.post`` makes of it one
-``Transfer`` for each rank, which is on the wire from then on. What happened to it stands in its ``WriteRecord``.
+``Transfer`` for each rank, which is on the wire from then on. Its ``WriteRecord`` has its times and its plan.
 
 A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
 Nobody else keeps one, but for handles that the transport could not give back: ``Writes`` tries those again.
@@ -12,8 +12,8 @@ strategy decides whether a WRITE is staged, if the worker has one; it never make
 
 Rules:
 
-- Memory that a transfer reads from, or writes to, is in use until ``poll`` has said ``LANDED`` or ``FAILED``, or has
-  raised ``TransportError``. Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
+- A transfer's memory, on both sides, is in use until ``poll`` has returned ``LANDED`` or ``FAILED``, or has raised
+  ``TransportError``. Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
 - ``release`` comes after that, once. Only a shutdown that has waited long enough releases earlier.
 - A transfer moves on when it is polled. One that is staged does nothing in between (``needs_polling``).
 """
@@ -32,7 +32,7 @@ from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import DescriptorIds, Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link
 
-logger = logging.getLogger("vllm.layerpush.outbox")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Transfer:
     """One WRITE to one decode rank, on the wire. ``write`` is the id of the session's WRITE that it is a part of."""
 
     needs_polling: ClassVar[bool] = False
-    """Whether something is to be done between its posting and its end."""
+    """Whether polls do work between its posting and its end."""
 
     transport: Transport
     record: WriteRecord
@@ -50,11 +50,11 @@ class Transfer:
     """Whether ``halt`` came in time: its end is no failure then."""
 
     def poll(self) -> WriteState:
-        """Make progress, and say where it is. Raises ``TransportError`` when it has failed and says why."""
+        """Make progress. Raises ``TransportError`` with the reason when it has failed."""
         return self.transport.poll(self.handle)
 
     def halt(self) -> None:
-        """Nobody wants it any more: what is not on the wire yet will not be."""
+        """The push has ended: a WRITE that is not on the wire yet will not be posted."""
 
     def release(self) -> None:
         """Forget a WRITE that has ended. Raises ``TransportError`` if that must wait."""
@@ -82,14 +82,14 @@ class Writes:
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether handles of ended WRITEs wait for another try at releasing them."""
+        """Whether ended WRITEs wait for another try to release them."""
         return bool(self._unreleased)
 
     def post(self, write: Write, link: Link) -> Iterator[Transfer]:
         """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
 
-        What is raised says that nothing was posted to the rank whose turn it was: ``LookupError`` for a block that one
-        side does not have, ``TransportError``, or whatever else went wrong.
+        After an exception nothing was posted to the rank whose turn it was. Raises ``LookupError`` for a block that one
+        side does not have, ``TransportError``, or another error.
         """
         local, remote = self._planner.descriptors(write, link)
         for route in link.routes if len(local) else ():
@@ -105,12 +105,12 @@ class Writes:
             yield transfer
 
     def release(self, transfer: Transfer) -> None:
-        """Give back what a WRITE that has ended holds, now or with ``release_leftovers``."""
+        """Release a WRITE that has ended, now or with ``release_leftovers``."""
         if not _released(transfer):
             self._unreleased.append(transfer)
 
     def release_leftovers(self, now: float, every: float) -> None:
-        """Try again, at most ``every`` so many seconds, to give back what could not be given back."""
+        """Try again to release WRITEs that ``release`` could not, at most once in ``every`` seconds."""
         if self._unreleased and now >= self._next_release:
             self._next_release = now + every
             self._unreleased = [transfer for transfer in self._unreleased if not _released(transfer)]

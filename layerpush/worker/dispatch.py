@@ -1,4 +1,4 @@
-"""What arrives from other engines over NIXL, and which part of this worker takes it. Writer thread only.
+"""Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
     from D     ``Registration``, ``Cancel``, ``Ping``                                  ``Registrations``
                ``Unpacked``                                                            the packer of pushes
@@ -8,8 +8,7 @@
                ``Pong``                                                                ``PrefillPeers``
 
 The writer calls ``deliver`` once a turn, and ``deliver_answers`` while it waits for its last WRITEs at shutdown. A
-notification that cannot be read is counted, logged and dropped. So is one whose handler fails: that is a defect of
-ours, and costs one message.
+notification that cannot be read is counted, logged and dropped. So is one whose handler fails, by a defect of ours.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from layerpush.prefill.registrations import Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
 
-logger = logging.getLogger("vllm.layerpush.worker")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Dispatcher:
@@ -69,7 +68,7 @@ class Dispatcher:
             try:
                 message = read(payload)
             except WireError as error:
-                self._peer_errors.add("bad notification", f"what agent {agent} sent is dropped: {error}", now)
+                self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
                 continue
             try:
                 self._dispatch(agent, message, payload, now)

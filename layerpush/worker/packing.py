@@ -6,11 +6,11 @@ thread, except where it says otherwise.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 
 from layerpush.compat.facts import engine_fallback, slot_views
 from layerpush.compat.links import has_equal_blocks
@@ -32,7 +32,7 @@ from layerpush.transport.packing.windows import Windows
 if TYPE_CHECKING:
     from layerpush.compat.push_worker import VllmPushWorker
 
-logger = init_logger("vllm.layerpush.staging")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 WINDOWS = 8
 """Requests that a decode rank unpacks for at a time."""
@@ -83,7 +83,7 @@ class WorkerPacking:
             self._memory = None
 
     def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the packer and the unpacker. After the KV cache was registered, if it can be told apart by layer."""
+        """Make the packer and the unpacker. After the KV cache was registered, if it can be used by layer."""
         if self._memory is None:
             return
         try:

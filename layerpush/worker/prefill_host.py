@@ -1,13 +1,13 @@
-"""What the writer asks of its host, answered by vLLM's worker, the peers and the desk. Writer thread only."""
+"""P's side of a worker: makes the writer and the registrations, and connects pushes to vLLM's worker."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,64 +16,51 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.push_protocol import ReportFailure
 from layerpush.core.wire import Registration, Window, encode_completion
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.host import HandshakeError
+from layerpush.prefill.host import HandshakeError, Host
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations
-from layerpush.transport.base import Route
+from layerpush.prefill.writer import PushWriter
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import PushWindow
 from layerpush.transport.writes import Transfer
+from layerpush.worker.guard import Guard
 
-logger = logging.getLogger("vllm.layerpush.worker")
+if TYPE_CHECKING:
+    from layerpush.compat.push_worker import VllmPushWorker
+    from layerpush.worker.packing import WorkerPacking
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 RESTARTED = "the decode engine was restarted after it had registered"
 
 
-class PushingWorker(Protocol):
-    """What vLLM's worker, as ``compat`` opens it up, can do for a push."""
-
-    world_size: int
-
-    def agents_of(self, engine_id: str) -> tuple[str, ...]: ...
-
-    def touch_engine(self, engine_id: str) -> None: ...
-
-    def link_to(self, engine_id: str) -> Link: ...
-
-    def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None: ...
-
-    def counts_blocks_like(self, engine_id: str) -> bool: ...
-
-    def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None: ...
-
-    def ring_of(self, link: Link, window: Window) -> Route | None: ...
-
-    def report_sent(self, request_id: str) -> None: ...
-
-    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None: ...
-
-
-class Guard(Protocol):
-    """Calls something that may fail: the request's push fails with it, the writer thread goes on."""
-
-    def __call__(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool: ...
-
-
 class WorkerHost:
-    """A ``Host``. ``desk`` is set before anything is pushed; ``on_lost`` hears of lost engines."""
+    """Makes the writer and the registrations, and is the ``Host`` of their pushes. Writer thread only.
 
-    desk: Registrations
-    layout: CacheLayout | None = None
-    """None: this worker packs nothing."""
+    ``on_lost`` gets the id of a decode engine whose connection is gone.
+    """
 
-    def __init__(self, worker: PushingWorker, peers: Connections, guard: Guard, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        worker: VllmPushWorker,
+        connections: Connections,
+        packing: WorkerPacking,
+        layout: CacheLayout,
+        on_lost: Callable[[str], None],
+        make_writer: Callable[[Host], PushWriter],
+        make_registrations: Callable[[PushWriter], Registrations],
+    ) -> None:
         self._worker = worker
-        self._connections = peers
-        self._guard = guard
-        self._on_lost = on_lost
+        self._connections = connections
+        self._packing = packing
+        self._layout = layout
+        self.peer_lost = on_lost
         self._links: dict[str, Link] = {}
+        self.writer = make_writer(self)
+        self.registrations = make_registrations(self.writer)
+        self.guard = Guard(self.writer.fail)
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
         engine_id = registration.decode_engine_id
@@ -82,48 +69,45 @@ class WorkerHost:
                 address_of(registration), lambda error, _: push.reconnect(error), time.perf_counter()
             )
             return None
-        obstacle = self._obstacle(registration)
-        if obstacle is not None:
-            raise HandshakeError(obstacle)
+        refusal = self._refusal(registration)
+        if refusal is not None:
+            raise HandshakeError(refusal)
         self._worker.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:
-            link = self._links[engine_id] = self._worker.link_to(engine_id)
+            link = self._links[engine_id] = self._packing.with_gathering(self._worker.discover_link(engine_id))
             if link.refusal is not None:
                 logger.warning("layerpush pushes whole requests to decode engine %s: %s", engine_id, link.refusal)
         window = self._window(link, registration)
         return link if window is None else replace(link, window=window)
 
     def disconnected(self, engine_id: str) -> None:
-        """What was known of the way to a decode engine is void."""
+        """Forget the link to a decode engine."""
         self._links.pop(engine_id, None)
 
     def take_registration(self, request_id: str) -> Registration | None:
-        return self.desk.take(request_id, time.perf_counter())
+        return self.registrations.take(request_id, time.perf_counter())
 
     def is_unwanted(self, request_id: str) -> bool:
-        return self.desk.is_unwanted(request_id, time.perf_counter())
+        return self.registrations.is_unwanted(request_id, time.perf_counter())
 
     def delegate(self, push: Push, registration: Registration) -> None:
         def connected(error: str | None, _: float) -> None:
             if not push.is_delegated:
                 return
-            obstacle = error or self._obstacle(registration)
-            if obstacle is not None:
-                push.fail(obstacle)
+            reason = error or self._refusal(registration)
+            if reason is not None:
+                push.fail(reason)
                 return
-            self._guard("a push", push.request_id, partial(self._push_whole, push, registration))
+            self.guard("a push", push.request_id, partial(self._push_whole, push, registration))
 
         self._connections.reach(address_of(registration), connected, time.perf_counter())
 
     def report_failure(self, report: ReportFailure) -> None:
-        self._guard("a retraction", None, partial(self.desk.retract, report, report.cancelled, time.perf_counter()))
+        self.guard("a failure report", None, partial(self.registrations.report_failure, report, time.perf_counter()))
 
     def ended(self, request_id: str, failure: str | None) -> None:
-        self._guard("an ending", None, partial(self.desk.ended, request_id, failure, time.perf_counter()))
-
-    def peer_lost(self, decode_engine_id: str) -> None:
-        self._on_lost(decode_engine_id)
+        self.guard("an ending", None, partial(self.registrations.ended, request_id, failure, time.perf_counter()))
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self._worker.whole_write_ended(request_id, transfer, landed)
@@ -135,22 +119,22 @@ class WorkerHost:
         self._worker.report_sent(request_id)
 
     def _window(self, link: Link, registration: Registration) -> PushWindow | None:
-        if self.layout is None or len(link.routes) != 1 or link.share != 1.0:
+        if self._packing.strategy is None or len(link.routes) != 1 or link.share != 1.0:
             return None
-        offer = self.desk.window(registration, link.routes[0].agent)
+        offer = self.registrations.window(registration, link.routes[0].agent)
         if offer is None:
             return None
-        if offer.rank != link.routes[0].remote_rank or offer.layout != self.layout.digest or not _fits(offer):
+        if offer.rank != link.routes[0].remote_rank or offer.layout != self._layout.digest or not _fits(offer):
             return None
-        ring = self._worker.ring_of(link, offer)
+        ring = self._packing.ring_of(link.engine_id, link.routes[0].agent, offer)
         return None if ring is None else PushWindow(offer, ring, registration.request_id)
 
-    def _obstacle(self, registration: Registration) -> str | None:
+    def _refusal(self, registration: Registration) -> str | None:
         """Why nothing may be written to the engine that is connected under the registration's name."""
-        closing = self.desk.peers.closing(registration.decode_engine_id)
+        closing = self.registrations.peers.closing(registration.decode_engine_id)
         if closing is not None:
             return closing
-        return None if self.desk.is_current(registration) else RESTARTED
+        return None if self.registrations.is_current(registration) else RESTARTED
 
     def _push_whole(self, push: Push, registration: Registration) -> None:
         targets = registration.local_block_ids

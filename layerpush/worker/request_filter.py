@@ -5,15 +5,14 @@ vLLM makes such requests itself: it has the connector clean up after a request t
 
 from __future__ import annotations
 
+import logging
 from typing import Any
-
-from vllm.logger import init_logger
 
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import KvRole, ParamsError, check_params
 from layerpush.telemetry.peer_errors import PeerErrors
 
-logger = init_logger("vllm.layerpush.doorkeeper")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class RequestFilter:

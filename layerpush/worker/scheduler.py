@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from vllm.logger import init_logger
 
 from layerpush.compat.facts import block_sizes, engine_fallback
 from layerpush.compat.metadata import LayerwiseMetadata
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.layerpush.scheduler")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class LayerwisePushScheduler(VllmPushScheduler):

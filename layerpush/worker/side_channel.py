@@ -1,14 +1,14 @@
-"""Answers handshake queries on an engine's side channel. Strangers may connect to it and send anything."""
+"""Answers handshake queries on an engine's side channel. Anybody may connect to it and send anything."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
 
 import msgspec
 import zmq
-from vllm.logger import init_logger
 
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -17,7 +17,7 @@ MAX_QUERY_BYTES = 1024
 WAIT_MS = 500
 BIND_RETRY_S = 1.0
 
-logger = init_logger("vllm.layerpush.listener")
+logger = logging.getLogger(f"vllm.{__name__}")
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 Answers = Mapping[tuple[int, int], bytes]
@@ -25,7 +25,7 @@ Answers = Mapping[tuple[int, int], bytes]
 
 
 class QueryError(ValueError):
-    """A message is no handshake query; the text says why."""
+    """A message is no handshake query; the text is the reason."""
 
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
@@ -60,7 +60,7 @@ class Listener:
                 self._serve(socket)
 
     def _bind(self, socket: zmq.Socket[bytes]) -> bool:
-        """Try until the port is free; whether it was before `stop`. vLLM waits meanwhile, so the log says why."""
+        """Try until the port is free; False if `stop` came first. vLLM waits meanwhile, so the log has the reason."""
         while not self._stop.is_set():
             try:
                 socket.bind(self._path)
@@ -103,7 +103,7 @@ class Listener:
         if answer is None:
             self._report("unknown rank", f"{asker} asks for pp rank {pp_rank}, tp rank {tp_rank}: no such")
             return (b"",)
-        # The clock must be that of the process which stamps leases; this thread is one of the scheduler's.
+        # The clock of the process that stamps leases: this is a thread of the scheduler's process.
         return answer, msgspec.msgpack.encode(time.perf_counter())
 
     def _report(self, kind: str, text: str) -> None:

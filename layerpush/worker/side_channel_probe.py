@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -10,13 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.logger import init_logger
-
 from layerpush.compat.handshake import agent_of_handshake, handshake_query
 from layerpush.core.liveness import Verdict
 from layerpush.worker.zmtp import ZmtpError, ask
 
-logger = init_logger("vllm.layerpush.probe")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
@@ -29,7 +28,7 @@ def probe(
     host: str, port: int, agent_name: str, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Verdict:
     """Whether the process of an agent lives. Returns within ``timeout_s`` seconds, raises nothing, and leaves no socket
-    open, whatever the other end does.
+    open.
 
     It sends vLLM's handshake query, which a stock engine answers, too. Any thread.
     """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from layerpush.prefill.layer_interval import NAP_S
+from layerpush.prefill.layer_interval import SHORTEST_S
 
 
 class Lock(Protocol):
@@ -38,7 +38,7 @@ class Waker:
         return self._is_set
 
     def wake(self) -> None:
-        """There is work: end the wait, or the next one if nobody waits yet."""
+        """There is work: end the wait, or the next one."""
         if not self._is_set:
             self._on_wake(time.perf_counter())
             self.set()
@@ -49,7 +49,7 @@ class Waker:
             self.wake()
 
     def set(self) -> None:
-        """End the wait without a word to ``on_wake``: there may be no work. vLLM's code calls it by this name."""
+        """End the wait without a call of ``on_wake``: there may be no work. vLLM's code calls it by this name."""
         if self._is_set:
             return
         self._is_set = True
@@ -67,10 +67,10 @@ class Waker:
         """Sleep until woken, at most ``poll_timeout`` seconds; whether it was woken. Waiting thread.
 
         ``polls_layers``: the timeout is short enough for the layers of the running step, so ``wake_lazily`` leaves this
-        wait alone. It does so in any case if the timeout is no longer than ``NAP_S``.
+        wait alone. It does so in any case if the timeout is no longer than ``SHORTEST_S``.
         """
         if not self._is_set:
-            self._polls = polls_layers or (poll_timeout is not None and poll_timeout <= NAP_S)
+            self._polls = polls_layers or (poll_timeout is not None and poll_timeout <= SHORTEST_S)
             self._lock.acquire(timeout=-1 if poll_timeout is None else max(poll_timeout, 0.0))
             self._polls = False
         return self._is_set

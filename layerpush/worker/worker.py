@@ -1,11 +1,12 @@
 """``LayerwisePushWorker``: one rank's push worker. Builds P's and D's side, and runs the main thread's hooks of a step.
 
-The hooks only append to queues; ``writer_thread`` says which thread reads them.
+The hooks only append to queues; ``writer_thread`` documents them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.logger import init_logger
 
 from layerpush.compat.facts import cache_layout, device_of, only_decodes, runs_in_microbatches, worker_fallback
 from layerpush.compat.metadata import LayerwiseMetadata
@@ -25,25 +25,22 @@ from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
-from layerpush.core.wire import Registration, Window, WireError
+from layerpush.core.wire import Registration, WireError
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.report import ABORTED, DecodeReport
 from layerpush.decode.unpacking import NoUnpacking
 from layerpush.prefill.fences import fences_for
-from layerpush.prefill.host import Identity
+from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
-from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord
-from layerpush.transport.base import Route
 from layerpush.transport.connections import Address, Connections, Rank
-from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
 from layerpush.worker.metric_sources import watch_rings, watch_worker, watch_writer
@@ -51,7 +48,7 @@ from layerpush.worker.packing import WorkerPacking
 from layerpush.worker.prefill_host import WorkerHost
 from layerpush.worker.side_channel_probe import Prober
 from layerpush.worker.wake import Waker
-from layerpush.worker.writer_thread import DRAIN_S, Guard, WriterThread
+from layerpush.worker.writer_thread import DRAIN_S, WriterThread
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +57,7 @@ if TYPE_CHECKING:
 
     from layerpush.telemetry.metrics.tally import Tally
 
-logger = init_logger("vllm.layerpush.worker")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 DIGESTS_KEPT = 1 << 16
 
@@ -117,51 +114,35 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def _build(self, layout: CacheLayout, fallback: str | None, device: torch.device) -> WriterThread:
         config, packing, peer_errors = self._config, self._packing, PeerErrors(logger)
-        guard = Guard(lambda request_id, reason: self.writer.fail(request_id, reason))  # noqa: PLW0108  made below
         hooked = not runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
             logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
         self.step_events = StepEvents(
-            layout.index_of, self._waker.wake, fences_for(device), nudge=self._waker.wake_lazily, hooked=hooked
+            layout.index_of, self._waker.wake, fences_for(device), wake_lazily=self._waker.wake_lazily, hooked=hooked
         )
         self._connections = Connections(self, self.transport, config.allowed_hosts, on_lost=self._peer_lost)
-        self._host = WorkerHost(self, self._connections, guard, self._peer_lost)
-        self._host.layout = None if packing.strategy is None else layout
-        self.writer = PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
-            layout,
-            Policy(
-                by_layer=config.granularity == "layer",
-                min_write_bytes=config.min_write_bytes,
-                streams=config.layerwise and fallback is None,
-            ),
-            self.transport,
-            self.step_events,
-            self._host,
-            self._trace,
-            config.write_timeout_s,
-            PushMeter(self.metrics.recorder, engine_fallback=fallback),
-            packing.strategy,
-        )
-        self.registrations = Registrations(
-            self.writer,
+        self._host = WorkerHost(
+            self,
             self._connections,
-            self._probe_peer,
-            peer_errors,
-            get_base_request_id,
-            self._digests,
+            packing,
+            layout,
+            self._peer_lost,
+            lambda host: self._make_writer(layout, fallback, host),
+            lambda writer: Registrations(
+                writer, self._connections, self._probe_peer, peer_errors, get_base_request_id, self._digests
+            ),
         )
-        self._host.desk = self.registrations
-        meter, watch = LoadMeter(self.metrics.recorder), PeerWatch(config.peer_timeout_s)
+        self.writer, self.registrations = self._host.writer, self._host.registrations
+        recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
             self.engine_id,
             self.world_size,
             config.peer_timeout_s,
-            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, meter),
+            PrefillPeers(self.engine_id, self._connections, watch, self._probe_peer, self, recorder),
             self,
             packing.unpacker or NoUnpacking(),
             peer_errors,
-            meter,
+            recorder,
         )
         dispatcher = Dispatcher(
             self.transport, self.registrations, self.loads, packing.unpacked, self.pass_on, peer_errors
@@ -171,7 +152,7 @@ class LayerwisePushWorker(VllmPushWorker):
         watch_rings(self.metrics, packing.rings)
         return WriterThread(
             self,
-            guard,
+            self._host.guard,
             self._waker,
             self.metrics.lag,
             self._connections,
@@ -182,23 +163,40 @@ class LayerwisePushWorker(VllmPushWorker):
             self._unreported_aborts,
         )
 
+    def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
+        config = self._config
+        return PushWriter(
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
+            layout,
+            Policy(
+                by_layer=config.granularity == "layer",
+                min_write_bytes=config.min_write_bytes,
+                streams=config.layerwise and fallback is None,
+            ),
+            self.transport,
+            self.step_events,
+            host,
+            self._trace,
+            config.write_timeout_s,
+            PushMeter(self.metrics.recorder, engine_fallback=fallback),
+            self._packing.strategy,
+        )
+
     def shutdown(self) -> None:
         """Stop the writer, then vLLM's worker, and NIXL with it. Also after an initialiser that failed. Main thread."""
         thread, self._writer_thread = self._writer_thread, None
         stopped = self.join_writer(DRAIN_S) if thread is None else thread.stop()
-        if hasattr(self, "_packing"):  # made last: the prober and the trace are there too
-            if stopped:
-                self._packing.close()
-            self._prober.close()
-            self._trace.close()
+        if stopped and hasattr(self, "_packing"):
+            self._packing.close()
+        for part in ("_prober", "_trace"):
+            if hasattr(self, part):
+                getattr(self, part).close()
         super().shutdown()
 
     # Main thread: hooks of a step. ``step_events`` has those for a layer and for the end of the forward pass.
 
     def arm(self, metadata: LayerwiseMetadata) -> None:
-        """A step begins. The writer hears of it before the first layer runs, and takes what need not wait for the
-        last.
-        """
+        """A step begins: queue its plan, registrations, finished requests and cancellations, and wake the writer."""
         if self.pcp_rank > 0 and not self.pcp_dcp_sharded:
             return
         self._digests.update(metadata.prompt_digests)
@@ -256,12 +254,6 @@ class LayerwisePushWorker(VllmPushWorker):
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
         self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
 
-    def link_to(self, engine_id: str) -> Link:
-        return self._packing.with_gathering(self.discover_link(engine_id))
-
-    def ring_of(self, link: Link, window: Window) -> Route | None:
-        return self._packing.ring_of(link.engine_id, link.routes[0].agent, window)
-
     # Writer thread: D's side.
 
     def _await_push(self, request_id: str, data: dict[str, Any]) -> None:
@@ -306,7 +298,7 @@ class LayerwisePushWorker(VllmPushWorker):
     # Writer thread: engines that may be gone.
 
     def _probe_peer(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
-        """Have the prober ask the engine's side channel about its agent; the answer comes back as a task."""
+        """Have the prober ask the engine's side channel about its agent. The verdict comes back as a task."""
         pp_rank, tp_rank = rank
 
         def asked(_: Any, verdict: Any) -> None:

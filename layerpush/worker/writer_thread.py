@@ -1,4 +1,4 @@
-"""The writer thread: its loop, what it takes from other threads, its end.
+"""The writer thread: its loop, its queues, its end.
 
 vLLM's push worker starts the thread, ``nixl-push-writer``, at the end of ``register_kv_caches``. It is the only thread
 that posts and polls WRITEs, sends and reads notifications, and changes pushes and loads. So none of their objects has a
@@ -19,7 +19,7 @@ completions (``pass_on``), loads whose blocks stay aside (``LayerwisePushWorker.
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
 before a step's last; the writer polls for those while it knows how long a layer takes. vLLM's code calls ``set`` in
-every step. Nobody wakes the writer for a notification, a WRITE that has landed, a fence that has passed, or a deadline:
+every step. Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline:
 it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
 
 A failure in a turn is logged and ends the push that it belongs to. The thread goes on until ``stop``.
@@ -27,58 +27,28 @@ A failure in a turn is logged and ends the push that it belongs to. The thread g
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
-from vllm.logger import init_logger
-
 from layerpush.compat.push_worker import VllmPushWorker
-from layerpush.core.coverage import MismatchError
 from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.decode.loads import Loads
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.lag import Lag
-from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Connections
 from layerpush.worker.dispatch import Dispatcher
+from layerpush.worker.guard import Guard
 from layerpush.worker.thread_name import WRITER, name_this_thread
 from layerpush.worker.wake import Waker
 
-logger = init_logger("vllm.layerpush.worker")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 NOTIFICATION_POLL_S = 1e-3
 IDLE_POLL_S = 50e-3
 DRAIN_S = 2.0
-
-
-class Guard:
-    """Calls a function that may raise. Writer thread.
-
-    ``fail(request_id, reason)`` ends the push that a failure belongs to; one without a request is logged. vLLM's code
-    may raise anything, and the thread must outlive it.
-    """
-
-    def __init__(self, fail: Callable[[str, str], None]) -> None:
-        self._fail = fail
-
-    def __call__(self, what: str, request_id: str | None, call: Callable[[], None]) -> bool:
-        try:
-            call()
-        except (MismatchError, TransportError) as error:
-            if request_id is None:
-                logger.exception("layerpush: %s failed", what)
-            else:
-                self._fail(request_id, str(error))
-            return False
-        except Exception as error:  # vLLM's code may raise anything: the push fails, the thread lives on
-            logger.exception("layerpush: %s failed (request %s)", what, request_id)
-            if request_id is not None:
-                self._fail(request_id, f"{type(error).__name__}: {error}")
-            return False
-        return True
 
 
 class WriterThread:
@@ -123,10 +93,10 @@ class WriterThread:
                 self._pushes.fail_all(f"{type(error).__name__}: {error}")
             timeout = self._poll_timeout()
             self._lag.ended(time.perf_counter(), timeout)
-            self._waker.wait(timeout, polls_layers=self._pushes.keeps_pace(timeout))
+            self._waker.wait(timeout, polls_layers=self._pushes.polls_layers(timeout))
 
     def stop(self) -> bool:
-        """End the loop, fail every push so that its D hears of it, and wait for WRITEs on the wire. Main thread.
+        """End the loop, fail every push, report that to each D, and wait for WRITEs on the wire. Main thread.
 
         At most ``DRAIN_S`` seconds each. False if the loop still runs; then its objects must be left alone.
         """
@@ -160,7 +130,7 @@ class WriterThread:
             self._unreported_aborts.settled(aborts)
 
     def _poll_timeout(self) -> float:
-        """How long the writer may sleep, in seconds, if nobody wakes it."""
+        """The writer's longest sleep, in seconds."""
         peers = NOTIFICATION_POLL_S if self._loads.is_waiting else IDLE_POLL_S
-        pushes = self._pushes.patience
+        pushes = self._pushes.poll_timeout
         return peers if pushes is None else min(pushes, peers)

@@ -16,7 +16,7 @@ from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES, Copy
 from layerpush.transport.packing.packer import Packer, PushWindow, Stage, StagedWrite
 from layerpush.transport.packing.strategy import PackingStrategy
-from layerpush.transport.packing.unpacker import Answer, Unpacker
+from layerpush.transport.packing.unpacker import Unpacker, UnpackReply
 from layerpush.transport.packing.windows import Windows
 from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
@@ -83,7 +83,7 @@ class UnpackingDecoder(Decoder):
         for answer in self.unpacker.ended():
             self._answer(answer)
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: UnpackReply) -> None:
         if answer.message is not None and self.answers:
             self.ends[0].notify(answer.agent, encode(answer.message))
 

@@ -33,7 +33,6 @@ from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking, Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS, LOST_PEERS
-from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
@@ -167,17 +166,16 @@ class World(Town):
         self.watch, self.engine = ScriptedWatch(), Engine(forget or self.forget)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.recorder = Recorder()
-        meter = LoadMeter(self.recorder)
         watch = self.watch if scripted else liveness.PeerWatch(PATIENCE_S)
         self.loads = Loads(
             "D",
             world_size,
             PATIENCE_S,
-            PrefillPeers("D", self.peers, watch, self.probe, self.engine, meter),  # type: ignore[arg-type]
+            PrefillPeers("D", self.peers, watch, self.probe, self.engine, self.recorder),  # type: ignore[arg-type]
             self.engine,
             unpacking or NoUnpacking(),
             self.peer_errors,
-            meter,
+            self.recorder,
         )
 
     def forget(self, engine_id: str) -> bool:
@@ -652,7 +650,7 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
         world.network.reject("P", OSError("no route"))
         world.settle()
     assert "no route" in caplog.text
-    assert not world.peers.is_retrying
+    assert not world.peers._retries
     assert world.told == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -35,11 +36,14 @@ OFFER = Window(
 )
 
 
-class Worker:
-    """Its ring can be written to."""
+class Packing:
+    """The offered ring can be written to, unless ``strategy`` is None."""
 
-    def ring_of(self, link: Link, window: Window) -> Route | None:
-        assert link.routes[0].remote_rank == window.rank
+    def __init__(self, strategy: str | None) -> None:
+        self.strategy = strategy
+
+    def ring_of(self, engine_id: str, agent: str, window: Window) -> Route | None:
+        assert (engine_id, agent) == ("D", "d-0")
         return RING
 
 
@@ -52,10 +56,9 @@ class Desk:
 
 
 def host(packs: bool = True) -> WorkerHost:
-    made = WorkerHost(cast("Any", Worker()), cast("Any", None), cast("Any", None), lambda _: None)
-    made.layout = LAYOUT if packs else None
-    made.desk = cast("Any", Desk())
-    return made
+    nothing, desk = cast("Any", SimpleNamespace(fail=None)), cast("Any", Desk())
+    packing = cast("Any", Packing("auto" if packs else None))
+    return WorkerHost(nothing, nothing, packing, LAYOUT, nothing, lambda _: nothing, lambda _: desk)
 
 
 def offering(**changes: Any) -> Registration:

@@ -17,7 +17,7 @@ from layerpush.transport.base import PeerLostError, Route, TransportError, Write
 from layerpush.transport.packing import unpacker
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import UNPACK_RETRY_S, Packer, PushWindow, Stage, StagedWrite
-from layerpush.transport.packing.unpacker import Answer, Unpacker, UnpackError
+from layerpush.transport.packing.unpacker import Unpacker, UnpackError, UnpackReply
 from layerpush.transport.packing.windows import Windows
 from tests.support.fake_transport import Bytes, FakeFabric, Faults
 from tests.unit.builders import layout_of, registration
@@ -319,10 +319,10 @@ def test_what_is_scattered_is_not_refused_meanwhile() -> None:
     pair.theirs.looks.append(2)
     message = Unpack("d-1", 1, pair.window().offer.offset, (part(),))
     pair.unpacker.unpack("P", message, pair.registration)
-    assert pair.unpacker.on_message("P", message, None) == Answer("P", None)
+    assert pair.unpacker.on_message("P", message, None) == UnpackReply("P", None)
     answers = [answer for _ in range(4) for answer in pair.unpacker.ended()]
     assert [answer.message for answer in answers] == [Unpacked(1, True)]
-    assert pair.unpacker.on_message("P", message, None) == Answer("P", Unpacked(1, True))
+    assert pair.unpacker.on_message("P", message, None) == UnpackReply("P", Unpacked(1, True))
 
 
 class Broken:
@@ -384,9 +384,9 @@ def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.Monke
     monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
     pair = Pair()
     first = Unpack("d-1", 1, 0, ())
-    assert pair.unpacker.on_message("P", first, None) == Answer("P", Unpacked(1, False))
+    assert pair.unpacker.on_message("P", first, None) == UnpackReply("P", Unpacked(1, False))
     for number in range(100):
         pair.unpacker.on_message("another", Unpack("d-1", number, 0, ()), None)
-    assert pair.unpacker.again("P", first) == Answer("P", Unpacked(1, False))
+    assert pair.unpacker.again("P", first) == UnpackReply("P", Unpacked(1, False))
     assert pair.unpacker.again("another", Unpack("d-1", 0, 0, ())) is None
     assert pair.unpacker.again("another", Unpack("d-1", 99, 0, ())) is not None

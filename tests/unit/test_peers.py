@@ -57,7 +57,7 @@ def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
         assert len(town.network.handshakes) == attempt
         town.network.reject("D", OSError(f"no route, {attempt}"))
         town.settle()
-        assert bool(outcomes) == (attempt == TRIES) != town.peers.is_retrying
+        assert bool(outcomes) == (attempt == TRIES) != bool(town.peers._retries)
         town.now += RETRY_S / 2
         town.settle()
         assert len(town.network.handshakes) == attempt, "too early"
@@ -80,7 +80,7 @@ def test_a_later_try_succeeds() -> None:
     town.network.listening["D"] = ("d-0",)
     town.now += RETRY_S
     town.settle()
-    assert (outcomes, town.peers.is_retrying) == ([None], False)
+    assert (outcomes, town.peers._retries) == ([None], [])
 
 
 def test_a_handshake_that_cannot_even_begin_is_a_failed_try() -> None:
@@ -112,7 +112,7 @@ def test_only_allowed_hosts_are_connected_to(allowed: tuple[str, ...] | None, ho
     (error,) = outcomes
     if not may:
         assert error == f"host {host!r} of engine 'D' is not in allowed_hosts"
-        assert not town.peers.is_retrying
+        assert not town.peers._retries
 
 
 def test_an_engine_that_is_connected_is_not_reached_under_a_host_that_is_not_allowed() -> None:
@@ -149,7 +149,7 @@ def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.Log
         town.network.reject("D", OSError("no route"))
         town.settle()
     assert "no route" in caplog.text
-    assert not town.peers.is_retrying
+    assert not town.peers._retries
     assert lost == []
 
 
@@ -239,7 +239,7 @@ def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str,
     [error] = mistaken
     assert error is not None
     assert "engine 'D' is connected with tp_size 2 and pp_size 1, not with" in error
-    assert not town.peers.is_retrying
+    assert not town.peers._retries
     assert town.peers.address("D") == D
 
 
@@ -269,7 +269,7 @@ def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
         if attempt == 0:
             town.peers.reach(D, outcomes, town.now)
         town.settle()
-        assert not town.peers.is_retrying, "they wait for one and the same"
+        assert not town.peers._retries, "they wait for one and the same"
         town.network.reject("D", OSError("refused"))
         town.settle()
         assert (outcomes, len(mistaken)) == ([], attempt + 1)

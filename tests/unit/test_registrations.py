@@ -79,7 +79,7 @@ class ScriptedWriter:
     def serving(self, key: tuple[str, str]) -> str | None:
         return self.live.get(key)
 
-    def withdraw(self, request_id: str, key: tuple[str, str]) -> bool:
+    def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
         self.withdrawn.append((request_id, key))
         return request_id not in self.on_the_wire
 
@@ -123,7 +123,7 @@ class World(Town):
 
     def fails(self, registration: Registration, reason: str, drained: bool = True, withdrawn: bool = False) -> None:
         """The push that serves it has come to nothing."""
-        self.registrations.retract(ReportFailure(registration, 3, reason, drained), withdrawn, self.now)
+        self.registrations.report_failure(ReportFailure(registration, 3, reason, drained, withdrawn), self.now)
         self.settle()
 
     def ends(self, request_id: str, failure: str | None = "aborted") -> None:
@@ -363,7 +363,7 @@ def test_withdrawn_under_a_write_nothing_is_said_until_it_has_ended() -> None:
     world.says(wanted, "d-1")
     assert set(world.heard()) <= {Accepted("a/d")}
     world.writer.on_the_wire = set()
-    world.fails(wanted, "the decode engine withdrew its registration", withdrawn=True)
+    world.fails(wanted, "the decode engine cancelled its registration", withdrawn=True)
     assert world.heard() == [Cancelled("a/d")]
     world.says(wanted, "d-1")
     assert world.heard() == [Cancelled("a/d")]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layerpush.prefill.layer_interval import NAP_S
+from layerpush.prefill.layer_interval import SHORTEST_S
 from layerpush.worker.wake import Waker
 
 LONG_S = 20.0
@@ -97,7 +97,7 @@ def test_whatever_is_queued_before_a_wake_up_is_seen() -> None:
 
 @pytest.mark.parametrize(
     ("poll_timeout", "polls_layers", "left_alone"),
-    [(NAP_S, False, True), (2 * NAP_S, False, False), (2 * NAP_S, True, True), (None, False, False)],
+    [(SHORTEST_S, False, True), (2 * SHORTEST_S, False, False), (2 * SHORTEST_S, True, True), (None, False, False)],
 )
 def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
     poll_timeout: float | None, polls_layers: bool, left_alone: bool

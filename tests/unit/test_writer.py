@@ -272,8 +272,8 @@ def test_layers_are_looked_for_as_often_as_the_requests_of_a_step_need(mode: Pus
     prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
     rig.capture.arm(StepPlan((prompt.chunk(9),)))
     rig.writer.turn()
-    assert rig.writer.pace is not None
-    assert (rig.writer.pace < LONGEST_S) == by_layer
+    assert rig.writer.layer_poll_timeout is not None
+    assert (rig.writer.layer_poll_timeout < LONGEST_S) == by_layer
 
 
 def test_the_record_tells_the_story() -> None:
@@ -305,11 +305,11 @@ def test_it_sleeps_as_long_as_it_may(when: str) -> None:
     rig, prompt = Rig(Faults(hold_writes={0: 1000})), prompt_of()
     decoder = rig.decoder()
     if when == "idle":
-        assert rig.writer.patience is None
+        assert rig.writer.poll_timeout is None
         return
     if when == "writing":
         rig.registers(prompt, decoder)
     rig.step((prompt, 8))
-    assert rig.writer.patience is not None
-    assert rig.writer.patience <= (1e-3 if when == "waiting" else 5e-4)
+    assert rig.writer.poll_timeout is not None
+    assert rig.writer.poll_timeout <= (1e-3 if when == "waiting" else 5e-4)
     assert rig.writer.writes_in_flight("p-1") == (when == "writing")

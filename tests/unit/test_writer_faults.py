@@ -277,14 +277,14 @@ def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     if not on_the_wire:
         rig.settle()
     posted = len(rig.fabric.writes)
-    assert not rig.writer.withdraw("p-1", KEY)
-    reason = "the decode engine withdrew its registration"
+    assert not rig.writer.cancel("p-1", KEY)
+    reason = "the decode engine cancelled its registration"
     assert rig.host.retractions() == ([] if on_the_wire else [(reason, True, True)])
-    assert rig.writer.withdraw("p-1", KEY) is not on_the_wire
+    assert rig.writer.cancel("p-1", KEY) is not on_the_wire
     rig.step((prompt, 9))
     rig.settle()
     assert rig.host.retractions() == [(reason, True, True)]
-    assert rig.writer.withdraw("p-1", KEY)
+    assert rig.writer.cancel("p-1", KEY)
     rig.step((prompt, 9))
     rig.finish(prompt)
     rig.settle()
@@ -322,7 +322,7 @@ def test_withdrawn_while_the_handshake_runs() -> None:
     rig, prompt = story()
     rig.host.links["D"] = [None]
     rig.step((prompt, 9))
-    assert not rig.writer.withdraw("p-1", KEY)
+    assert not rig.writer.cancel("p-1", KEY)
     assert [drained for _, drained, _ in rig.host.retractions()] == [True]
     rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 13))
@@ -341,7 +341,7 @@ def test_withdrawn_while_the_handshake_runs() -> None:
 def test_a_withdrawal_of_something_else_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
-    assert rig.writer.withdraw(request_id, key)
+    assert rig.writer.cancel(request_id, key)
     rig.step((prompt, 13))
     rig.settle()
     assert told(rig) == [[b"d-p-1:1"]]
@@ -352,9 +352,9 @@ def test_a_withdrawal_after_the_end_finds_nothing_on_the_wire() -> None:
     rig, prompt = story()
     rig.step((prompt, TOKENS))
     rig.settle()
-    assert rig.writer.withdraw("p-1", KEY)
+    assert rig.writer.cancel("p-1", KEY)
     rig.finish(prompt)
-    assert rig.writer.withdraw("p-1", KEY)
+    assert rig.writer.cancel("p-1", KEY)
     assert (rig.host.retracted, rig.host.released) == ([], ["p-1"])
     assert told(rig) == [[b"d-p-1:1"]]
     rig.assert_clean()
@@ -364,7 +364,7 @@ def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
-    assert not rig.writer.withdraw("p-1", KEY)
+    assert not rig.writer.cancel("p-1", KEY)
     assert not rig.writer.is_delegated("p-1")
     assert (rig.host.retracted, rig.host.released) == ([], [])
     rig.settle()
@@ -378,7 +378,7 @@ def test_withdrawn_before_upstream_found_the_decode_engine_it_is_never_written()
     rig.host.posts_whole = False
     rig.finish(prompt)
     assert rig.writer.is_delegated("p-1")
-    assert not rig.writer.withdraw("p-1", KEY)
+    assert not rig.writer.cancel("p-1", KEY)
     rig.host.post_whole("p-1", (prompt.blocks,), rig.host.delegated["p-1"])
     rig.settle()
     assert rig.fabric.writes == []
@@ -421,7 +421,7 @@ def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end
     if "fails" in end:
         rig.writer.fail("p-1", "no route to rank 1")
     if "withdrawn" in end:
-        assert not rig.writer.withdraw("p-1", wanted.key)
+        assert not rig.writer.cancel("p-1", wanted.key)
     if "aborted" in end:
         rig.abort(prompt)
     if "evicted" in end:
@@ -605,7 +605,7 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
 
 def _withdraw(rig: Rig, prompt: Prompt, wish: Registration) -> None:
     """D wants its blocks back; once it may have them it uses them."""
-    if rig.writer.withdraw(prompt.name, wish.key) and prompt.name not in rig.host.pending:
+    if rig.writer.cancel(prompt.name, wish.key) and prompt.name not in rig.host.pending:
         assert not rig.decoders["D"].is_written(wish)
 
 
@@ -626,7 +626,7 @@ def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     rig.expire(prompt)
     rig.writer.turn()
     assert rig.writer.writes_in_flight("p-1")
-    assert not rig.writer.withdraw("p-1", KEY)
+    assert not rig.writer.cancel("p-1", KEY)
     assert rig.host.retracted == [], "the decode engine's blocks are still written to"
     rig.settle()
     assert [drained for _, drained, _ in rig.host.retractions()] == [True]

@@ -99,11 +99,11 @@ def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert (timed(), rig.strategy.in_flight, rig.strategy.is_busy) == (1, False, True)
-    assert rig.writer.patience != WRITE_POLL_S, "nothing to look at"
+    assert rig.writer.poll_timeout != WRITE_POLL_S, "nothing to look at"
     over(rig, prompt, decoder, wanted)
     deadline = time.monotonic() + 10
     while rig.strategy.is_busy and time.monotonic() < deadline:
-        assert rig.writer.patience == WRITE_POLL_S
+        assert rig.writer.poll_timeout == WRITE_POLL_S
         rig.writer.turn()
     assert timed() > 10
     assert rig.strategy.costs_to("D") != Costs()
@@ -179,7 +179,7 @@ def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) 
         rig.abort(prompt)
         rig.scribble(prompt.table)
     else:
-        assert not rig.writer.withdraw("p-1", wanted.key)
+        assert not rig.writer.cancel("p-1", wanted.key)
     rig.writer.turn()
     while rig.staged:
         assert not [drained for _, drained, _ in rig.host.retractions() if drained]
@@ -327,8 +327,8 @@ def test_it_looks_often_while_something_is_staged() -> None:
     rig.staging.looks.extend([NEVER] * 3)
     rig.step((prompt, 9))
     assert rig.staged
-    assert rig.writer.patience is not None
-    assert rig.writer.patience <= 5e-4
+    assert rig.writer.poll_timeout is not None
+    assert rig.writer.poll_timeout <= 5e-4
     assert rig.writer.writes_in_flight("p-1")
     assert rig.writer.engines_in_flight == {"D"}
 
@@ -354,7 +354,7 @@ def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
         rig.abort(prompt)
         rig.scribble(prompt.table)
     elif how == "withdrawn":
-        rig.writer.withdraw("p-1", wanted.key)
+        rig.writer.cancel("p-1", wanted.key)
     else:
         rig.writer.fail("p-1", "something else")
     rig.writer.turn()

@@ -22,9 +22,9 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
 class PushMeter:
-    """Records what becomes of pushes and of their WRITEs. Writer thread only.
+    """Counts pushes and their WRITEs. Writer thread only.
 
-    ``engine_fallback``: why this engine cannot push by layer or chunk.
+    ``engine_fallback``: the reason why this engine cannot push by layer or chunk.
     """
 
     def __init__(self, recorder: Recorder, *, engine_fallback: str | None = None) -> None:
@@ -34,7 +34,7 @@ class PushMeter:
     def landed(self, write: WriteRecord, plan: str = "direct", *, whole: bool = False) -> None:
         """A WRITE has landed; ``whole``: upstream's of a whole request."""
         sizes = [(WRITE_BYTES, float(write.bytes)), (WRITE_DESCRIPTORS, float(write.descriptors))]
-        if not whole:  # of these the regions are known instead
+        if not whole:  # vLLM records their regions instead of layers
             sizes.append((WRITE_LAYERS, float(write.layers[1] - write.layers[0] + 1)))
         if write.estimate_s is not None and write.t_planned is not None and write.t_landed is not None:
             sizes += [(WRITE_ESTIMATE, write.estimate_s), (WRITE_SECONDS, write.t_landed - write.t_planned)]

@@ -19,7 +19,7 @@ from layerpush.transport.base import DescriptorIds, Route, Transport, TransportE
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES, cool
 
-logger = logging.getLogger("vllm.layerpush.stager")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 SCRATCH_PIECES = 128
 """Pieces at the beginning of every ring that any P may overwrite at any time. Nobody reads them."""

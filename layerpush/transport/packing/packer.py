@@ -30,7 +30,7 @@ from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.runs import slots_of
 from layerpush.transport.writes import Transfer
 
-logger = logging.getLogger("vllm.layerpush.packer")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 UNPACK_RETRY_S = 1.0
 
@@ -100,7 +100,7 @@ class StagedWrite(Transfer):
         return WriteState.LANDED
 
     def halt(self) -> None:
-        """Nobody wants it any more: what is not on the wire yet will not be."""
+        """The push has ended: a WRITE that is not on the wire yet will not be posted."""
         self.halted = self.stage is Stage.GATHERING
 
     def release(self) -> None:
@@ -125,13 +125,13 @@ class StagedWrite(Transfer):
             offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
         try:
             self._post_if_gathered()  # on a CPU: the writer's next turn would come later than many a WRITE ends
-        except BaseException:  # nobody else would give the ring's span back
+        except BaseException:  # no caller would give the ring's span back
             self.release()
             raise
         return self
 
     def _post_if_gathered(self) -> None:
-        """What this raises comes when no copy runs any more."""
+        """Post the WRITE after its last copy. Raises ``TransportError`` only when no copy runs any more."""
         if self.stage is not Stage.GATHERING or not self.copies.are_over():
             return
         if self.halted:
@@ -152,8 +152,8 @@ class StagedWrite(Transfer):
         self._free()
 
     def _ask(self) -> None:
-        """Once more every second: an answer that was lost must not keep the push for ever, and whether the decode
-        engine still lives shows only when it is spoken to.
+        """Ask the decode engine to unpack, again every second: an answer may be lost, and only a send shows that the
+        engine has died.
         """
         assert self.window is not None
         assert self.theirs is not None
@@ -231,7 +231,7 @@ class Packer:
         ).begin(write)
 
     def unpacked(self, agent: str, number: int, done: bool) -> StagedWrite | None:
-        """A decode rank gives back a part of its window: that of the WRITE that comes back, if one is over by that."""
+        """A decode rank frees a span of its window. Returns the WRITE that this completes, if any."""
         staged = self.unpacking.get(number)
         if staged is None or staged.route.agent != agent:
             return None

@@ -20,7 +20,7 @@ from layerpush.transport.packing.packer import Packer, StagedWrite
 from layerpush.transport.packing.running_estimate import CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import transfer_size
 
-logger = logging.getLogger("vllm.layerpush.stager")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 Packing = Literal["auto", "gather", "packed"]
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Window
 from layerpush.transport.packing.memory import PIECE_BYTES, Copies, Staging
 from layerpush.transport.packing.windows import Windows
 
-logger = logging.getLogger("vllm.layerpush.unpacker")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 ANSWERS_KEPT = 4096
 """For each agent: no agent can push out the answers to another."""
@@ -21,11 +21,11 @@ AGENTS_KEPT = 1024
 
 
 class UnpackError(ValueError):
-    """A prefill rank may not pack these blocks for this request. The text says why."""
+    """A prefill rank may not pack these blocks for this request. The text is the reason."""
 
 
-class Answer(NamedTuple):
-    """``message`` is for ``agent``; None: ``ended`` returns it later. ``error`` says what the agent did wrong."""
+class UnpackReply(NamedTuple):
+    """``message`` is for ``agent``; None: ``ended`` returns it later. ``error`` is the agent's mistake."""
 
     agent: str
     message: Unpacked | None
@@ -60,7 +60,7 @@ class Unpacker:
         )
         self._expand = lru_cache(maxsize=64)(layout.expand)
         self._running: list[_Scatter] = []
-        self._answered: OrderedDict[str, OrderedDict[int, bool]] = OrderedDict()
+        self._answered: BoundedDict[str, BoundedDict[int, bool]] = BoundedDict(AGENTS_KEPT)
 
     @property
     def is_busy(self) -> bool:
@@ -91,7 +91,7 @@ class Unpacker:
         """No prefill rank writes for the request any more."""
         self._windows.close(request_id)
 
-    def on_message(self, agent: str, message: Unpack, registration: Registration | None) -> Answer:
+    def on_message(self, agent: str, message: Unpack, registration: Registration | None) -> UnpackReply:
         """Begin to scatter, or answer the message as it was answered before. Without a registration, the agent may not
         write for this request (any more), and nothing is scattered.
         """
@@ -104,11 +104,11 @@ class Unpacker:
             self.unpack(agent, message, registration)
         except UnpackError as error:
             refused = self._refuse(agent, message.number)
-            return refused._replace(error=f"what agent {agent} packed for {message.request_id}: {error}")
-        return Answer(agent, None)
+            return refused._replace(error=f"blocks that agent {agent} packed for {message.request_id}: {error}")
+        return UnpackReply(agent, None)
 
     def unpack(self, agent: str, message: Unpack, registration: Registration) -> None:
-        """Begin to scatter; ``ended`` says when that is over. The same message again changes nothing.
+        """Begin to scatter; ``ended`` returns the answer. The same message again changes nothing.
 
         Raises ``UnpackError``, when nothing has been scattered.
         """
@@ -129,12 +129,13 @@ class Unpacker:
             scatter.copies.begin(partial(self._staging.scatter, layers, ids, offset))
             offset += size
 
-    def again(self, agent: str, message: Unpack) -> Answer | None:
-        """What this message was answered with, if it was."""
-        done = self._answered.get(agent, OrderedDict()).get(message.number)
-        return None if done is None else Answer(agent, Unpacked(message.number, done))
+    def again(self, agent: str, message: Unpack) -> UnpackReply | None:
+        """The answer to this message, if it had one."""
+        answers = self._answered.get(agent)
+        done = None if answers is None else answers.get(message.number)
+        return None if done is None else UnpackReply(agent, Unpacked(message.number, done))
 
-    def ended(self) -> list[Answer]:
+    def ended(self) -> list[UnpackReply]:
         """The answers to the messages whose blocks have been scattered since the last call."""
         running, over = self._running, list[_Scatter]()
         self._running = []
@@ -161,21 +162,17 @@ class Unpacker:
             raise UnpackError(f"blocks {part.first}-{part.end - 1} of {registered} that were registered")
         return (part.end - part.first) * sum(self._layout.layer_bytes[part.first_layer : part.end_layer])
 
-    def _refuse(self, agent: str, number: int) -> Answer:
+    def _refuse(self, agent: str, number: int) -> UnpackReply:
         """Nothing is scattered for this message, unless it is being scattered already."""
         if self._is_running(agent, number):
-            return Answer(agent, None)
+            return UnpackReply(agent, None)
         return self._answer(agent, number, done=False)
 
-    def _answer(self, agent: str, number: int, *, done: bool) -> Answer:
-        answers = self._answered.setdefault(agent, OrderedDict())
-        answers[number] = done
-        self._answered.move_to_end(agent)
-        while len(answers) > ANSWERS_KEPT:
-            answers.popitem(last=False)
-        while len(self._answered) > AGENTS_KEPT:
-            self._answered.popitem(last=False)
-        return Answer(agent, Unpacked(number, done))
+    def _answer(self, agent: str, number: int, *, done: bool) -> UnpackReply:
+        answers = self._answered.get(agent) or BoundedDict(ANSWERS_KEPT)
+        answers.note(number, done)
+        self._answered.note(agent, answers)
+        return UnpackReply(agent, Unpacked(number, done))
 
 
 def _blocks(part: Part, registration: Registration) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class Windows:
         return offset
 
     def holds(self, request_id: str, offset: int, size: int) -> bool:
-        """Whether these bytes of the ring are all in the request's window, and somebody may write there."""
+        """Whether these bytes of the ring are all in the request's window, and may be written."""
         window = self._windows.get(request_id)
         if window is None or window.closed:
             return False

@@ -14,7 +14,6 @@ from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, 
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking
-from layerpush.telemetry.metrics.loads import LoadMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.base import WriteState
@@ -65,16 +64,16 @@ class DecodeEngine(Process):
         self.staging = DecodeStaging(self, layout)
         self.windows = OwnedWindows(self, self.staging, world.packing.window_pieces * PIECE_BYTES)
         self.unpacker = Unpacker(self.staging, self.windows, layout, rank=0, ring=0, device=0)
-        meter = LoadMeter(Recorder())
+        recorder = Recorder()
         self.open_loads = Loads(
             engine_id,
             1,
             PEER_TIMEOUT_S,
-            PrefillPeers(engine_id, self.peers, self.watch, self.probe, self, meter),
+            PrefillPeers(engine_id, self.peers, self.watch, self.probe, self, recorder),
             self,
             self.unpacker if world.packing.plan != "off" else NoUnpacking(),
             self.peer_errors,
-            meter,
+            recorder,
         )
 
     def forget_prefill_engine(self, engine_id: str) -> bool:

@@ -10,7 +10,7 @@ from layerpush.prefill.push import Push
 from layerpush.transport.base import WriteState
 from layerpush.transport.packing.memory import Copies
 from layerpush.transport.packing.packer import Packer, Stage, StagedWrite
-from layerpush.transport.packing.unpacker import Answer, Unpacker
+from layerpush.transport.packing.unpacker import Unpacker, UnpackReply
 from layerpush.transport.packing.windows import Windows
 from tests.unit.both_sides.mutants import MUTANTS, Patch, mutant
 
@@ -160,7 +160,7 @@ def anything_may_be_scattered_from_anywhere(patch: Patch) -> None:
 def a_number_is_scattered_again_when_it_was(patch: Patch) -> None:
     answer = Unpacker._answer
 
-    def mutated(self: Unpacker, *args: Any, **details: Any) -> Answer:
+    def mutated(self: Unpacker, *args: Any, **details: Any) -> UnpackReply:
         answered = answer(self, *args, **details)
         self._answered.clear()
         return answered

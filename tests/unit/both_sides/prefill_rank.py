@@ -234,7 +234,7 @@ class PrefillRank(Process):
             self.peers.notify(agent, self.completion(registration))
 
     def report_failure(self, report: ReportFailure) -> None:
-        self.registrations.retract(report, report.cancelled, self.world.now)
+        self.registrations.report_failure(report, self.world.now)
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self.registrations.ended(request_id, failure, self.world.now)

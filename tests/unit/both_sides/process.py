@@ -173,6 +173,6 @@ class Process:
         assert not self.handshakes
         assert not self.probes
         assert not self.tasks
-        assert not self.peers.is_retrying
+        assert not self.peers._retries
         assert not self.transport._live
         assert not [write for write in self.transport._released if write.target.alive]

@@ -156,16 +156,16 @@ def test_finished_comes_after_the_steps_of_its_request() -> None:
     assert source.finished(swept=armed.step) == []
 
 
-def test_every_layer_but_the_last_of_a_step_only_nudges() -> None:
-    wakes, nudges = Wakes(), Wakes()
-    source = StepEvents(NAMES, wakes, NoFences(), nudge=nudges)
+def test_every_layer_but_the_last_of_a_step_wakes_lazily() -> None:
+    wakes, lazily = Wakes(), Wakes()
+    source = StepEvents(NAMES, wakes, NoFences(), wake_lazily=lazily)
     for _ in range(2):
         source.arm(PLAN)
-        before = wakes.count, nudges.count
+        before = wakes.count, lazily.count
         for number, name in enumerate(reversed(NAMES), 1):
             source.layer_saved(name)
             last = number == len(NAMES)
-            assert (wakes.count, nudges.count) == (before[0] + last, before[1] + number - last)
+            assert (wakes.count, lazily.count) == (before[0] + last, before[1] + number - last)
         source.sweep()
         assert wakes.count == before[0] + 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.push_policy import Policy
-from layerpush.prefill.layer_interval import LAYERS_APART, LONGEST_S, NAP_S, LayerInterval
+from layerpush.prefill.layer_interval import LONGEST_S, POLLS_APART, SHORTEST_S, LayerInterval
 from layerpush.prefill.writer import WRITE_POLL_S
 from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
@@ -21,7 +21,7 @@ def paced(layer_s: float, layers: int = 4) -> LayerInterval:
     return pace
 
 
-@pytest.mark.parametrize(("layer_s", "seconds"), [(1e-6, NAP_S), (2e-3, LAYERS_APART * 2e-3), (1.0, LONGEST_S)])
+@pytest.mark.parametrize(("layer_s", "seconds"), [(1e-6, SHORTEST_S), (2e-3, POLLS_APART * 2e-3), (1.0, LONGEST_S)])
 def test_it_is_a_part_of_a_layers_time(layer_s: float, seconds: float) -> None:
     assert paced(layer_s).seconds == pytest.approx(seconds)
 
@@ -36,7 +36,7 @@ def test_what_is_between_steps_does_not_count() -> None:
     pace.step_begins()
     pace.layer_ready(200.0)
     pace.layer_ready(200.0 + LAYER_S)
-    assert pace.seconds == pytest.approx(LAYERS_APART * LAYER_S)
+    assert pace.seconds == pytest.approx(POLLS_APART * LAYER_S)
 
 
 def test_it_follows_steps_that_become_shorter() -> None:
@@ -44,29 +44,29 @@ def test_it_follows_steps_that_become_shorter() -> None:
     pace.step_begins()
     for number in range(40):
         pace.layer_ready(200.0 + number * LAYER_S / 2)
-    assert pace.seconds == pytest.approx(LAYERS_APART * LAYER_S / 2, rel=1e-3)
+    assert pace.seconds == pytest.approx(POLLS_APART * LAYER_S / 2, rel=1e-3)
 
 
 def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the step, after its last layer, and when a WRITE of another prompt may end, it is in a hurry."""
-    monkeypatch.setattr("layerpush.prefill.layer_interval.NAP_S", LONGEST_S)  # the rig's layers take no time
+    monkeypatch.setattr("layerpush.prefill.layer_interval.SHORTEST_S", LONGEST_S)  # the rig's layers take no time
     rig = Rig(Faults(hold_writes={0: NEVER}))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []
-    rig.step((prompt, 4), between=lambda: seen.append(rig.writer.pace))
-    assert not rig.writer.keeps_pace(0.0), "no layer is to come"
+    rig.step((prompt, 4), between=lambda: seen.append(rig.writer.layer_poll_timeout))
+    assert not rig.writer.polls_layers(0.0), "no layer is to come"
     assert seen[0] is None, "nothing is known"
     assert all(seen[1:-1])
     assert seen[-1] is None, "no layer is to come"
-    assert rig.writer.patience == WRITE_POLL_S
+    assert rig.writer.poll_timeout == WRITE_POLL_S
 
     patience: list[float | None] = []
     keeps: list[bool] = []
 
     def look() -> None:
-        patience.append(rig.writer.patience)
-        keeps.append(rig.writer.keeps_pace(LONGEST_S) and not rig.writer.keeps_pace(2 * LONGEST_S))
+        patience.append(rig.writer.poll_timeout)
+        keeps.append(rig.writer.polls_layers(LONGEST_S) and not rig.writer.polls_layers(2 * LONGEST_S))
 
     rig.step((prompt, 18), between=look)
     assert patience == [LONGEST_S] * (len(patience) - 1) + [WRITE_POLL_S]
@@ -75,7 +75,7 @@ def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch
     other = Prompt("p-2", 8, [30, 31])
     rig.host.pending[other.name] = rig.asks(other, decoder, 20)
     hurried: list[float | None] = []
-    rig.step((other, 8), between=lambda: hurried.append(rig.writer.patience))
+    rig.step((other, 8), between=lambda: hurried.append(rig.writer.poll_timeout))
     assert set(hurried) == {WRITE_POLL_S}, "the first prompt's WRITE is still on the wire"
 
 
@@ -84,5 +84,5 @@ def test_by_chunk_it_need_not_look_at_layers() -> None:
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []
-    rig.step((prompt, 22), between=lambda: seen.append(rig.writer.pace))
+    rig.step((prompt, 22), between=lambda: seen.append(rig.writer.layer_poll_timeout))
     assert seen == [LONGEST_S] * (len(seen) - 1) + [None]
