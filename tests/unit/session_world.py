@@ -306,7 +306,7 @@ class PushWorld:
 
     def withdraw(self) -> None:
         self.disturbed = self.withdrawn = True
-        self._ends("cancelled", "the decode engine withdrew its registration")
+        self._ends("cancelled", "the decode engine cancelled its registration")
         self.send(push_protocol.CancelledByD())
         assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED)
 

@@ -153,7 +153,7 @@ class LoadWorld:
             case Aborted():
                 self.aborted |= State.PARKED is not self.session.state
         if isinstance(event, Cancelled):
-            self.cause = self.cause or f"agent {event.agent} withdrew the push"
+            self.cause = self.cause or f"agent {event.agent} cancelled the push"
         self.cause = self.cause or getattr(event, "reason", None)
         if self.cause and self.failed_at is None:
             self.failed_at = self.now
