@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-"""The committed results, which the documentation shows. No command writes here unless it is told to."""
+"""The committed results, which the documentation shows. Commands write here only if an option says so."""
 OUTPUT = Path(__file__).parents[1] / "build" / "bench"
 """Where commands write by default; git ignores it."""
 

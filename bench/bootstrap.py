@@ -1,4 +1,4 @@
-"""How sure a ratio of medians, or their difference, is."""
+"""Confidence intervals of medians, and of their ratios and differences."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Interval:
 
 
 def median_of_rounds(rounds: Sequence[Sequence[float]], seed: int = 0, resamples: int = ROUND_RESAMPLES) -> Interval:
-    """Median of all samples; the bootstrap draws whole rounds, whose samples share what disturbed them.
+    """Median of all samples; the bootstrap draws whole rounds, whose samples share the same disturbances.
 
     Raises ``ValueError`` for rounds of unequal length, or empty ones.
     """

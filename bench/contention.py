@@ -1,4 +1,4 @@
-"""What gathering costs the work beside it: matrix products with and without it, on one GPU."""
+"""The cost of gathering for other work of a GPU: matrix products with and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast blocks are gathered and scattered, against a plain copy of as many bytes and what else could do it."""
+"""Rates of gathering and scattering blocks, beside a plain copy of as many bytes and other operators."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Rival
+from bench.plot.canvas import figure
 from layerpush.apps.demo.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
@@ -36,7 +37,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 class WrongBytesError(Exception):
-    """A way moved other bytes than the reference: what it took for that means nothing."""
+    """A way moved other bytes than the reference; its time means nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Cell:
 
     @classmethod
     def from_json(cls, written: Mapping[str, Any]) -> Cell:
-        """What ``as_json`` has made."""
+        """The inverse of ``as_json``."""
         case = Case(written["block_bytes"], written["blocks"], written["ids"])
         return cls(case, written["direction"], {way: each["seconds"] for way, each in written["ways"].items()})
 
@@ -95,7 +96,7 @@ class Cell:
 
 
 class Timer:
-    """Seconds that something takes when nothing of it is in a cache: by events on a GPU, by the clock on a CPU."""
+    """Seconds of a call with cold caches: by events on a GPU, by the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,7 +119,7 @@ class Timer:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cells share."""
+    """The settings of all cells."""
 
     device: torch.device
     rounds: int
@@ -292,40 +293,25 @@ def _line(cell: Cell) -> str:
 
 def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     """Share of the copy's rate by block size: a row for each direction, a column for each pattern of ids."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     patterns, counts = (sorted({getattr(cell.case, name) for cell in cells}) for name in ("ids", "blocks"))
     sizes = sorted({cell.case.block_bytes / 1024 for cell in cells})
-    size = (4 + 4 * len(patterns), 7)
-    figure, grid = plt.subplots(
-        2, len(patterns), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    for (direction, row), (column, pattern) in itertools.product(
-        zip(DIRECTIONS, grid, strict=True), enumerate(patterns)
-    ):
-        panel = row[column]
-        panel.axhline(1, color="grey", lw=0.8)
-        panel.set_title(f"{direction}, ids: {pattern}", loc="left")
-        here = [cell for cell in cells if (cell.direction, cell.case.ids) == (direction, pattern)]
-        for shade, count in enumerate(counts):
-            of_count = [cell for cell in here if cell.case.blocks == count]
-            for way, style in ((OURS, "o-"), (TORCH[direction], "x:")):
-                shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
-                panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
-    for row in grid:
-        row[0].set_ylabel("share of a plain copy's rate")
-    for panel in grid[-1]:
-        panel.set_xlabel("KiB per block")
-    figure.suptitle(title)
-    for row in grid:
-        row[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(len(DIRECTIONS), len(patterns), path, title) as grid:
+        for (direction, row), (column, pattern) in itertools.product(
+            zip(DIRECTIONS, grid, strict=True), enumerate(patterns)
+        ):
+            panel = row[column]
+            panel.axhline(1, color="grey", lw=0.8)
+            panel.set_title(f"{direction}, ids: {pattern}", loc="left")
+            here = [cell for cell in cells if (cell.direction, cell.case.ids) == (direction, pattern)]
+            for shade, count in enumerate(counts):
+                of_count = [cell for cell in here if cell.case.blocks == count]
+                for way, style in ((OURS, "o-"), (TORCH[direction], "x:")):
+                    shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
+                    panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+            panel.set(xlabel="KiB per block", ylabel="share of a plain copy's rate")
+        grid[0][-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 if __name__ == "__main__":

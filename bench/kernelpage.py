@@ -18,7 +18,7 @@ Cell = Mapping[str, Any]
 
 
 def tables(result: Result) -> str:
-    """GB/s and share of a copy's rate, by block size and count; on a GPU also what gathering costs its neighbour."""
+    """GB/s and share of a copy's rate, by block size and count; on a GPU also the slowdown of products beside it."""
     parts = [_rates(result["cells"]), _about(result)]
     if result["contention"]:
         parts += [_contention(result["contention"]), "Products of large matrices, alone and beside gathering."]
@@ -53,7 +53,7 @@ def _about(result: Result) -> str:
         "bytes in the same rounds; nothing of it is in a cache."
     )
     if device["kind"] == "cpu":
-        said += f" On a CPU torch's operators do the work, in {threads}, and this says nothing about a GPU."
+        said += f" On a CPU torch's operators do the work, in {threads}, so their rate does not apply to a GPU."
     else:
         said += f" On one {device['name']}, with at most {result['max_programs']} programs."
     return f"{said} {conditions(result)}"

@@ -1,4 +1,4 @@
-"""What the documentation says of any result: tables of numbers, and the conditions of a run."""
+"""Tables of numbers, and the conditions of a run, for the documentation of any result."""
 
 from __future__ import annotations
 

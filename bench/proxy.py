@@ -1,4 +1,4 @@
-"""What `layerpush proxy` adds to a request: the same requests to a stub engine, straight and through the proxy."""
+"""Overhead of `layerpush proxy`: the same requests to a stub engine, straight and through the proxy."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def page_table(result: Result) -> str:
     about = (
         f"Time to the first byte, median of {requests} streams of {result['answer_events']} events from an engine that "
         "answers at once, straight and through the proxy in turn, with 95 % intervals. Client, proxy, P and D share "
-        "the machine: with many at a time the streams wait for its cores, and what matters is the last column, by how "
-        "much a round of so many takes longer, divided by their number."
+        "the machine, so many streams at a time wait for its cores. The last column matters there: the additional time "
+        "of a round, divided by its number of streams."
     )
     table = number_table(("tokens", "at a time", "straight", "proxied", *added_headings), rows)
     return f"{table}\n\n{about} {conditions(result)}"
@@ -200,12 +200,12 @@ async def _cell(
             series.round_ms.append(1e3 * (time.perf_counter() - began))
             series.times += [times for times, _ in answers]
             if any(data != answer for _, data in answers):
-                raise WrongAnswerError(f"{url} did not answer what the engine answers")
+                raise WrongAnswerError(f"{url} gave another answer than the engine")
     return cell
 
 
 async def _warm_up(session: aiohttp.ClientSession, urls: Sequence[str], body: bytes, width: int) -> bytes:
-    """Connections are made before the first sample. What D answers."""
+    """Make all connections before the first sample. Returns D's answer."""
     for _ in range(-(-WARM_UP // width)):
         for url in reversed(urls):
             answers = await asyncio.gather(*(_request(session, url, body) for _ in range(width)))

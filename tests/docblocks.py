@@ -1,4 +1,4 @@
-"""The commands of the documentation: which blocks there are, what each needs, and their commands word by word."""
+"""The blocks of commands in the documentation, the hardware that each needs, and their commands word by word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 PROGRAMS = frozenset({"cat", "curl", "export", "git", "layerpush", "make", "pip", "python", "scripts", "ss", "vllm"})
-"""What an indented block may begin with to be one of commands."""
+"""An indented block of commands begins with one of these."""
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
@@ -26,7 +26,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Block:
-    """``needs`` is what the page says right above the block, ``*Needs two GPUs.*``: hardware that tests lack."""
+    """``needs`` is hardware that tests lack: the line right above the block, such as ``*Needs two GPUs.*``."""
 
     page: str
     line: int
@@ -36,7 +36,7 @@ class Block:
 
     @property
     def first(self) -> str:
-        """The first line without its comment: what the block is known by."""
+        """The first line without its comment. It identifies the block."""
         return _uncommented(self.text.strip().splitlines()[0])
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def commands(text: str) -> Iterator[Command]:
 
 
 def needs_lines(page: str, root: Path = ROOT) -> list[int]:
-    """Where the page says that something needs hardware."""
+    """Numbers of the lines that name needed hardware."""
     return [
         number
         for number, line in enumerate((root / page).read_text().splitlines(), start=1)

@@ -1,4 +1,4 @@
-"""What is wrong with a command of the documentation, as the programs themselves see it: nothing is run."""
+"""Finds commands of the documentation that their programs would refuse. Runs nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.docblocks import ROOT, Command
 Words = Sequence[str]
 SERVER = "vllm.entrypoints.openai.api_server"
 ANY_ARGUMENTS = frozenset(
-    {
+    [
         "cat",
         "cd",
         "cp",
@@ -38,9 +38,9 @@ ANY_ARGUMENTS = frozenset(
         "ss",
         "ucx_info",
         "wait",
-    }
+    ]
 )
-"""Not ours, and not vLLM's."""
+"""Programs of others, whose arguments nobody checks."""
 UCX = frozenset(
     {"LOG_LEVEL", "MAX_RNDV_RAILS", "NET_DEVICES", "PROTO_INFO", "RCACHE_MAX_UNRELEASED", "TCP_PORT_RANGE", "TLS"}
 )
@@ -48,19 +48,19 @@ UCX = frozenset(
 
 
 PLACEHOLDERS = {"DIR": str(ROOT), "FILE": str(ROOT / "pyproject.toml")}
-"""What a reader puts in, where a program looks whether it is there."""
+"""Stand for a reader's values that a program looks for on the disk."""
 
 
 class WrongCommandError(ValueError):
-    """The message says what the program would say."""
+    """The program would refuse the command; the text is its message."""
 
 
 class IncompleteCommandError(WrongCommandError):
-    """Nothing is wrong with what is there."""
+    """The command lacks an argument; all others are good."""
 
 
 def check(command: Command) -> None:
-    """Raises ``WrongCommandError`` for a command that could not be given: no such program, option, target or file."""
+    """Raises ``WrongCommandError``: no such program, option, target or file."""
     if not command.words:
         return
     program, *rest = command.words
@@ -92,11 +92,11 @@ def check_transfer_config(config: Mapping[str, Any]) -> None:
 
 def _vllm(words: Words) -> None:
     if words[:2] == ["bench", "serve"]:
-        _parsed(_vllm_bench_parser(), words[2:])
+        _parsed(_vllm_parser(bench=True), words[2:])
         return
     if words[:1] != ["serve"]:
         raise WrongCommandError(f"vllm {' '.join(words[:1])}")
-    arguments = _parsed(_vllm_parser(), words[1:])
+    arguments = _parsed(_vllm_parser(bench=False), words[1:])
     if arguments.kv_transfer_config is not None:
         given = words[words.index("--kv-transfer-config") + 1]
         check_transfer_config(json.loads(given))
@@ -144,10 +144,9 @@ def _python(words: Words) -> None:
 
 def _pip(words: Words) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for word in words:
-        wanted = re.search(r"\[([\w,]+)\]", word)
-        if wanted and not set(wanted[1].split(",")) <= extras.keys():
-            raise WrongCommandError(f"pip install {word}: no such extra")
+    wanted = {extra for word in words for found in re.findall(r"\[([\w,]+)\]", word) for extra in found.split(",")}
+    if unknown := wanted - extras.keys():
+        raise WrongCommandError(f"pip install: no such extra: {unknown.pop()}")
 
 
 def _pytest(words: Words) -> None:
@@ -157,7 +156,7 @@ def _pytest(words: Words) -> None:
 
 
 def _curl(words: Words) -> None:
-    """Bodies that are JSON, once the shell has put in what it knows; parameters as an engine would check them."""
+    """The body must be JSON, with good parameters for an engine. A variable of the shell counts as an object."""
     if "-d" not in words:
         return
     body = words[words.index("-d") + 1]
@@ -211,25 +210,21 @@ def _typer(app: typer.Typer, words: Words) -> None:
         except (RuntimeError, SystemExit) as ended:  # --help and --version
             if not said.getvalue():
                 raise WrongCommandError(f"{name} {' '.join(rest)}: {ended!r}") from None
-        except Exception as error:  # noqa: BLE001  # click's own, wherever typer has it from
+        except Exception as error:  # noqa: BLE001  # click's errors; typer may bring its own click
             kind = IncompleteCommandError if type(error).__name__ == "MissingParameter" else WrongCommandError
             raise kind(f"{name}: {getattr(error, 'message', error)}") from None
 
 
 @cache
-def _vllm_parser() -> Any:
+def _vllm_parser(bench: bool) -> Any:
+    """Of ``vllm bench serve`` or of ``vllm serve``."""
+    from vllm.benchmarks.serve import add_cli_args
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
-
-
-@cache
-def _vllm_bench_parser() -> Any:
-    from vllm.benchmarks.serve import add_cli_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     parser = FlexibleArgumentParser()
+    if not bench:
+        return make_arg_parser(parser)
     add_cli_args(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""What the Grafana dashboard and the alert rules in ``docs/metrics`` ask for, and whether a scrape has it."""
+"""Compares the metrics of the dashboard and the alert rules in ``docs/metrics`` with a scrape."""
 
 from __future__ import annotations
 

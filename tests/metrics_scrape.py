@@ -20,7 +20,7 @@ LABELS = ["model_name", "engine"]
 
 
 class FrontEnd:
-    """What vLLM's API server holds for ``engines`` data-parallel engines."""
+    """The metrics of vLLM's API server for ``engines`` data-parallel engines."""
 
     def __init__(self, engines: int = 1, connector: str = "LayerwisePushConnector", **extra: Any) -> None:
         register()
@@ -33,14 +33,14 @@ class FrontEnd:
         self.logging = KVConnectorLogging(transfer)
 
     def hear(self, payload: Mapping[str, Any], engine: int = 0) -> None:
-        """A step's statistics arrive, over the wire between engine core and front end."""
+        """Observe the statistics of a step, after their way over the wire between engine core and front end."""
         encoded = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=dict(payload)))
         stats = MsgpackDecoder(SchedulerStats).decode(encoded)
         self.logging.observe(stats.kv_connector_stats)
         self.prom.observe(stats.kv_connector_stats, engine)
 
     def log_line(self) -> str | None:
-        """What the periodic log line would say now."""
+        """The next periodic log line."""
         lines: list[str] = []
         self.logging.log(lambda form, text: lines.append(form % text))
         return lines[0] if lines else None

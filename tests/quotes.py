@@ -1,4 +1,4 @@
-"""Whether a program really says what a page quotes: the strings of its sources; ``<...>`` stands for what varies."""
+"""Compares quotes of a page with the strings in a program's sources; ``<...>`` stands for the varying parts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VLLM_SAYS_IT_IN = ("distributed/kv_transfer/kv_connector", "plugins/__init__.py"
 
 @cache
 def ours() -> tuple[str, ...]:
-    """What layerpush says, blanked."""
+    """All strings of layerpush, blanked."""
     return _said_in(ROOT / "layerpush")
 
 
 @cache
 def vllms() -> tuple[str, ...]:
-    """What vLLM says of connectors and plugins, blanked."""
+    """vLLM's strings about connectors and plugins, blanked."""
     home = package("vllm")
     return tuple(text for part in VLLM_SAYS_IT_IN for text in _said_in(home / part))
 
@@ -36,7 +36,7 @@ def libraries(pattern: str) -> bytes:
 
 
 def package(name: str) -> Path:
-    """The directory of an installed package, which is not imported."""
+    """The directory of an installed package, without an import."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -44,7 +44,7 @@ def package(name: str) -> Path:
 
 
 def is_said(quote: str, said: tuple[str, ...] | list[str]) -> bool:
-    """Whether a blanked quote is one of these texts, a part of one, or one with others put in."""
+    """Whether a blanked quote is one of these texts, a part of one, or a text with others in its blanks."""
     if quote == BLANK or any(quote in text for text in said):
         return True
     for text in said:
@@ -56,7 +56,7 @@ def is_said(quote: str, said: tuple[str, ...] | list[str]) -> bool:
 
 
 def texts(source: str) -> list[str]:
-    """Every string of a module; what a format puts in shows as ``{}``."""
+    """Every string of a module; ``{}`` stands for each value of a format."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):

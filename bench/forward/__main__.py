@@ -1,17 +1,13 @@
-"""``python -m bench.forward``: what pushing costs a forward, and what of the transfer is left after it."""
+"""``python -m bench.forward``: the cost of pushes for a forward, and the exposed time after it."""
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench import OUTPUT, write
 from bench.forward import report
 from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, growing_cases, known_cases
 from bench.forward.cells import Cell
@@ -19,23 +15,13 @@ from bench.forward.growth import lines
 from bench.forward.links import HELP, links, wire_of
 from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure
-from bench.forward.plot import plot
 from bench.forward.settings import ForwardSettings
+from bench.pair import command
 from bench.pair.lists import names, numbers
-from bench.pair.sweep import (
-    PACKAGES,
-    PROGRESS_THREADS,
-    AgentThreads,
-    Corrupt,
-    ProgressThread,
-    Seed,
-    StagingMib,
-    need_cuda,
-    sweep,
-)
+from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
-from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.provenance import provenance
+from bench.plot import lengths
+from bench.plot.series import of_forward
 
 MODES = ("layer", "chunk", "request")
 ROUNDS, QUICK_ROUNDS = 6, 3
@@ -43,7 +29,6 @@ MOST_MIB, QUICK_MOST_MIB = 640, 160
 LAYER_MS = 5.0
 POINTS, QUICK_POINTS = 4, 3
 LEAST_NOISE = 64 << 20
-PIPE_WIDTH = 200
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -64,8 +49,7 @@ def main(
         str | None,
         typer.Option(
             show_default=False,
-            help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items())
-            + ". Default: contiguous,random, or random if quick.",
+            help=f"{command.PATTERNS_HELP} Default: contiguous,random, or random if quick.",
         ),
     ] = None,
     modes: Annotated[
@@ -95,22 +79,14 @@ def main(
     growth: Annotated[bool, typer.Option(help="Also measure the growth of costs, on the first link.")] = True,
     packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
     min_write_bytes: Annotated[int, typer.Option(min=0, help="The connector's setting.")] = 256 << 10,
-    staging_mib: StagingMib = 64,
-    progress: ProgressThread = "calm",
-    threads: AgentThreads = 4,
+    staging_mib: command.StagingMib = 64,
+    progress: command.ProgressThread = "calm",
+    threads: command.AgentThreads = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
-    device: Annotated[str, typer.Option(help="Device of KV and products: cpu or cuda.")] = "cpu",
-    seed: Seed = 0,
-    corrupt: Corrupt = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="All samples as JSON; the picture goes beside it, as PNG. Default: build/bench/forward.json, or "
-            "nothing with --quick.",
-        ),
-    ] = None,
+    device: command.Device = "cpu",
+    seed: command.Seed = 0,
+    corrupt: command.Corrupt = False,
+    out: command.Out = None,
 ) -> None:
     """Measure the cost of pushes for a forward pass, and the exposed part of the transfer after it.
 
@@ -136,22 +112,18 @@ def main(
 
     - sudo python -m bench.forward --links loopback,500mbit,1gbit,2gbit,5gbit,10gbit --models llama-70b-tp8 --no-growth
     """
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    try:
-        (device,), (packing,) = names(device, ["cpu", "cuda"]), names(packing, ["auto", "off", "gather", "packed"])
-        (progress,) = names(progress, PROGRESS_THREADS)
+    console = command.console()
+    with command.checked(console):
+        device = command.one_of(device, ("cpu", "cuda"))
+        packing = command.one_of(packing, ("auto", "off", "gather", "packed"))
+        progress = command.one_of(progress, command.PROGRESS_THREADS)
         wanted_links = links(links_, device)
-        lengths = numbers(tokens) if tokens else list(QUICK_TOKENS if quick else TOKENS)
+        prompts = numbers(tokens) if tokens else list(QUICK_TOKENS if quick else TOKENS)
         patterns = names(ids or ",".join(IDS[-1:] if quick else IDS), list(PATTERNS))
         chosen, wanted_modes = names(models, list(MODELS)), names(modes, MODES)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except LinkError as error:
-        console.print(str(error), style="red", markup=False)
-        raise typer.Exit(2) from error
-    need_cuda(device)
+        command.need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
-    cases, left_out = known_cases(chosen, lengths, patterns, chunk_tokens, most_mib << 20, requests)
+    cases, left_out = known_cases(chosen, prompts, patterns, chunk_tokens, most_mib << 20, requests)
     growing = list(growing_cases(QUICK_POINTS if quick else POINTS)) if growth else []
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20
@@ -163,7 +135,7 @@ def main(
         staging_bytes=staging_mib << 20,
         device=device,
         agent_threads=threads,
-        progress=progress,  # type: ignore[arg-type]
+        progress=progress,
         corrupt=corrupt,
         layer_s=layer_ms * 1e-3,
         forward_threads=forward_threads,
@@ -186,22 +158,23 @@ def main(
         console.print(report.growth(fitted))
     missed = report.missed(cells)
     console.print(*(missed or ["by layer is within its limits in every case"]), sep="\n", markup=False)
-    path = out or (None if quick else OUTPUT / "forward.json")
-    if path is not None:
-        head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
-        body = {
-            "seconds": round(time.monotonic() - started_at),
-            "misses": missed,
-            "left_out": [asdict(case) | {"bytes": case.bytes} for case in left_out],
-            "cells": [cell.as_json() for cell in cells],
-            "lines": [asdict(line) for line in fitted],
-            "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
-        }
-        write(path, head | body)
-        plot(cells, fitted, path.with_suffix(".png"), "Pushes during a synthetic forward")
-        console.print(
-            f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} prompts above {most_mib} MiB left out"
-        )
+    path = command.path_of(out, quick, "forward.json")
+    if path is None:
+        return
+    result = command.header(settings, repeats, about, started_at) | {
+        "misses": missed,
+        "left_out": [asdict(case) | {"bytes": case.bytes} for case in left_out],
+        "cells": (written := [cell.as_json() for cell in cells]),
+        "lines": [asdict(line) for line in fitted],
+        "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
+    }
+    command.publish(
+        console,
+        path,
+        result,
+        lambda picture: lengths.draw(of_forward({"cells": written}), picture, "Pushes during a synthetic forward"),
+        f"{len(left_out)} prompts above {most_mib} MiB",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: prompts of a geometry whose blocks lie so scattered, computed in chunks. Pure."""
+"""The measured cases: prompts of a geometry with a pattern of block ids, computed in chunks. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bench.pair.tables import PATTERNS, Draw, drawn
 POOL_FACTOR = 1.25
 """A cache has so many times the blocks of the largest case."""
 FIXED_BYTES = 64 << 20
-"""What comes with every sample takes as long as moving about so many bytes."""
+"""The fixed work of a sample takes about as long as this many bytes."""
 TOKENS = (4096, 16384, 32768, 131072)
 QUICK_TOKENS = (1024, 4096)
 IDS = ("contiguous", "random")
 CHUNK_TOKENS = 2048
 RANK_BLOCK = MODELS["llama-70b-tp8"].block_bytes
 LEAST = {"layers": 16, "blocks": 64, "requests": 1}
-"""A case of a line has so many layers, blocks of a request and requests, but for what grows."""
+"""Layers, blocks of a request and requests of the cases of a line; one of the three grows."""
 GROWN = {"layers": (8, 16, 32, 64), "blocks": (64, 128, 256, 512), "requests": (1, 2, 4, 8)}
 
 
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def cache_bytes(self) -> int:
-        """Of a cache that it can be drawn from; block 0 belongs to nobody."""
+        """Bytes of a cache for this case; no prompt has block 0."""
         return self.layers * self.block_bytes * (int(POOL_FACTOR * self.requests * self.blocks) + 1)
 
     @property
@@ -77,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Growing:
-    """One case of a line: ``what`` is ``value`` in it, all else as in the others."""
+    """One case of a line. Only ``what`` differs along it; here it is ``value``."""
 
     what: str
     value: int
@@ -92,7 +92,7 @@ def known_cases(
     most: int,
     requests: int = 1,
 ) -> tuple[list[Case], list[Case]]:
-    """Those of up to ``most`` bytes, and those that are left out. One geometry after the other."""
+    """Cases of up to ``most`` bytes, and the other ones. One geometry after the other."""
     every = [
         Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens)
         for name, length, ids in itertools.product(models, lengths, patterns)

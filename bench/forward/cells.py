@@ -1,4 +1,4 @@
-"""What was measured in one case, and what follows from it. Pure."""
+"""The samples of one case, and its figures. Pure."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Cell:
 
     @cached_property
     def wire_s(self) -> float:
-        """What all bytes of the case take at the ceiling."""
+        """Seconds of all bytes of the case at the ceiling."""
         return self.case.bytes / self.ceiling
 
     @cached_property
@@ -150,7 +150,7 @@ class Cell:
         return ratio_of_medians(self.series[mode].forward_s, self.series[OFF].forward_s)
 
     def delays(self, mode: str) -> Delays | None:
-        """Why the forward takes longer than without a push; None where the system does not say."""
+        """Parts of the additional time of the forward; None if the system does not report them."""
         here, off = self.series[mode], self.series[OFF]
         if not here.forward_queued_s or not off.forward_queued_s:
             return None
@@ -168,7 +168,7 @@ class Cell:
 
     @property
     def exposed_limit(self) -> float | None:
-        """What part of a whole request's exposed time that by layer may be, where the link can carry the KV in time."""
+        """Limit of exposed time by layer, as a share of a whole request's; None for a slow link or few layers."""
         return 2 / self.case.layers if self.case.layers >= LAYERS_TO_HIDE and self.load <= 1 else None
 
     @property

@@ -37,7 +37,7 @@ class DecodeEnd(DecodeSide):
             case Completion(request_id):
                 self._completed.add(request_id)
             case other:
-                raise ValueError(f"{PREFILL} said {other}")
+                raise ValueError(f"{PREFILL} sent {other}")
 
     def obey(self, order: object) -> Checked | str | None:
         match order:
@@ -74,7 +74,7 @@ class DecodeEnd(DecodeSide):
         return f"{wrong} bytes of D's blocks are not what the forward computed" if wrong else None
 
     def _await(self, request_ids: tuple[str, ...]) -> list[str]:
-        """The requests whose completion does not come."""
+        """The requests without a completion."""
         deadline = time.monotonic() + COMPLETION_TIMEOUT_S
         while not self._completed.issuperset(request_ids) and time.monotonic() < deadline:
             self._turn()

@@ -1,4 +1,4 @@
-"""How cost grows with layers, blocks and requests: straight lines through what was measured. Pure."""
+"""Growth of costs with layers, blocks and requests: straight lines through the samples. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fit(values: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def lines(grown: Sequence[tuple[str, int, Cell]]) -> Iterator[Line]:
-    """A line for each thing that grew, mode and cost; ``grown`` has what grew, its value, and what was measured."""
+    """A line for each thing that grew, mode and cost; ``grown`` has the thing, its value and the cell."""
     for what in dict.fromkeys(each for each, _, _ in grown):
         here = [(value, cell) for each, value, cell in grown if each == what]
         if len(here) < 2:

@@ -1,4 +1,4 @@
-"""What the writer asks of its worker, answered without one: D is connected, and whole requests are one WRITE."""
+"""A writer's host without a worker: D is connected, and a whole request is one WRITE."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from layerpush.transport.writes import Transfer, Writes
 
 
 class PairHost:
-    """A ``Host``. ``registered`` is said on the writer thread; P's main thread waits for ``all_known`` and ``all_over``
-    of the requests that it ``expects``.
+    """A ``Host``. The writer thread calls ``registered``.
+
+    P's main thread calls ``expects`` and waits for ``all_known`` and ``all_over``.
     """
 
     def __init__(self, reach: Reach, transport: Transport) -> None:

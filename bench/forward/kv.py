@@ -1,4 +1,4 @@
-"""What a forward leaves in the KV cache: other bytes in each layer of each forward, the same on P and D."""
+"""The KV of a synthetic forward: other bytes in each layer of each forward, the same on P and D."""
 
 from __future__ import annotations
 

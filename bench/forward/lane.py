@@ -36,7 +36,7 @@ STREAMS = {"layer": True, "chunk": True, "request": False}
 
 
 class Kept(PushMeter):
-    """Counts as a worker's, and keeps what it counts. Writer thread; others read while nothing is pushed."""
+    """Counts as a worker's meter and keeps its counts. Writer thread; others read while no push runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder, engine_fallback=None)
@@ -60,7 +60,7 @@ class Kept(PushMeter):
 
 
 class Lane:
-    """``stager`` is shared by all lanes of a geometry: what it learns of costs holds for each."""
+    """``stager`` is shared by all lanes of a geometry: its costs hold for each lane."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Pusher:
     def __init__(self, transport: NixlTransport) -> None:
         self._lane: Lane | None = None
         self.cpu_s = 0.0
-        """What the thread has used of a processor up to its last turn's end."""
+        """Processor seconds of the thread until the end of its last turn."""
         self.failure: BaseException | None = None
         self._transport = transport
         self._lag = Lag()
@@ -130,7 +130,7 @@ class Pusher:
                     self.cpu_s = time.thread_time()
                 self._lag.ended(time.perf_counter(), timeout)
                 self.waker.wait(timeout, polls_layers=polls_layers)
-        except BaseException as error:  # the main thread waits for what will not come, and has to hear why
+        except BaseException as error:  # else the main thread would wait for ever
             self.failure = error
             logger.exception("the writer thread has died")
             raise
@@ -147,7 +147,7 @@ class Pusher:
                 case Unpacked(number, done) if lane.strategy is not None:
                     lane.strategy.unpacked(sender, number, done)
                 case other:
-                    raise ValueError(f"{DECODE} said {other}")
+                    raise ValueError(f"{DECODE} sent {other}")
         lane.writer.turn()
         waits = NOTIFICATION_POLL_S if not lane.host.all_known.is_set() else IDLE_POLL_S
         own = lane.writer.poll_timeout

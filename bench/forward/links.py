@@ -37,7 +37,7 @@ def links(text: str, device: str) -> list[str]:
 
 @contextlib.contextmanager
 def wire_of(name: str, interrupts: Interrupts) -> Iterator[Wire]:
-    """What P and D are connected by; an emulated link is there as long as the block. Raises ``LinkError``."""
+    """The link between P and D; an emulated one ends with the block. Raises ``LinkError``."""
     if name in REAL:
         yield REAL[name]
         return

@@ -10,7 +10,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Model:
-    """``token_bytes`` is what a token takes in one layer of one rank's cache."""
+    """``token_bytes`` are the bytes of a token in one layer of one rank's cache."""
 
     about: str
     layers: int

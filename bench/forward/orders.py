@@ -1,4 +1,4 @@
-"""What the processes tell each other beside NIXL: from the command to P, and from P to D."""
+"""Messages beside NIXL: from the command to P, and from P to D."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Checked:
-    """``problem`` says what is wrong, if anything. D's process used ``cpu_s`` seconds of processors meanwhile."""
+    """``problem`` is None if all is right. ``cpu_s`` are the processor seconds of D's process meanwhile."""
 
     problem: str | None
     cpu_s: float

@@ -12,7 +12,7 @@ DELAYS = ("computing", "for_a_core", "for_the_lock")
 
 
 def table(result: Result) -> str:
-    """One row for each link, model, prompt length and pattern of blocks; below it what is beyond a limit."""
+    """One row for each link, model, prompt length and pattern of blocks; below it the cases beyond a limit."""
     cells = result["cells"]
     modes = list(cells[0]["modes"])
     headings = (
@@ -23,13 +23,12 @@ def table(result: Result) -> str:
     rows = number_table(headings, [_row(cell, modes) for cell in cells], words=3)
     missed = sum(bool(cell["misses"]) for cell in cells)
     about = (
-        f"Medians of {result['rounds']} rounds. Load is the time of all bytes on the wire over that of the forward; "
-        "end is when the last byte of a push by layer has landed, over max(forward, transfer) and one layer; forward "
-        "is that with a push by layer over that without, with its 95 % interval. Computing, for a core "
-        "and for the lock say where the additional time goes, in the mean and in percent of the forward without a "
-        "push: its thread computes, could compute and has no core, or sleeps, on a CPU until Python's lock is free. A "
-        "hook is one call on that thread. "
-        f"In {missed} of {len(cells)} cases something is beyond a limit: the JSON names it."
+        f"Medians of {result['rounds']} rounds. Load: time of all bytes on the wire over that of the forward. End: the "
+        "end of a push by layer over max(forward, transfer) plus one layer. Forward: with a push by layer over one "
+        "without, with its 95 % interval. Computing, for a core, for the lock: mean parts of the additional time, in "
+        "percent of the forward without a push; the thread computes, waits for a core, or sleeps, on a CPU until "
+        "Python's lock is free. Hook: one call on that thread. "
+        f"In {missed} of {len(cells)} cases a figure is beyond its limit; the JSON names it."
     )
     return f"{rows}\n\n{about} {conditions(result)}"
 

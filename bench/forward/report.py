@@ -1,4 +1,4 @@
-"""What a person reads of the cells and of the lines."""
+"""Tables of the cells and of the lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
             "load: all bytes at the ceiling over the forward without a push. of request: exposed, over that of mode "
             "request. posting: share of the transfer. end/bound: when the last WRITE landed, over max(forward, "
             "transfer) and one layer. forward: over the one without a push, with its 95 % interval. cpu/core/lock: "
-            "where that goes, in the mean: its thread computes, waits for a core, sleeps (on a CPU for Python's lock). "
+            "mean parts of the difference: the thread computes, waits for a core, sleeps (on a CPU for Python's lock). "
             "hook: p50 / p99."
         )
         yield table
@@ -68,7 +68,7 @@ def growth(lines: Sequence[Line]) -> Table:
 
 
 def missed(cells: Sequence[Cell]) -> list[str]:
-    """Where pushing by layer is beyond what is asked of it, in words."""
+    """The missed limits of pushes by layer, in words."""
     return [f"{cell.link}, {cell.case}: {text}" for cell in cells for text in cell.misses]
 
 

@@ -1,4 +1,4 @@
-"""What both processes must agree on."""
+"""The settings of both processes."""
 
 from __future__ import annotations
 

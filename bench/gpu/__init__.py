@@ -1,1 +1,1 @@
-"""What one GPU can show, part by part, each within minutes: ``scripts/gpu-bench``."""
+"""``scripts/gpu-bench``: the measurements of one GPU, in parts of some minutes each."""

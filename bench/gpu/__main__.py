@@ -22,7 +22,7 @@ ALL = "all"
 RECORD = "gpu-bench.json"
 MODEL = Path(tempfile.gettempdir()) / "layerpush-llama-8b"
 LIKE_H200_MIB = 143_771
-"""What ``--dry-run`` takes for the GPU's memory."""
+"""The GPU's memory for ``--dry-run``."""
 FAILED, BROKEN = 1, 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -98,7 +98,7 @@ def main(
 
 
 def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
-    """Exit status. What is known is written after each part, and when it is interrupted."""
+    """The exit status. Writes the record after each part."""
     out.mkdir(parents=True, exist_ok=True)
     record = provenance(seed=0) | {"minutes": minutes}
     done: dict[str, list[Ran]] = {}
@@ -112,7 +112,7 @@ def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
                     done[part] = runner.part(part, each)
                     _write(out, record, done)
         except Interrupted as interrupted:
-            typer.echo(f"{interrupted}; nothing runs any more.", err=True)
+            typer.echo(f"{interrupted}; all processes have ended.", err=True)
             return interrupted.exit_status
     for part, ran in done.items():
         typer.echo(f"{part}: {', '.join(map(str, ran))}")

@@ -1,4 +1,4 @@
-"""What the host must have, and what its processes are started with."""
+"""Checks of the host, and the environment of all steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class HostError(RuntimeError):
-    """Something is missing here. The text says what, and what to do."""
+    """This host lacks something; the text names it and the cure."""
 
 
 def gpu_mib(asked: str = "nvidia-smi") -> int:
@@ -39,13 +39,13 @@ def gpu_mib(asked: str = "nvidia-smi") -> int:
 
 
 def missing_modules(parts: Iterable[str]) -> dict[str, list[str]]:
-    """By part, what this interpreter cannot import."""
+    """Missing modules of this interpreter, by part."""
     found = {part: [name for name in NEEDED_MODULES[part] if find_spec(name) is None] for part in parts}
     return {part: names for part, names in found.items() if names}
 
 
 def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:
-    """For every step: this checkout's code, offline, and without what keeps two processes from sharing GPU memory.
+    """For every step: this checkout's code, offline, without variables that keep two processes from sharing GPU memory.
 
     ``plugin`` is a folder to make layerpush known to vLLM in, where it is not installed.
     """
@@ -68,7 +68,7 @@ def _plugin_path(folder: Path) -> list[str]:
 
 
 def write_metadata(folder: Path) -> None:
-    """What ``pip install`` would say of layerpush, without its files."""
+    """The metadata that ``pip install`` would write for layerpush, without its files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = project["entry-points"][GROUP]
     information = folder / f"{project['name']}-{layerpush.__version__}.dist-info"

@@ -36,12 +36,12 @@ MIB = 1 << 20
 
 
 class TooSmallError(ValueError):
-    """The GPU has no room for what a part needs."""
+    """The GPU's memory is too small for a part."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: ``arguments`` of the interpreter. It may take ``share`` of its part's time, of what is left.
+    """One command: ``arguments`` of the interpreter. It may take ``share`` of its part's time, at most the rest.
 
     A part ends with the first step that fails.
     """
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Room:
-    """What engines can be given: memory of the GPU, and where a model of 16 GB may lie."""
+    """Room for engines: memory of the GPU, and a folder for a model of 16 GB."""
 
     gpu_mib: int
     model: Path
@@ -74,11 +74,11 @@ class Engines:
 
 MODEL_BYTES = 15_400 * MIB
 OVERHEAD_BYTES = 4_000 * MIB
-"""Of an engine beside weights and KV: CUDA's context, activations of a step, and what is fragmented."""
+"""Memory of an engine beside weights and KV: CUDA's context, activations of a step, fragmentation."""
 KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 """K and V of 32 layers, 8 heads of 128 in bf16."""
 PROMPTS_IN_CACHE = 1.25
-"""Room for the next prompt while the last one is not yet gone."""
+"""Room for the next prompt while D still reads the last one."""
 USABLE = 0.94
 """Of the GPU's memory."""
 LONG = 65536
@@ -88,9 +88,9 @@ STEP_TOKENS = 8192
 
 
 def engines_for(gpu_mib: int) -> list[Engines]:
-    """What to run, one after the other: both modes side by side where prompts of 64k fit that way, else each alone.
+    """The runs of engines: both modes side by side if prompts of 64k fit that way, else each mode alone.
 
-    The aggregated engine is always there, and layerpush's D. Raises ``TooSmallError``.
+    Each run also has the aggregated engine and layerpush's D. Raises ``TooSmallError``.
     """
     together = _engines("request,layer", 4, gpu_mib)
     if together and together.lengths[-1] >= LONG:
@@ -149,7 +149,7 @@ def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
 
 
 def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
-    """Engines are told the size of their KV cache: they start side by side, and measuring free memory would fail."""
+    """A fixed size of the KV cache: engines that start side by side cannot measure free memory."""
     arguments = (
         "--dtype bfloat16",
         f"--kv-cache-memory-bytes {engines.kv_bytes}",

@@ -1,4 +1,4 @@
-"""Steps one after the other, within the time of their part, each in a process group of its own that never stays."""
+"""Runs steps one after the other within the time limit of their part. Each has a process group, which always ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu.parts import Step
 
 POLL_S = 0.2
 GRACE_S = 45.0
-"""For a step to take its own processes down once it is told to end; it is part of the part's time."""
+"""A step has this time to end its processes after SIGTERM; it counts as time of the part."""
 Say = Callable[[str], None]
 
 
@@ -47,7 +47,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Runner:
-    """``limit_s`` is that of a part. What steps say goes to files in ``logs``, and line by line to ``say``."""
+    """``limit_s`` is that of a part. The output of steps goes to files in ``logs``, and line by line to ``say``."""
 
     interpreter: str
     root: Path
@@ -104,7 +104,7 @@ class Runner:
             self.say(line.decode(errors="replace").rstrip("\n"))
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """It, and whoever of its group is left. A second signal of the terminal changes nothing: we are at it."""
+        """End the whole process group. A second signal of the terminal changes nothing."""
         if process.poll() is None:
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,1 +1,1 @@
-"""Two processes, P and D, with real NIXL between them and no vLLM: what the benchmarks of the transport share."""
+"""Two processes, P and D, with real NIXL between them and no vLLM, for the benchmarks of the transport."""

@@ -77,7 +77,7 @@ class Cache:
 
 
 def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Tensor]:
-    """Memory as layers, ``uint8 [blocks, block_bytes]`` each; what is left over at the end belongs to none."""
+    """Memory as layers, ``uint8 [blocks, block_bytes]`` each; a rest at the end belongs to no layer."""
     blocks = memory.numel() // (block_bytes * layers)
     return list(memory[: layers * blocks * block_bytes].view(layers, blocks, block_bytes).unbind())
 
@@ -98,7 +98,7 @@ def digest_of(memory: torch.Tensor) -> bytes:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for what was begun on the device: the other process is told of it only then, and may write there next."""
+    """Wait for the work of the device. The other process may write there after the next message."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""P's and D's processes: what is the same for every benchmark."""
+"""The part of P's and D's processes that every benchmark shares."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from layerpush.apps.demo.ucx import of_this_process
 from layerpush.core.wire import Unpack, read
 
 NOTIFICATION_POLL_S = 1e-3
-"""How often D looks for messages: as the writer thread of a worker that awaits something."""
+"""D's poll interval: that of a worker's writer thread that awaits a message."""
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 
 
 class PrefillSide:
-    """P's process; a bench says what it does with an order. ``settings`` must be D's."""
+    """P's process; a bench implements ``obey``. P and D have equal ``settings``."""
 
     def __init__(self, link: str, decode: Connection, settings: Settings) -> None:
         self._link = link
@@ -36,7 +36,7 @@ class PrefillSide:
         raise NotImplementedError
 
     def _meet(self, digest: bytes) -> Introduction:
-        """D gets to know P, and P D."""
+        """Introduce P and D to each other."""
         other: Introduction = self._decode.recv()
         self._decode.send(_introduction(self._end, digest))
         self._end.agent.add_remote_agent(other.metadata)
@@ -87,7 +87,7 @@ class DecodeSide:
         raise NotImplementedError
 
     def heard(self, message: Any) -> None:
-        """P said what is not for the unpacker."""
+        """A message of P's that is not for the unpacker."""
 
     def serve(self) -> None:
         """Until P hangs up."""
@@ -186,11 +186,11 @@ def run_decode(make: Callable[[Connection, Any], DecodeSide], prefill_descriptor
         settings: Settings = prefill.recv()
         make(prefill, settings).serve()
     except GONE:
-        return  # P is gone, and with it all that D is for
+        return  # D has no work without P
 
 
 def raise_if_wrong(problem: str | None, where: str) -> None:
-    """Raises ``WrongBytesError`` for what D found."""
+    """Raises ``WrongBytesError`` if D found a problem."""
     if problem is not None:
         raise WrongBytesError(f"{where}: {problem}")
 

@@ -1,4 +1,4 @@
-"""What the processes of every benchmark tell each other beside NIXL."""
+"""Messages between the processes of every benchmark, beside NIXL."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class WrongBytesError(Exception):
-    """D's memory is not what it must be. What was measured means nothing."""
+    """D's memory has wrong bytes, so the figures mean nothing."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """From D, and from P: what the other side needs to reach it. ``digest`` is that of P's bytes."""
+    """From each side: its address for the other one. ``digest`` is of P's bytes."""
 
     metadata: bytes
     memory: int
@@ -38,16 +38,16 @@ class Expect:
 
 @dataclass(frozen=True)
 class Forget:
-    """To D: nothing is written for this request any more."""
+    """To D: no further WRITE comes for this request."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Poison:
-    """To D: no byte of the ring is as it was. The blocks are poisoned after each check."""
+    """To D: poison the ring. D poisons the blocks after each check."""
 
 
 @dataclass(frozen=True)
 class CheckRest:
-    """To D, after the last check of blocks: what is wrong with the rest of the memory, if anything, comes back."""
+    """To D, after the last check of blocks: check the rest of the memory. The problem or None comes back."""

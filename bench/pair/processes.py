@@ -1,4 +1,4 @@
-"""P's and D's processes, as the command sees them: started together, watched, and always taken down."""
+"""The command's view of P's and D's processes: starts, watches and always ends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_INHERITED = ("UCX_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class PairError(RuntimeError):
-    """A process ended, or something went wrong in it; the text has the end of its log."""
+    """A process ended or failed; the text has the end of its log."""
 
 
 class Pair:
@@ -99,7 +99,7 @@ class Pair:
         return self._logs / f"{self._wire.name}-{side}.log"
 
     def _answer(self) -> Any:
-        """What P says next."""
+        """P's next message."""
         try:
             while not self._command.poll(WATCH_S):
                 if self._processes["decode"].poll() is not None:

@@ -1,4 +1,4 @@
-"""What both processes must agree on."""
+"""The settings of both processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Progress = Literal["calm", "spin", "off"]
 Polls = Literal["engine", "spin"]
 
 POISON = 0xEE
-"""What no block of P holds anywhere."""
+"""No byte of P's blocks has this value."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Settings:
     """``cache_bytes`` are those of each side's KV cache, ``agent_threads`` those of NIXL's pool.
 
     ``progress`` is NIXL's progress thread, one turn a millisecond, a busy loop or none; ``polls`` how often both
-    sides look: as a writer thread of an engine does, or without a pause. ``corrupt`` damages D before it is checked.
+    sides poll: as an engine's writer thread does, or without a pause. ``corrupt`` damages D before it is checked.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""A whole run of two processes: every link in turn, and on it every case; what ends it, and how that is said."""
+"""A whole run of two processes: every case on every link, one after the other, and the messages about its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import typer
 from rich.console import Console
@@ -21,19 +21,6 @@ from bench.pair.wires import Wire
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
 
-PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
-"""Whose versions are in the results."""
-StagingMib = Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")]
-ProgressThread = Annotated[
-    str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: as NIXL has it. off.")
-]
-PROGRESS_THREADS = ("calm", "spin", "off")
-AgentThreads = Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")]
-Seed = Annotated[int, typer.Option(help="Of block ids and bytes.")]
-Corrupt = Annotated[
-    bool, typer.Option("--corrupt", help="Damage one byte on D before it is checked: the run has to fail.")
-]
-
 
 class Weighty(Protocol):
     @property
@@ -42,7 +29,7 @@ class Weighty(Protocol):
 
 
 Order = tuple[str, Weighty, object]
-"""A link, what is measured on it, and what P is told."""
+"""A link, the case, and the order to P."""
 WireOf = Callable[[str, Interrupts], AbstractContextManager[Wire]]
 
 
@@ -54,10 +41,10 @@ def sweep(
     settings: Settings,
     line: Callable[[Any], str],
 ) -> tuple[list[Any], dict[str, object]]:
-    """P's answers to all orders, and what the processes say of themselves, by link. Those of a link follow each other.
+    """P's answers to all orders, and a description of the processes by link. Orders of one link are consecutive.
 
-    Prints the ``line`` of each answer. Raises ``typer.Exit`` with status 1 for wrong bytes, 2 when it could not be
-    carried out, 128 + signal when it was interrupted; main thread only: it installs signal handlers.
+    Prints the ``line`` of each answer. Raises ``typer.Exit``: status 1 for wrong bytes, 2 for a failed process or link,
+    128 + signal after a signal. Main thread only: it installs signal handlers.
     """
     try:
         with Interrupts() as interrupts:
@@ -71,14 +58,6 @@ def sweep(
     except (PairError, LinkError) as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
-
-
-def need_cuda(device: str) -> None:
-    """Raises ``typer.BadParameter`` where there is no such device."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
 
 
 def time_left(waiting: Sequence[Weighty], done: Sequence[Weighty], seconds: float) -> float:

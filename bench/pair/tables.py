@@ -1,4 +1,4 @@
-"""Where the blocks of a prompt lie on both sides. Pure."""
+"""Block ids of a prompt on both sides. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class Draw:
-    """Block ids, pairwise. Block 0 belongs to nobody."""
+    """Block ids, pairwise. No prompt has block 0."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]

@@ -16,7 +16,7 @@ SETTLE_S = 5.0
 
 
 class Unpacking:
-    """For the requests that are expected: says where packed blocks go, unpacks them, and answers."""
+    """Unpacks the expected requests and answers P."""
 
     def __init__(self, end: End, cache: Cache) -> None:
         room = (end.ring.numel() - SCRATCH_BYTES) // WINDOWS // PIECE_BYTES * PIECE_BYTES
@@ -40,7 +40,7 @@ class Unpacking:
         return registration
 
     def forget(self, request_id: str) -> None:
-        """Nothing is written for it any more."""
+        """No further WRITE comes for it."""
         del self._registrations[request_id]
         self._unpacker.close(request_id)
 
@@ -58,7 +58,7 @@ class Unpacking:
             self._end.transport.notify(answer.agent, encode(answer.message))
 
     def leftovers(self) -> str | None:
-        """What is wrong with the ring when nothing is on its way, if anything."""
+        """The problem with an idle ring, or None."""
         deadline = time.monotonic() + SETTLE_S
         while self._unpacker.is_busy and time.monotonic() < deadline:
             self.turn()

@@ -1,4 +1,4 @@
-"""What P and D can be connected by."""
+"""The links between P and D."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIDES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one side's process runs: UCX's settings there, and what goes before its command."""
+    """The place of one side's process: UCX's settings, and a prefix of its command."""
 
     environment: Mapping[str, str]
     command_prefix: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Wire:
 
     @classmethod
     def on_one_host(cls, name: str, transports: str) -> Wire:
-        """Over ``lo``, or past it: NIXL needs TCP to get to know its peer, UCX then takes the fastest one."""
+        """NIXL needs TCP over ``lo`` for its introduction; UCX then takes the fastest of ``transports``."""
         seat = Seat({"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"})
         return cls(name, dict.fromkeys(SIDES, seat))
 

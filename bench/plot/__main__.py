@@ -11,7 +11,7 @@ from bench import OUTPUT, RESULTS
 from bench.plot import kinds, links, timeline
 from bench.plot.series import ResultError, Series
 
-TIMELINE, SWEEP = "timeline.png", "links.png"
+TIMELINE, SWEEP = "timeline.png", "by-link.png"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -43,19 +43,17 @@ def main(
 ) -> None:
     """Draw results.
 
-    What a file is, its cells tell; no engine and no GPU is needed.
+    The cells of a file show its kind. This needs no engine and no GPU.
 
-    - Of `python -m bench.serve`: by prompt length, for each mode, time to first token, its ratio
-      to whole-request push, and what is exposed after prefill. If there are several speeds of an emulated link, in one
-      file or in several that are named together, also the sweep over them.
+    - `python -m bench.serve`: time to first token, its ratio to whole-request push, and exposed time, by prompt length
+      and mode. With several speeds of an emulated link, in one file or in several files, also a sweep over them.
 
-    - Of `python -m bench.forward`: what is exposed by prompt length, `FILE-exposed.png`, and the same sweep.
+    - `python -m bench.forward`: exposed time by prompt length, and the same sweep.
 
-    - Of `python -m bench.push` and `python -m bench.kernel`: the pictures that these leave beside their JSON.
+    - `python -m bench.push` and `python -m bench.kernel`: the pictures that these write beside their JSON.
 
-    - Of a folder: the timeline of one request, `timeline.png`. A folder of traces, such as `DIR/trace` after
-      `layerpush demo --keep-logs DIR`, gives a typical push of each mode, side by side; `--request` gives all that
-      P and D did for one request.
+    - A folder of traces, such as `DIR/trace` after `layerpush demo --keep-logs DIR`: the timeline of a typical push of
+      each mode, side by side, as `timeline.png`. With `--request`: all work of P and D for one request.
 
     Exit status: 0, or 2 if something cannot be drawn.
 

@@ -1,4 +1,4 @@
-"""What all pictures share: colours of modes, axes, and the file."""
+"""Shared by all pictures: colours of modes, axes, and the file."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
 
 
 def curve(panel: Any, points: Sequence[float], samples: Sequence[Sequence[float]], colour: str, label: str) -> None:
-    """Medians as a line; as a band, where four fifths of the samples are."""
+    """Medians as a line; four fifths of the samples as a band."""
     panel.plot(points, [float(np.median(each)) for each in samples], "o-", color=colour, label=label, ms=4, lw=1.4)
     low, high = ([float(np.percentile(each, share)) for each in samples] for share in BAND)
     panel.fill_between(points, low, high, color=colour, alpha=0.15, lw=0)
 
 
 def logarithmic(panel: Any, axis: str, ticks: Sequence[float] = ()) -> None:
-    """Plain numbers on the logarithmic axis "x" or "y"; ``ticks`` where they stand."""
+    """Plain numbers on the logarithmic axis "x" or "y", at ``ticks`` if there are any."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     panel.set(**{f"{axis}scale": "log"})

@@ -1,4 +1,4 @@
-"""Which pictures a result has, by what is in its cells. Heavy modules are imported where they draw."""
+"""The pictures of a result, by the keys of its cells. Heavy modules are imported where they draw."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ Cells = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Kind:
-    """``keys`` are those that a cell of its has, and cells of others lack. It has modes, and so ``series``, or draws
-    its cells in a way of its own. ``suffix`` keeps its pictures apart from those that the bench itself leaves.
-    """
+    """Only cells of this kind have all of ``keys``. A kind with modes has ``series``, any other ``draw_cells``."""
 
     command: str
     keys: frozenset[str]
     series: Callable[[Result], list[Series]] | None = None
     draw_cells: Callable[[Cells, Path, str], None] | None = None
-    suffix: str = ""
 
     def draw(self, result: Result, path: Path, text: str) -> list[Path]:
-        """What was drawn: ``path``, or beside it."""
-        picture = path.with_stem(path.stem + self.suffix)
+        """Draw ``path``, and beside it a sweep over the links if there are several speeds. Returns their paths."""
         if self.draw_cells is not None:
-            self.draw_cells(result["cells"], picture, text)
-            return [picture]
+            self.draw_cells(result["cells"], path, text)
+            return [path]
         assert self.series is not None
         series = self.series(result)
-        lengths.draw(series, picture, text)
+        lengths.draw(series, path, text)
         if len(links.speeds(series)) < 2:
-            return [picture]
+            return [path]
         sweep = path.with_stem(f"{path.stem}-links")
         links.draw(series, sweep, text)
-        return [picture, sweep]
+        return [path, sweep]
 
 
 def read(path: Path) -> tuple[Kind, Result]:
@@ -80,7 +76,7 @@ def _kernel(cells: Cells, path: Path, text: str) -> None:
 
 KINDS = (
     Kind("python -m bench.serve", frozenset({"prompt_tokens", "ratios", "request_rate"}), of_serve),
-    Kind("python -m bench.forward", frozenset({"modes", "ceiling", "tokens"}), of_forward, suffix="-exposed"),
+    Kind("python -m bench.forward", frozenset({"modes", "ceiling", "tokens"}), of_forward),
     Kind("python -m bench.push", frozenset({"ways", "runs", "estimate_s"}), draw_cells=_push),
     Kind("python -m bench.kernel", frozenset({"ways", "direction"}), draw_cells=_kernel),
 )

@@ -10,13 +10,13 @@ from bench.plot.canvas import colours, curve, figure, logarithmic
 from bench.plot.series import Series, in_order, places
 
 REFERENCES = ("request", "aggregated", "push", "pull")
-"""What others are compared with: that of them with which most are, by the bench itself."""
+"""Modes that others are compared with; the picture takes the one with the most ratios."""
 ASIDE = 1.03
 Panel = Callable[[Any, Mapping[str, Sequence[Series]], Mapping[str, str]], None]
 
 
 def draw(series: Sequence[Series], path: Path, title: str) -> None:
-    """A row for each link and load; columns for the time to first token, the ratios, and what is exposed, if known."""
+    """A row for each link and load; columns for the time to first token, the ratios and the exposed time, if known."""
     every = places(series)
     panels: list[Panel] = [_times, _ratios] if any(one.ttft_ms for one in series) else []
     panels += [_exposed] if any(one.exposed_ms for one in series) else []
@@ -40,7 +40,7 @@ def _times(panel: Any, modes: Mapping[str, Sequence[Series]], chosen: Mapping[st
 
 
 def _ratios(panel: Any, modes: Mapping[str, Sequence[Series]], chosen: Mapping[str, str]) -> None:
-    """With 95 % intervals. Modes stand a little beside each other, so that theirs can be told apart."""
+    """With 95 % intervals. Modes stand a little apart, so that no interval hides another."""
     reference = max(REFERENCES, key=lambda mode: sum(mode in one.ratios for same in modes.values() for one in same))
     panel.axhline(1, color=chosen.get(reference, "grey"), lw=1)
     for number, (mode, same) in enumerate(modes.items()):

@@ -1,4 +1,4 @@
-"""What results of different benches have in common: samples of a mode at a prompt length. Pure."""
+"""Samples of a mode at a prompt length, from the results of any bench. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]bit)", re.IGNORECASE)
 
 
 class ResultError(ValueError):
-    """A file is no result that can be drawn. The text says what is missing."""
+    """A file is no result with a picture; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """Under which conditions modes were compared. ``load`` and ``step`` are words, empty where none are needed."""
+    """The conditions of a comparison. ``load`` and ``step`` are words, or empty."""
 
     link: str = LOOPBACK
     load: str = ""
@@ -39,9 +39,9 @@ class Where:
 
 @dataclass(frozen=True)
 class Series:
-    """Milliseconds of each request, where known; ``exposed_ms`` of those that left a trace.
+    """Milliseconds of each request, where known; ``exposed_ms`` of requests with a trace.
 
-    ``ratios`` are those of the median time to first token to other modes', with intervals, as the bench has found them.
+    ``ratios`` are those of the median time to first token to other modes', with intervals, as in the file.
     """
 
     where: Where
@@ -70,7 +70,7 @@ def of_serve(result: Mapping[str, Any]) -> list[Series]:
 
 
 def of_forward(result: Mapping[str, Any]) -> list[Series]:
-    """From the JSON of ``python -m bench.forward``, which has no first token: what is exposed only."""
+    """From the JSON of ``python -m bench.forward``, which has exposed time only."""
     return [
         Series(
             Where(cell["link"], f"{cell['model']}, {cell['ids']} blocks"),

@@ -1,4 +1,4 @@
-"""One request: when each layer was computed and when it was on the wire, for one mode or several side by side."""
+"""The timeline of one request, with computation and transfer of each layer; several modes side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerpush.telemetry.trace_records import PushRecord
 
 
 def draw(folder: Path, path: Path, request: str | None = None) -> str:
-    """What was drawn: the request that is named, with all that P and D did, or a typical push of each mode.
+    """Draw the named request with all work of P and D, or a typical push of each mode. Returns their names.
 
     ``folder`` is a ``trace_dir`` or has some below it, as ``DIR/trace`` of ``make demo ARGS="--keep-logs DIR"``.
     Raises ``ResultError``.
@@ -35,7 +35,7 @@ def draw(folder: Path, path: Path, request: str | None = None) -> str:
 
 
 def _typical(folder: Path, mode: PushMode) -> PushRecord | None:
-    """Of the longest prompts that were pushed in a mode, the push whose exposed time is in the middle."""
+    """The push with the median exposed time, of the longest prompts in a mode."""
     places = (folder, *(path for path in folder.iterdir() if path.is_dir()))
     pushes = [push for place in places for push in read_pushes(place)]
     completed = [push for push in pushes if push.mode == mode and push.outcome == "completed"]

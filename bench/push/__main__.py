@@ -1,32 +1,19 @@
-"""``python -m bench.push``: every plan over two links, and whether auto finds the best one."""
+"""``python -m bench.push``: times of every plan over two links, and auto's choices."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench import OUTPUT, write
+from bench.pair import command
 from bench.pair.lists import names, numbers
 from bench.pair.settings import Settings
-from bench.pair.sweep import (
-    PACKAGES,
-    PROGRESS_THREADS,
-    AgentThreads,
-    Corrupt,
-    ProgressThread,
-    Seed,
-    StagingMib,
-    need_cuda,
-    sweep,
-)
+from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
@@ -36,13 +23,11 @@ from bench.push.plot import plot
 from bench.push.points import COUNTS, QUICK_COUNTS, QUICK_SIZES, SIZES, points
 from bench.push.report import line, misses, model
 from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.provenance import provenance
 
 LINKS: dict[str, dict[str, Wire]] = {"cpu": {"shm": SHM, "tcp": TCP}, "cuda": {"cuda_ipc": CUDA_IPC}}
-"""What there is between two processes, by the device that has their memory."""
+"""The links between two processes, by the device of their memory."""
 ROUNDS, QUICK_ROUNDS = 15, 5
 MOST_MIB, QUICK_MOST_MIB = 64, 16
-PIPE_WIDTH = 180
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -63,9 +48,7 @@ def main(
     blocks: Annotated[
         str | None, typer.Option(show_default=False, help="Blocks of a WRITE. Default: 16,64,256,1024,4096.")
     ] = None,
-    ids: Annotated[
-        str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + ".")
-    ] = ",".join(PATTERNS),
+    ids: Annotated[str, typer.Option(help=command.PATTERNS_HELP)] = ",".join(PATTERNS),
     layers: Annotated[int, typer.Option(min=1, help="Layers of a WRITE; each has these blocks.")] = 1,
     rounds: Annotated[
         int | None, typer.Option(min=2, show_default=False, help="Samples of each plan at a point. Default: 15.")
@@ -75,24 +58,16 @@ def main(
         int | None,
         typer.Option(min=1, show_default=False, help="Skip WRITEs above this size. Default: 64, or 16 if quick."),
     ] = None,
-    staging_mib: StagingMib = 64,
+    staging_mib: command.StagingMib = 64,
     polls: Annotated[
         str, typer.Option(help="engine: both sides poll as often as a worker's writer thread. spin: without a pause.")
     ] = "engine",
-    progress: ProgressThread = "calm",
-    threads: AgentThreads = 4,
-    device: Annotated[str, typer.Option(help="Device of caches and rings: cpu or cuda.")] = "cpu",
-    seed: Seed = 0,
-    corrupt: Corrupt = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="All times as JSON; the picture goes beside it, as PNG. Default: build/bench/push.json, or nothing "
-            "with --quick.",
-        ),
-    ] = None,
+    progress: command.ProgressThread = "calm",
+    threads: command.AgentThreads = 4,
+    device: command.Device = "cpu",
+    seed: command.Seed = 0,
+    corrupt: command.Corrupt = False,
+    out: command.Out = None,
 ) -> None:
     """Measure the gain of packing, and whether `packing: "auto"` chooses the best plan.
 
@@ -123,20 +98,18 @@ def main(
 
     - python -m bench.push --device cuda --progress spin --out push-gpu.json
     """
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    try:
-        (device,) = names(device, list(LINKS))
+    console = command.console()
+    with command.checked(console):
+        device = command.one_of(device, tuple(LINKS))
         wanted_links = names(links or ",".join(LINKS[device]), list(LINKS[device]))
         sizes = [kib << 10 for kib in numbers(block_kib)] if block_kib else list(QUICK_SIZES if quick else SIZES)
         counts = numbers(blocks) if blocks else list(QUICK_COUNTS if quick else COUNTS)
         patterns = names(ids, list(PATTERNS))
-        (polls,), (progress,) = names(polls, ["engine", "spin"]), names(progress, PROGRESS_THREADS)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    need_cuda(device)
+        polls = command.one_of(polls, ("engine", "spin"))
+        progress = command.one_of(progress, command.PROGRESS_THREADS)
+        command.need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
-    most = most_mib << 20
-    wanted, left_out = points(sizes, counts, patterns, layers, most)
+    wanted, left_out = points(sizes, counts, patterns, layers, most_mib << 20)
     if not wanted:
         raise typer.BadParameter(f"every point moves more than --most-mib {most_mib}")
     settings = Settings(
@@ -145,8 +118,8 @@ def main(
         staging_bytes=staging_mib << 20,
         device=device,
         agent_threads=threads,
-        progress=progress,  # type: ignore[arg-type]
-        polls=polls,  # type: ignore[arg-type]
+        progress=progress,
+        polls=polls,
         corrupt=corrupt,
     )
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
@@ -154,9 +127,7 @@ def main(
     started_at = time.monotonic()
     answers, about = sweep(console, "bench.push", _wire_of, orders, settings, line)
     cells: list[Cell] = answers
-    head = provenance(seed, PACKAGES) | {"about": about, "settings": asdict(settings), "rounds": repeats}
-    result = head | {
-        "seconds": round(time.monotonic() - started_at),
+    result = command.header(settings, repeats, about, started_at) | {
         "summary": summary(cells),
         "left_out": [asdict(point) for point in left_out],
         "cells": [cell.as_json() for cell in cells],
@@ -166,17 +137,11 @@ def main(
     missed = misses(cells)
     if missed is not None:
         console.print(missed)
-    path = out or (None if quick else OUTPUT / "push.json")
+    path = command.path_of(out, quick, "push.json")
     if path is not None:
-        write(path, result)
-        plot(cells, path.with_suffix(".png"), _title(settings))
-        console.print(
-            f"Written: {path}, {path.with_suffix('.png')}; {len(left_out)} points above {most_mib} MiB left out"
-        )
-
-
-def _title(settings: Settings) -> str:
-    return f"A WRITE between two processes on one {'GPU' if settings.device == 'cuda' else 'machine'}, by plan"
+        title = f"A WRITE between two processes on one {'GPU' if device == 'cuda' else 'machine'}, by plan"
+        left = f"{len(left_out)} points above {most_mib} MiB"
+        command.publish(console, path, result, lambda picture: plot(cells, picture, title), left)
 
 
 @contextlib.contextmanager

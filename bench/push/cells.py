@@ -1,4 +1,4 @@
-"""What was measured at one point, and what follows from it. Pure."""
+"""The samples of one point, and its figures. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 1.10
 class Series:
     """Samples of one way, round by round: from the decision until all has landed, and until the WRITE was posted.
 
-    ``plans`` says which plan a WRITE really took: direct, where staging memory has no room for it.
+    ``plans`` has the real plan of each WRITE: direct if staging memory has no room for it.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of a point, with what the model knew and estimated. Each round has the ways in another order."""
+    """All samples of a point, with the cost model's constants and estimates. Each round has another order of ways."""
 
     link: str
     point: Point
@@ -48,7 +48,7 @@ class Cell:
 
     @cached_property
     def possible(self) -> dict[str, Series]:
-        """The fixed plans that every WRITE of theirs took."""
+        """The fixed plans for which staging memory has room."""
         return {plan: self.ways[plan] for plan in FIXED if set(self.ways[plan].plans) == {plan}}
 
     @cached_property
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def chosen(self) -> str:
-        """What auto chose, mostly."""
+        """Auto's most frequent choice."""
         plans = self.ways[AUTO].plans
         return max(sorted(set(plans)), key=plans.count)
 
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def regret(self) -> float:
-        """The median of the plan that auto chose over that of the best: what the choice alone costs."""
+        """The cost of the choice alone: the median of auto's plan over that of the best plan."""
         return self.ways[self.chosen].median_s / self.ways[self.best].median_s
 
     def ratio(self, way: str, other: str) -> Ratio:
@@ -92,7 +92,7 @@ class Cell:
 
     @classmethod
     def from_json(cls, written: Mapping[str, Any]) -> Cell:
-        """What ``as_json`` has made."""
+        """The inverse of ``as_json``."""
         point = Point(**{each.name: written[each.name] for each in fields(Point)})
         ways = {
             way: Series(**{each.name: series[each.name] for each in fields(Series)})
@@ -120,7 +120,7 @@ class Cell:
 
 
 def summary(cells: Sequence[Cell]) -> str:
-    """How auto did, in a line."""
+    """Auto's figures in a line."""
     met = sum(not cell.misses for cell in cells)
     sure = sum(cell.is_sure for cell in cells)
     best, direct = (max(getattr(cell, name).ratio for cell in cells) for name in ("auto_to_best", "auto_to_direct"))

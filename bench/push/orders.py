@@ -1,4 +1,4 @@
-"""What the processes tell each other beside NIXL: from the command to P, and from P to D."""
+"""Messages beside NIXL: from the command to P, and from P to D."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Measure:
 
 @dataclass(frozen=True)
 class Check:
-    """To D: what is wrong with the blocks of a draw, if anything, comes back."""
+    """To D: check the blocks of a draw. The problem or None comes back."""
 
     draw: Draw

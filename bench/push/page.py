@@ -1,4 +1,4 @@
-"""Where which plan is the best: tables for a terminal and for the documentation, from the JSON of ``bench.push``."""
+"""Tables of the best plans, for a terminal and for the documentation, from the JSON of ``bench.push``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.markdown import Result, conditions, number_table
 from bench.push.cells import LIMIT
 
 PUBLISHED = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
-"""The patterns that are worth a table of the documentation: in the others there is less to pack, or nothing."""
+"""The patterns with a table in the documentation. The others have less to pack, or nothing."""
 LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA IPC, on one GPU"}
 
 Cell = Mapping[str, Any]
@@ -24,7 +24,7 @@ def summary(result: Result) -> str:
 
 
 def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
-    """For each link and pattern the best plan by block size and count, and what auto takes of its time."""
+    """For each link and pattern the best plan by block size and count, and auto's share of its time."""
     cells = result["cells"]
     parts = [summary(result)]
     for link in dict.fromkeys(cell["link"] for cell in cells):
@@ -35,8 +35,8 @@ def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
     parts.append(
         f"Each cell: the plan with the lowest median of {result['rounds']} rounds, its time as a share of direct's, "
         "and, after the comma, auto's time as a share of that plan's. **Bold**: auto takes more than "
-        f"{LIMIT:g} times as long as the best plan or as direct; with an exclamation mark, the whole 95 % interval "
-        "says so."
+        f"{LIMIT:g} times as long as the best plan or as direct; with an exclamation mark, so is the whole "
+        "95 % interval."
     )
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The crossover picture: which plan is the best where, and how the plans' times compare by block size."""
+"""The picture of bench.push: the best plan at each point, and the times of all plans by block size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.plot.canvas import figure
 from bench.push.cells import FIXED, WAYS, Cell
 
 COLOURS = {"direct": "#4c9fd4", "gathered": "#f2b134", "packed": "#c45bb0", "auto": "black"}
@@ -13,25 +14,18 @@ COLOURS = {"direct": "#4c9fd4", "gathered": "#f2b134", "packed": "#c45bb0", "aut
 
 def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     """A column for each pattern of ids, two rows for each link."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     links = list(dict.fromkeys(cell.link for cell in cells))
     patterns = list(dict.fromkeys(cell.point.ids for cell in cells))
-    size = (2 + 4 * len(patterns), 7 * len(links))
-    figure, grid = plt.subplots(2 * len(links), len(patterns), figsize=size, squeeze=False, layout="constrained")
-    for (link, ids), group in _grouped(cells):
-        row, column = 2 * links.index(link), patterns.index(ids)
-        _map(grid[row][column], group)
-        grid[row][column].set_title(f"{link}, {ids}: best plan, share of direct's time", loc="left", fontsize="medium")
-        _curves(grid[row + 1][column], group)
-    for row in grid[1::2]:
-        row[-1].legend(fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with figure(2 * len(links), len(patterns), path, title) as grid:
+        for (link, ids), group in _grouped(cells):
+            row, column = 2 * links.index(link), patterns.index(ids)
+            _map(grid[row][column], group)
+            grid[row][column].set_title(
+                f"{link}, {ids}: best plan, share of direct's time", loc="left", fontsize="medium"
+            )
+            _curves(grid[row + 1][column], group)
+        for row in grid[1::2]:
+            row[-1].legend(fontsize="small")
 
 
 def _grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[str, str], list[Cell]]]:

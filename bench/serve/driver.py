@@ -1,4 +1,4 @@
-"""Has ``vllm bench serve`` send requests, and reads what it has measured."""
+"""Runs ``vllm bench serve`` in a child process and reads its results."""
 
 from __future__ import annotations
 

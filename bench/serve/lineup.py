@@ -1,4 +1,4 @@
-"""Which servers a mode needs, and what they are told. Nothing runs yet."""
+"""The servers of each mode and their arguments. Starts nothing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 DISPATCH = {"pull": "sequential"}
-"""How the proxy goes about a request; all others are concurrent."""
+"""The proxy's dispatch in a mode; in all others it is concurrent."""
 CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
 ROOM_TOKENS = 64
 ENGINE_BYTES, PROXY_BYTES = 1200 << 20, 120 << 20
-"""Of a server of the demo's model without its KV cache, and of a proxy."""
+"""Memory of a server of the demo's model without its KV cache, and of a proxy."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the engines serve. ``shape`` None: somebody's own, of which only the path is known."""
+    """The model of the engines. ``kv_bytes_per_token`` is None for a model of the user."""
 
     path: Path
     tokenizer: Path
@@ -52,15 +52,16 @@ class Model:
 
 @dataclass(frozen=True)
 class ProxySpec(EngineSpec):
-    """``layerpush proxy`` in front of one P and one D."""
+    """``layerpush proxy`` in front of one P and one D. It is no server of vLLM's, so nothing forks it."""
 
+    server: Sequence[str] = (sys.executable, "-m", "layerpush", "proxy")
     prefill: str = ""
     decode: str = ""
     sequential: bool = False
 
     def command(self, port: int) -> list[str]:
         engines = ["--prefill", self.prefill, "--decode", self.decode]
-        command = [sys.executable, "-m", "layerpush", "proxy", "--port", str(port), *engines, "--log-level", "warning"]
+        command = [*self.server, "--port", str(port), *engines, "--log-level", "warning"]
         return command + ["--sequential"] * self.sequential
 
 
@@ -113,12 +114,12 @@ class Lineup:
         return self.trace_root / mode
 
     def engines(self, modes: Sequence[str]) -> list[EngineSpec]:
-        """All that these modes need, each once."""
+        """Every engine of these modes, each once."""
         specs = [spec for mode in modes for spec in (self.prefill(mode), self.decode(mode)) if spec is not None]
         return list({spec.name: spec for spec in specs}.values())
 
     def memory_bytes(self, modes: Sequence[str]) -> int:
-        """About what all servers need together, on a CPU."""
+        """Estimated memory of all servers on a CPU."""
         engines = len(self.engines(modes)) * (ENGINE_BYTES + (self.kv_cache_bytes or 0))
         return engines + PROXY_BYTES * sum(self.decode(mode) is not None for mode in modes)
 
@@ -164,17 +165,17 @@ class Lineup:
 
 
 def connector_config(mode: str, extra: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """``kv_connector_extra_config`` of a mode's P, less where its trace goes."""
+    """``kv_connector_extra_config`` of a mode's P, without its trace_dir."""
     return {**LAYERPUSH.get(mode, {}), **extra.get(mode, {})}
 
 
 def dispatch_of(mode: str) -> str:
-    """What the proxy has to do in this mode: ``concurrent`` or ``sequential``."""
+    """The proxy's dispatch in this mode: ``concurrent`` or ``sequential``."""
     return DISPATCH.get(mode, "concurrent")
 
 
 def longest_prompt(positions: int, answer_tokens: int) -> int:
-    """What a model of so many positions can be asked."""
+    """The longest prompt for a model of so many positions, in tokens."""
     return positions - answer_tokens - ROOM_TOKENS
 
 

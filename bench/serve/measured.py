@@ -1,4 +1,4 @@
-"""What one call of ``vllm bench serve`` has shown, as it is kept until all are there."""
+"""The result of one call of ``vllm bench serve``, as a file until all calls are done."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Measured(msgspec.Struct, kw_only=True):
         return [sum(self.answer_tokens) / self.duration_s]
 
     def add_prefills(self, prefills: Histogram | None) -> None:
-        """What P, or the aggregated engine, says of all requests together."""
+        """Prefill times of all requests, of P or the aggregated engine."""
         if prefills is not None and prefills.mean is not None:
             self.prefill_ms = [1e3 * prefills.mean]
 
     def add_transfers(self, since: Mapping[str, Histogram]) -> None:
-        """What NIXL has counted for all requests together."""
+        """NIXL's histograms of all requests."""
         if since and since[TRANSFER].count:
             requests = len(self.ttft_ms)
             self.transfer_ms = [1e3 * since[TRANSFER].total / requests]
@@ -69,7 +69,7 @@ class Measured(msgspec.Struct, kw_only=True):
             self.bytes = [since[BYTES].total / requests]
 
     def add_figures(self, figures: Sequence[Figures]) -> None:
-        """What the trace of P says of each request."""
+        """Figures of each request, from P's trace."""
         self.exposed_ms = [each.exposed_ms for each in figures]
         self.transfer_ms = [each.transfer_ms for each in figures]
         self.writes = [float(each.writes) for each in figures]

@@ -13,7 +13,7 @@ SWEPT = {
     "ttft_ms": "Time to first token",
     "tpot_ms": "Time per further token",
     "requests_per_s": "Requests per second",
-    "exposed_ms": "What the transfer adds after prefill",
+    "exposed_ms": "Exposed time",
 }
 
 Cell = Mapping[str, Any]
@@ -21,7 +21,7 @@ Key = tuple[str, int | None, int | None, float | None]
 
 
 def tables(result: Result) -> str:
-    """For each link, step and load, by prompt length: first tokens in every mode, prefill, and what is exposed."""
+    """For each link, step and load, by prompt length: time to first token of every mode, prefill and exposed time."""
     _check(result)
     groups: dict[Key, list[Cell]] = {}
     for cell in sorted(result["cells"], key=lambda cell: int(cell["prompt_tokens"])):
@@ -31,14 +31,14 @@ def tables(result: Result) -> str:
         cells = groups[key]
         parts += [f"{_where(key)}. Time to first token:", _by_length(cells, "ttft_ms", AGGREGATED)]
         if prefill := _by_length(cells, "prefill_ms", AGGREGATED):
-            parts += ["Prefill alone, as P tells it:", prefill]
+            parts += ["Prefill alone, as P reports it:", prefill]
         if exposed := _by_length(cells, "exposed_ms", REFERENCE):
-            parts += ["What the transfer adds after prefill:", exposed]
+            parts += ["Exposed time:", exposed]
     return "\n\n".join([*parts, _about(result)])
 
 
 def sweep(result: Result) -> str:
-    """One row for each step, load and prompt length, in a table for each of what matters under load."""
+    """A table for each measure under load, with one row for each step, load and prompt length."""
     _check(result)
     parts = []
     for measure, what in SWEPT.items():
@@ -78,7 +78,7 @@ def _about(result: Result) -> str:
     about = (
         f"Medians over {'/'.join(map(str, rounds))} rounds in which the modes take turns; in brackets the ratio to "
         f"{AGGREGATED} or to {REFERENCE}, with its 95 % interval. {result['answers']['compared']:,} answers compared "
-        f"with the {AGGREGATED} engine's, none was another."
+        f"with the {AGGREGATED} engine's, all equal."
     )
     return f"{about} {conditions(result)}"
 

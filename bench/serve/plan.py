@@ -1,4 +1,4 @@
-"""What is measured, and in which order. Pure."""
+"""The calls of a run and their order. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Setup:
-    """What engines are started with: another one needs other engines. ``step_tokens`` None: theirs, not ours."""
+    """Each setup needs engines of its own. ``step_tokens`` None: the user's engines decide."""
 
     link: str
     step_tokens: int | None
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def streams(self) -> int:
-        """The most requests that are under way at a time, as far as that is ours to say."""
+        """The most concurrent requests; with a rate, nobody limits them."""
         return max(load.concurrency or 4 for load in self.loads)
 
     def weight(self, call: Call) -> int:
@@ -122,7 +122,7 @@ class Plan:
 
 
 def seconds_left(plan: Plan, waiting: Sequence[Call], done: Sequence[tuple[Call, float]]) -> float | None:
-    """What the calls of ``waiting`` will take, after the mean of the same ones, or else of all that are done.
+    """Estimated seconds of the calls in ``waiting``, from finished calls of the same kind, else from all.
 
     None while nothing is done.
     """

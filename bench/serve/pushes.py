@@ -16,7 +16,7 @@ PROBE = "probe-"
 
 
 class Pushes:
-    """Follows a ``trace_dir``. What is there already is of no interest."""
+    """Follows a ``trace_dir`` from its current end."""
 
     def __init__(self, directory: Path, patience_s: float = PATIENCE_S) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class Pushes:
 
 
 def figures_of_ranks(parts: Sequence[PushRecord]) -> Figures:
-    """Of one request: what its ranks transferred together, and the longest that one of them took.
+    """The figures of one request: bytes, WRITEs and descriptors are sums over its ranks, times are of the slowest rank.
 
     Raises ``TraceError``.
     """

@@ -1,4 +1,4 @@
-"""What a person sees: lines while a run goes on, tables at its end."""
+"""The output of a run: a line for each call, tables at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def tables(results: Sequence[CellResult]) -> Iterator[Table]:
-    """For each cell two: what clients see, and what the transfer costs."""
+    """Two for each cell: the times of the clients, and the costs of the transfer."""
     for result in results:
         yield _seen_by_clients(result)
         yield _transfers(result)
@@ -60,19 +60,8 @@ def _seen_by_clients(result: CellResult) -> Table:
         "time to the aggregated engine's, less 1"
     )
     table = Table(title=str(result.cell), caption=caption, title_justify="left", caption_justify="left")
-    headings = (
-        "TTFT ms",
-        "mean",
-        "p99",
-        "to aggregated",
-        "TPOT ms",
-        "p99",
-        "requests/s",
-        "tokens/s",
-        "prefill slowdown",
-    )
     table.add_column("mode")
-    for heading in headings:
+    for heading in SEEN:
         table.add_column(heading, justify="right")
     for mode in result.calls:
         ttft, tpot = result.series(mode, "ttft_ms"), result.series(mode, "tpot_ms")
@@ -95,18 +84,7 @@ def _transfers(result: CellResult) -> Table:
     caption = f"per request; {UNKNOWN}: not known. All of a transfer that begins after prefill is exposed."
     table = Table(caption=caption, caption_justify="left")
     table.add_column("mode")
-    headings = (
-        "exposed ms",
-        "p99",
-        "to request's",
-        "transfer ms",
-        "WRITEs",
-        "descriptors",
-        "MiB",
-        "writer CPU ms",
-        "as",
-    )
-    for heading in headings:
+    for heading in COSTS:
         table.add_column(heading, justify="right")
     for mode, calls in result.calls.items():
         if mode == AGGREGATED:

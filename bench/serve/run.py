@@ -1,4 +1,4 @@
-"""One call after the other: requests are sent, engines asked, answers compared, results kept."""
+"""One call after the other: sends requests, reads metrics, compares answers, keeps results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layerpush.worker.thread_name import WRITER
 
 
 class WrongAnswersError(Exception):
-    """Answers that are not the aggregated engine's."""
+    """Answers differ from the aggregated engine's."""
 
     def __init__(self, wrong: Sequence[Wrong]) -> None:
         super().__init__(f"{len(wrong)} answers differ from the aggregated engine's; {wrong[0]}")
@@ -30,13 +30,13 @@ class WrongAnswersError(Exception):
 
 
 class Client(Protocol):
-    """Has ``vllm bench serve`` send requests."""
+    """Runs ``vllm bench serve``."""
 
     def run(self, words: Sequence[str], name: str, watch: Callable[[], None]) -> dict[str, Any]: ...
 
 
 class Progress(Protocol):
-    """Hears how far a run is."""
+    """Gets each step of a run."""
 
     def setup(self, setup: Setup, modes: Sequence[str], calls: int) -> None: ...
 
@@ -47,7 +47,7 @@ class Progress(Protocol):
 
 @dataclass
 class Run:
-    """A sweep over ``site``. What ``parts`` has already is not measured again."""
+    """A sweep over ``site``, without the calls that ``parts`` has already."""
 
     plan: Plan
     site: Site
@@ -61,7 +61,7 @@ class Run:
         self._pushes: dict[str, Pushes] = {}
 
     def measure(self) -> None:
-        """All that is missing. Raises ``WrongAnswersError``, and whatever site and client raise."""
+        """Make all missing calls. Raises ``WrongAnswersError``, and the errors of site and client."""
         self.check_answers()
         for setup in self.plan.setups:
             waiting = self._missing(setup)
@@ -80,7 +80,7 @@ class Run:
             self.parts.starts += 1
 
     def check_answers(self) -> None:
-        """Compare what is there. Raises ``WrongAnswersError``."""
+        """Compare all answers so far. Raises ``WrongAnswersError``."""
         cells = [cell for setup in self.plan.setups for cell in self.plan.cells(setup)]
         results = by_cell(cells, self.plan.modes, self.parts.calls)
         if wrong := [each for result in results for each in result.wrong()]:
@@ -97,7 +97,7 @@ class Run:
             self.check_answers()
 
     def _warm_up(self, setup: Setup, target: Target) -> None:
-        """One request more than there is room for at a time, so that all of the KV memory is used once."""
+        """One request more than fits at a time, so that all KV memory is used once."""
         call = self.plan.warm_up(setup, target.mode)
         requests = self.plan.streams + 1
         words = arguments(self.plan, call, target.url, self.site.model, requests)
@@ -145,7 +145,7 @@ class Run:
         return [call for call in self.plan.calls(setup) if call.key not in have]
 
     def _left_s(self) -> float | None:
-        """Of calls, and of the engines that are still to be started."""
+        """Seconds of the missing calls and of the engine starts before them."""
         waiting = [self._missing(setup) for setup in self.plan.setups]
         current = self._done[-1][0].cell.setup
         starts = sum(bool(calls) and setup != current for setup, calls in zip(self.plan.setups, waiting, strict=True))

@@ -1,4 +1,4 @@
-"""What engines say of themselves: histograms on ``/metrics``, and the CPU time of a thread."""
+"""Figures of engines: histograms on ``/metrics``, and the CPU time of a thread."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
 
 
 class Meter:
-    """Histograms at ``url`` from now on; of nobody, where that is None. The first of ``names`` counts requests."""
+    """Histograms at ``url`` from now on; none if ``url`` is None. The first of ``names`` counts requests."""
 
     def __init__(self, url: str | None, names: Sequence[str], patience_s: float = PATIENCE_S) -> None:
         self.problems: list[str] = []
@@ -69,7 +69,7 @@ class Meter:
         self._before = self._look()
 
     def since(self, requests: int) -> dict[str, Histogram]:
-        """What has been observed meanwhile; empty where nobody can be asked.
+        """The observations since the last call; empty if the server has no metrics.
 
         Waits a little until there are so many observations: engines report from time to time.
         """

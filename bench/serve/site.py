@@ -1,4 +1,4 @@
-"""What is measured: running servers, ours or the user's, and where to ask them what."""
+"""The servers of a run, started here or given by the user, and the URLs of their metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +28,7 @@ GIB = 1 << 30
 
 
 class SiteError(RuntimeError):
-    """The servers are not what they have to be."""
+    """A proxy uses another dispatch than its mode."""
 
 
 def _nobody() -> list[int]:
@@ -36,9 +37,10 @@ def _nobody() -> list[int]:
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests of a mode go, ``url``, and who can be asked about them; None and nobody: cannot be asked.
+    """``url`` gets the requests of a mode. None and an empty list stand for figures that nobody can read here.
 
-    ``processes`` are those of P. ``transfers`` is the URL of the side that NIXL's histograms are kept on.
+    ``prefill`` is the URL of P's metrics, ``transfers`` that of the side with NIXL's histograms, ``trace`` P's
+    trace_dir. ``processes`` returns the pids of P.
     """
 
     mode: str
@@ -53,23 +55,23 @@ Targets = Mapping[str, Target]
 
 
 class Site(Protocol):
-    """Where servers come from."""
+    """The servers of a run."""
 
     model: Sequence[str]
-    """How ``vllm bench serve`` is to name model and tokenizer."""
+    """Arguments of ``vllm bench serve`` for model and tokenizer."""
 
     def up(self, setup: Setup, modes: Sequence[str]) -> contextlib.AbstractContextManager[Targets]:
-        """Servers of these modes, for as long as the block lasts."""
+        """Servers of these modes until the block ends."""
 
     def only(self, mode: str) -> None:
-        """It is the turn of this mode; the others are not asked anything. Inside ``up`` only."""
+        """From now on only this mode gets requests. Inside ``up`` only."""
 
     def check(self) -> None:
-        """Raises an exception when one of them has ended."""
+        """Raises an exception if a server has ended."""
 
 
 class OwnSite:
-    """Engines and proxies on this machine, started for each setup."""
+    """Engines and proxies on this machine, started for each setup. ``forks``: as those of ``EngineGroup``."""
 
     def __init__(
         self,
@@ -78,8 +80,11 @@ class OwnSite:
         display: Display,
         interrupts: Interrupts,
         logs: Path,
+        *,
+        forks: bool,
     ) -> None:
         self.model = served
+        self._forks = forks
         self._lineup = lineup
         self._display = display
         self._interrupts = interrupts
@@ -95,11 +100,15 @@ class OwnSite:
         logs.mkdir(parents=True, exist_ok=True)
         with (
             places_of(None if setup.link == LOOPBACK else setup.link, self._interrupts) as places,
-            EngineGroup(logs, self._interrupts) as group,
+            EngineGroup(logs, self._interrupts, forks=self._forks) as group,
         ):
             lineup = self._lineup(setup, places, logs / "trace")
             self._warn(lineup.memory_bytes(modes))
-            engines = {spec.name: group.start(spec) for spec in lineup.engines(modes)}
+            specs = lineup.engines(modes)
+            for spec in specs:
+                group.preload(spec.place)
+            with self._display.waiting("Importing vLLM, once for all servers") if self._forks else nullcontext():
+                engines = {spec.name: group.start(spec) for spec in specs}
             self._wait(group, list(engines.values()))
             targets: dict[str, Target] = {}
             proxies: dict[str, Engine] = {}
@@ -156,21 +165,21 @@ class OwnSite:
 
 
 class GivenSite:
-    """Servers that somebody else has started, and keeps."""
+    """Running servers of the user."""
 
     def __init__(self, targets: Targets, served: Sequence[str]) -> None:
         self.model = served
         self._targets = targets
 
     @contextlib.contextmanager
-    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:  # noqa: ARG002  # they are what they are
+    def up(self, setup: Setup, modes: Sequence[str]) -> Iterator[Targets]:  # noqa: ARG002  # they run already
         yield {mode: self._targets[mode] for mode in modes}
 
     def only(self, mode: str) -> None:
-        """They go on as they do."""
+        """They always run."""
 
     def check(self) -> None:
-        """Whether they live is not ours to know: requests will fail."""
+        """A request to a dead server fails."""
 
 
 def given(texts: Sequence[str]) -> dict[str, Target]:
@@ -197,12 +206,12 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
         transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
         targets[mode] = Target(mode, url.rstrip("/"), prefill, transfers, trace)
     if AGGREGATED not in targets:
-        raise ValueError(f"--at: {AGGREGATED}=URL is missing; its answers are what all others are compared with")
+        raise ValueError(f"--at: {AGGREGATED}=URL is missing; the answers of all others are compared with its answers")
     return targets
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory that can still be had; None where the system does not say."""
+    """Available memory; None if the system does not report it."""
     with contextlib.suppress(OSError):
         for line in meminfo.read_text().splitlines():
             name, _, rest = line.partition(":")
@@ -212,7 +221,7 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
-    """See that the proxy goes about requests as the mode means it, once it has heard who P is. Raises ``SiteError``."""
+    """Wait until the proxy knows P and dispatches as the mode demands. Raises ``SiteError``."""
     wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
     while (found := _dispatch(proxy)) != wanted:
         if time.monotonic() > deadline:

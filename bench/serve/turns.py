@@ -1,4 +1,4 @@
-"""Whose turn it is: servers that nobody asks do not run."""
+"""Suspends the servers of all modes but one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Server(Protocol):
 class Turns:
     """The servers of each mode; some may belong to several. All run at first.
 
-    An engine without work still polls, and so do its proxy and its threads. With a dozen engines on a few cores that
-    would be measured too, for whoever does compute is interrupted each time.
+    An idle engine still polls, and so do its proxy and its threads. A dozen of them on a few cores would slow down the
+    engine that computes.
     """
 
     def __init__(self, servers: Mapping[str, Sequence[Server]]) -> None:

@@ -1,4 +1,4 @@
-"""Write the generated parts anew, or say which are stale."""
+"""Write the generated parts of all pages, or name the stale pages."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str
 
 
 def per_request(metric: Metric) -> str:
-    """Events per second by the metric's label; what every rank counts of a request once, counted once."""
+    """Events per second by the metric's label; ranks that count the same request count once."""
     counted = rate(metric, by=f"instance, engine, {metric.label}")
     ranks = f"clamp_min(max by (instance, engine) ({catalog.RANKS.exposed_name}{{{HERE}}}), 1)"
     return f"sum by ({metric.label}) ({counted} / on (instance, engine) group_left () {ranks})"
@@ -77,7 +77,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Layers hooked",
             "percentunit",
             {"of all layers": share(catalog.LAYERS_READY, "hooked", ("hooked", "swept"))},
-            "What is not hooked is swept at the end of a step, without overlap within the step.",
+            "Other layers are swept at the end of a step, without overlap within the step.",
         ),
         Panel(
             "Waiting for each other",
@@ -105,7 +105,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Time of a WRITE",
             "s",
             {"took": mean(catalog.WRITE_SECONDS), "was estimated to take": mean(catalog.WRITE_ESTIMATE)},
-            "Means, of WRITEs that have an estimate. Far apart: what `packing: auto` goes by is wrong.",
+            "Means, of WRITEs that have an estimate. Far apart: the cost model of `packing: auto` is wrong.",
         ),
     ),
     "Decode: loads": (

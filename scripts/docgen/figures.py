@@ -24,7 +24,7 @@ DEMO_ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
 
 
 def demo(result: Result) -> str:
-    """One column per mode; below it what the run says and under which conditions."""
+    """One column per mode; below it remarks and the conditions of the run."""
     modes: Mapping[str, Figures] = result["modes"]
     rows = [(heading, *(show(mode) for mode in modes.values())) for heading, show in DEMO_ROWS]
     table = number_table(("", *(f"`{name}`" for name in modes)), rows)
@@ -36,7 +36,7 @@ def _remarks(result: Result) -> list[str]:
     remarks = []
     layer, request = (result["modes"][mode]["exposed_ms"] for mode in ("layer", "request"))
     if layer is not None and request:
-        remarks.append(f"After prefill, `layer` leaves {100 * layer / request:.0f} % of what `request` leaves exposed.")
+        remarks.append(f"`layer` leaves {100 * layer / request:.0f} % of `request`'s exposed time.")
     samples = result.get("samples", {}).get("layer", [])
     lengths = sorted({sample["push"]["tokens"] for sample in samples if sample["push"]})
     if lengths:

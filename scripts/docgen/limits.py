@@ -1,4 +1,4 @@
-"""How much of what is taken or remembered, with the numbers that the code has."""
+"""Tables of limits and bounded tables, with the numbers of the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.docgen.tables import table
 
 _FORGOTTEN, _DROPPED, _NO_ANSWER = "the oldest is forgotten", "dropped, logged", "counts as no answer"
 
-# What is limited; at most how much, its unit; what becomes of the rest.
+# Limited thing; maximum, its unit; effect beyond it.
 MESSAGES = (
     ("a notification", wire.MAX_NOTIFICATION_BYTES, "bytes", _DROPPED),
     ("an id, an engine's name", wire.MAX_ID_CHARS, "characters", _DROPPED),
@@ -39,7 +39,7 @@ MESSAGES = (
     ("kinds of peer errors", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
 )
 
-# Whose; what is remembered; how many; for how long; what then.
+# Side; table; entries; seconds; effect beyond them.
 TABLES = (
     (
         "P",

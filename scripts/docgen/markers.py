@@ -9,11 +9,6 @@ class MarkerError(ValueError):
     """A page lacks a marker, or has it twice."""
 
 
-def between(page: str, name: str) -> str:
-    """What stands between the markers now, without the surrounding blank lines. Raises ``MarkerError``."""
-    return _find(page, name).group(2).strip("\n")
-
-
 def fill(page: str, name: str, content: str) -> str:
     """The page with ``content`` between the markers of ``name``. Raises ``MarkerError``."""
     found = _find(page, name)

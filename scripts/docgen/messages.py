@@ -1,4 +1,4 @@
-"""What P and D say to each other, from the structs that are on the wire."""
+"""The messages between P and D, from the structs of the wire."""
 
 from __future__ import annotations
 

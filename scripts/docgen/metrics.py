@@ -7,7 +7,7 @@ from scripts.docgen.tables import table
 
 
 def table_of(side: Side) -> str:
-    """What engines of one side record, or of both."""
+    """The metrics of engines of one side, or of both."""
     rows = [
         (f"`{metric.exposed_name}`", metric.kind.value, f"`{metric.label}`" if metric.label else "", metric.meaning)
         for metric in CATALOG

@@ -41,7 +41,7 @@ class Machine:
         return "\n".join(["```mermaid", "stateDiagram-v2", ends[0], *arrows, ends[1], "```"])
 
     def states(self) -> str:
-        """One row per state: what it means, what it takes without moving, where it can go."""
+        """One row per state: its meaning, the events that it stays on, its exits."""
         rows = []
         for state in self._states:
             exits = self._transitions[state]
@@ -71,7 +71,7 @@ class Machine:
         return transitions
 
     def _either(self, state: enum.Enum, targets: set[enum.Enum]) -> str:
-        """The targets in the order of the states; a state that may also stay says so."""
+        """The targets in the order of the states; "stay" stands for the state itself."""
         return " or ".join(f"`{one.name}`" if one is not state else "stay" for one in self._states if one in targets)
 
     def _kinds(self, base: type) -> list[type]:

@@ -1,4 +1,4 @@
-"""Which part of which page is generated, and by what."""
+"""The generated parts of all pages, and their functions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def pages() -> list[str]:
 
 
 def updated(root: Path, page: str, text: str, markers: Iterable[str] = SECTIONS) -> str:
-    """``text`` of ``page`` with these parts made anew. Raises ``markers.MarkerError``."""
+    """``text`` of ``page`` with new generated parts. Raises ``markers.MarkerError``."""
     for marker in markers:
         if page in SECTIONS[marker].pages:
             text = fill(text, marker, SECTIONS[marker].render(root))

@@ -1,4 +1,4 @@
-"""What the last soak found, from the JSON that it writes."""
+"""The result of the last soak, from its JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PASSED = "passed"
 
 
 def tables(result: Result) -> str:
-    """How the requests ended, what became of each kind of fault, and the memory of each engine."""
+    """Tables of the requests' outcomes, of each kind of fault, and of each engine's memory."""
     requests = [(words, f"{count:,}") for words, count in result["requests"].items()]
     faults = [
         (f"`{kind}`", *(_count(fault[column]) for column in ("injected", "struck", "survived")))
@@ -30,7 +30,7 @@ def tables(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """One paragraph. Raises ``ValueError`` for a run that found something: that is no figure to publish."""
+    """One paragraph. Raises ``ValueError`` for a run that found something: it must not be published."""
     if result["verdict"] != PASSED:
         raise ValueError(f"a soak that {result['verdict']} is not published")
     faults, compared = result["faults"].values(), result["compared"]

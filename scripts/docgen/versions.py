@@ -1,4 +1,4 @@
-"""Which versions are allowed, and with which of them all was tested: pyproject.toml, the lock, the last soak."""
+"""Allowed and tested versions, from pyproject.toml, the lock and the last soak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCK, SOAK = Path("requirements/cpu.lock"), Path("bench/results/soak.json")
 
 
 def tables(root: Path) -> str:
-    """Python, vLLM, NIXL and torch. Raises ``LookupError`` when a file does not say."""
+    """Python, vLLM, NIXL and torch. Raises ``LookupError`` if a file lacks one."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lock = (root / LOCK).read_text()

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = pathlib.Path(__file__).parent
     for item in items:
         is_bench = item.path.parent == here and item.path.name.startswith("test_bench_")
-        if is_bench and item.name not in QUICK_BENCHES:
+        if is_bench and item.name.split("[")[0] not in QUICK_BENCHES:
             item.add_marker(pytest.mark.exhaustive)
 
 

@@ -28,7 +28,7 @@ __all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "
 
 @dataclass(eq=False)
 class FakeWrite:
-    """One WRITE: what was asked for, and how far it is. Also its own handle."""
+    """One WRITE and its progress. Also its own handle."""
 
     number: int
     source: FakeTransport
@@ -50,7 +50,7 @@ class FakeWrite:
         return f"WRITE {self.number} from {self.source.name!r} to {self.target.name!r}"
 
     def progress(self) -> None:
-        """Land a share of what is left; the bytes are the source's of this moment, not of the post."""
+        """Land a share of the rest, with the source's bytes of this moment, not of the post."""
         if self.state is not WriteState.PENDING or not self.target.alive or self.target.frozen:
             return
         if self.polls_left == 1 and self.fails:
@@ -79,7 +79,7 @@ class _Notification:
 
 
 class FakeFabric:
-    """The endpoints, the faults, and a record of what happened. Any thread may use its endpoints.
+    """The endpoints, the faults, and a record of all events. Any thread may use its endpoints.
 
     Deterministic: the same calls with the same ``seed`` and faults give the same landings. When ``strict``, the first
     violation raises ``OwnershipError`` where it happens, and again from every later call: no ``except`` hides it.
@@ -106,7 +106,7 @@ class FakeFabric:
         return self._endpoints[name]
 
     def kill(self, name: str, lingers: int = 0) -> None:
-        """The process dies: nothing lands there any more, and peers that ask are told so.
+        """The process dies: no WRITE lands there, and peers that ask get that answer.
 
         What it had posted goes on for as many looks of its target at its notifications: bytes that wait in a socket.
         """
@@ -124,7 +124,7 @@ class FakeFabric:
         return self.endpoint(name)
 
     def freeze(self, name: str) -> None:
-        """The process stops, or its link is cut: WRITEs to it stay ``PENDING`` and nobody is told."""
+        """The process stops, or its link is cut: WRITEs to it stay ``PENDING``, and no peer gets a message."""
         self._endpoints[name].frozen = True
 
     def thaw(self, name: str) -> None:
@@ -146,7 +146,7 @@ class FakeFabric:
         return self._endpoints[name]
 
     def reach(self, moment: str) -> int:
-        """Count a moment, run what was scripted for it, return its number."""
+        """Count a moment, run its script, return its number."""
         number = self.reached[moment]
         self.reached[moment] += 1
         action = self.faults.at.get((moment, number))
@@ -254,7 +254,7 @@ class FakeTransport:
             return arrived
 
     def forget(self, agent: str) -> None:
-        """Drop the connection to a peer, as `remove_remote_agent` does; the next call goes to whoever has its name."""
+        """Drop the connection to a peer, as `remove_remote_agent` does; the next call goes to the owner of its name."""
         self._connections.pop(agent, None)
 
     def touch(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> Bytes:

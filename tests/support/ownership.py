@@ -1,4 +1,4 @@
-"""Whose a piece of memory is at each moment, and the WRITEs that touch what is no longer theirs.
+"""Owners of memory at each moment, and the WRITEs that touch memory of another owner.
 
 A WRITE is for whoever owns both its source and its target when it is posted. From then on, until it has landed, that
 owner must go on owning them: a WRITE that reads from, or lands in, a piece that its owner gave away is a violation,
@@ -23,7 +23,7 @@ ANYONE = "anyone"
 
 
 class Descriptors:
-    """Equal pieces of one endpoint's memory, and whose they are. Blocks that requests share have several owners."""
+    """Equal pieces of one endpoint's memory and their owners. Blocks that requests share have several owners."""
 
     def __init__(self, memory: Bytes, offsets: Sequence[int], length: int) -> None:
         if memory.dtype != np.uint8 or memory.ndim != 1:
@@ -51,7 +51,7 @@ class Descriptors:
             self._owners[int(index)] |= {owner}
 
     def give_away(self, ids: Iterable[int], owner: Owner | None = None) -> None:
-        """These no longer belong to ``owner``, or to nobody if none is named."""
+        """Take these from ``owner``, or from all owners."""
         for index in ids:
             if owner is not None and owner not in self._owners[int(index)]:
                 raise ValueError(f"{owner!r} does not own descriptor {index}")
@@ -92,7 +92,7 @@ class OwnershipError(AssertionError):
 
 
 def common_owners(source: Owners, target: Owners) -> Owners:
-    """For whom a WRITE from one piece to another is; nobody: it must not be posted."""
+    """The owners of a WRITE from one piece to another; empty: it must not be posted."""
     if ANYONE in source:
         return target
     return source if ANYONE in target else source & target

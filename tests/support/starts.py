@@ -1,4 +1,4 @@
-"""How many engines this process has started or had started: what most of the seconds of a run go into."""
+"""Counts engine starts of this process; they take most seconds of a run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
 class Totals:
-    """Of all that ``meter`` is told from now on.
+    """Counts all calls of ``meter`` from now on.
 
     ``hooked_layers`` and ``swept_layers`` count (chunk, layer) pairs: ready by hook, or found at the end of a step.
     """

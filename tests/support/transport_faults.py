@@ -1,4 +1,4 @@
-"""What goes wrong on a fake network, and when."""
+"""Faults of a fake network and their times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChanceCounts:
 
 @dataclass
 class Faults:
-    """What goes wrong, and when. Posts and notifications are numbered over the whole fabric, from 0.
+    """Faults and their times. Posts and notifications are numbered over the whole fabric, from 0.
 
     ``at`` runs an action just before a moment: ``{("post", 3): lambda fabric: fabric.kill("D")}``. Moments are
     ``"post"``, ``"poll"`` and ``"notify"``. A fabric may be given other faults at any time.
@@ -94,7 +94,7 @@ class Faults:
         delay: float = 0.0,
         most: int = 20,
     ) -> Faults:
-        """Each kind of fault at a rate of its own, for ever; what is held or delayed is so ``most`` times at most."""
+        """Each kind of fault at a rate of its own, for ever; it holds or delays ``most`` times at most."""
 
         def chance(kind: str, rate: float) -> Chance:
             return Chance(seed, kind, rate)

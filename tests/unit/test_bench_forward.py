@@ -14,37 +14,15 @@ from typer.testing import CliRunner
 
 from bench.forward import report
 from bench.forward.__main__ import app
-from bench.forward.cases import Case, growing_cases, known_cases
+from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.growth import COSTS, fit, lines
 from bench.forward.kv import Noise
-from bench.forward.models import MODELS
-from bench.forward.plot import plot
 from bench.forward.queued import queued_s
 from bench.pair.settings import POISON
-from bench.pair.sweep import time_left
 
 CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
 CPU = torch.device("cpu")
-
-
-def test_a_block_of_a_known_model_has_its_bytes() -> None:
-    sizes = {name: (model.layers, model.block_bytes >> 10) for name, model in MODELS.items()}
-    assert sizes == {
-        "llama-8b": (32, 64),
-        "llama-70b-tp8": (80, 8),
-        "qwen3-30b-a3b": (48, 32),
-        "deepseek-mla": (61, 18),
-    }
-
-
-def test_cases_are_all_combinations_but_the_too_large_ones() -> None:
-    wanted, left_out = known_cases(list(MODELS), [4096, 131072], ["contiguous", "random"], 2048, 640 << 20)
-    assert len(wanted) + len(left_out) == 16
-    assert {case.tokens for case in wanted} == {4096}
-    assert {case.tokens for case in left_out} == {131072}
-    assert CASE in wanted
-    assert CASE.bytes == 160 << 20
 
 
 def test_a_step_computes_its_tokens_for_all_requests_together() -> None:
@@ -65,23 +43,6 @@ def test_requests_have_blocks_of_their_own_and_nobody_has_block_0() -> None:
         assert len(blocks) == len(set(blocks)) == 3 * 63
         assert min(blocks) > 0
         assert max(blocks) < pool
-
-
-def test_only_what_grows_differs_along_a_line() -> None:
-    grown = list(growing_cases(3))
-    by_what = {what: [each.case for each in grown if each.what == what] for what in ("layers", "blocks", "requests")}
-    assert [case.layers for case in by_what["layers"]] == [8, 16, 32]
-    assert [case.blocks for case in by_what["blocks"]] == [64, 128, 256]
-    assert [case.requests for case in by_what["requests"]] == [1, 2, 4]
-    assert all(len(each.case.steps) == 1 for each in grown)
-    assert len({(case.blocks, case.requests) for case in by_what["layers"]}) == 1
-
-
-def test_time_left_follows_the_bytes() -> None:
-    small = replace(CASE, tokens=1024)
-    assert time_left([small] * 3, [small], 2.0) == pytest.approx(6.0)
-    assert time_left([CASE], [small], 2.0) > 2.0
-    assert time_left([], [small], 2.0) == 0
 
 
 def test_kv_differs_by_layer_and_forward_is_the_same_everywhere_and_never_poison() -> None:
@@ -169,23 +130,6 @@ def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None
         assert queued_s(tmp_path / "schedstat") is None
 
 
-def test_a_thread_knows_how_long_it_waited_for_a_core(tmp_path: Path) -> None:
-    statistics = tmp_path / "schedstat"
-    statistics.write_text("326900 1500000000 7\n")
-    assert queued_s(statistics) == pytest.approx(1.5)
-
-
-def test_where_the_link_is_the_bottleneck_its_end_counts() -> None:
-    slow = {"ceiling_s": 0.2, "forward_s": 0.8}
-    in_time = cell(series(0.8, exposed_s=1.3, end_s=2.05), **slow)
-    assert in_time.load == pytest.approx(2.5)
-    assert in_time.bound_s == pytest.approx(2.0 + 0.8 / 160)
-    assert in_time.exposed_limit is None
-    assert in_time.misses == []
-    (late,) = cell(series(0.8, exposed_s=1.5, end_s=2.2), **slow).misses
-    assert late.startswith("the end comes at 1.10 x")
-
-
 @pytest.mark.parametrize(
     ("layer", "missed"),
     [
@@ -208,36 +152,26 @@ def test_a_line_through_points_is_found() -> None:
         fit([1, 1], [1.0, 2.0])
 
 
-def grown() -> list[tuple[str, int, Cell]]:
-    """Hooks of ``value`` microseconds each, 80 in a forward."""
-    return [("layers", value, cell(series(0.8, 0.002 * value, hook_us=value))) for value in (8, 16, 32)]
-
-
-def test_a_line_for_each_mode_and_cost() -> None:
-    found = {(line.mode, line.cost): line for line in lines(grown())}
-    assert set(found) == {(mode, cost) for mode in ("layer", "chunk", "request") for cost in COSTS}
-    assert found["layer", "hooks"].slope_s == pytest.approx(80e-6)
-    assert found["layer", "exposed"].slope_s == pytest.approx(2e-3)
-    assert found["chunk", "exposed"].slope_s == pytest.approx(0.0, abs=1e-9)
-    assert list(lines(grown()[:1])) == []
-
-
-def test_everything_is_in_the_json_and_in_the_tables(tmp_path: Path) -> None:
-    here, fitted = cell(), list(lines(grown()))
+def test_everything_is_in_the_json_and_in_the_tables() -> None:
+    here, fitted = (
+        cell(),
+        list(lines([("layers", value, cell(series(0.8, 0.002 * value, hook_us=value))) for value in (8, 16, 32)])),
+    )
     written = json.loads(json.dumps(here.as_json()))
     assert written["bytes"] == CASE.bytes
     assert written["misses"] == []
     layer = written["modes"]["layer"]
     assert layer["raw"]["exposed_s"] == [0.002] * 4
     assert layer["exposed_of_request"]["ratio"] == pytest.approx(0.01)
+    found = {(line.mode, line.cost): line for line in fitted}
+    assert set(found) == {(mode, cost) for mode in ("layer", "chunk", "request") for cost in COSTS}
+    assert found["layer", "hooks"].slope_s == pytest.approx(80e-6)
     assert sum(layer["hook_us"]["histogram"]["counts"]) == layer["hook_us"]["calls"] == 320
     assert written["off"]["raw"]["forward_s"] == [0.8] * 4
     text = shown([*report.tables([here]), report.growth(fitted), report.line(here)])
     assert "0.010 (2/L 0.025)" in text
     assert "writer's processor time" in text
     assert "exposed ms: layer 2.0  chunk 50.0  request 200.0" in text
-    plot([here], fitted, tmp_path / "forward.png", "A title")
-    assert (tmp_path / "forward.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -255,10 +189,3 @@ def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "400", "NO_COLOR": "1"})
     assert result.exit_code == 2
     assert said in result.output
-
-
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["--device", "cuda"], env={"COLUMNS": "400", "NO_COLOR": "1"})
-    assert result.exit_code == 2
-    assert "torch finds no CUDA device" in result.output

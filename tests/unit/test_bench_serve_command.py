@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from bench.serve.__main__ import app
 from bench.serve.command import Choices
-from bench.serve.plan import Load, Setup
+from bench.serve.plan import Load
 
 RUNNER = CliRunner(env={"COLUMNS": "300"})
 
@@ -56,29 +56,10 @@ def test_wrong_arguments_are_named(arguments: list[str], said: str) -> None:
     assert said in result.output
 
 
-def test_help_teaches() -> None:
-    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
-    for word in ("python -m bench.serve --quick", "aggregated", "--resume", "--links", "--at", "exposed", "--corrupt"):
-        assert word in text
-
-
 def test_resume_needs_something_to_go_on_with(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["--resume", str(tmp_path / "serve.json")])
     assert result.exit_code == 2
     assert "nothing to go on with" in result.output
-
-
-def test_aggregated_is_always_measured_and_first() -> None:
-    assert choices(modes=["layer", "pull"]).all_modes == ["aggregated", "layer", "pull"]
-    there = choices(modes=["pull", "layer"], at=["layer=http://l:1", "aggregated=http://a:1"])
-    assert there.all_modes == ["aggregated", "layer"]
-    assert there.plan().setups == [Setup("loopback", None)]
-
-
-def test_the_plan_is_every_combination() -> None:
-    plan = choices(lengths=["1024", "max", "1024"], links=["loopback", "1gbit"], step_tokens=[256, 512]).plan()
-    assert plan.lengths == [1024, 32688]
-    assert plan.setups == [Setup(link, tokens) for link in ("loopback", "1gbit") for tokens in (256, 512)]
 
 
 def test_settings_can_be_compared_and_written() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bench.bootstrap import median_of_rounds, ratio_over_rounds
-from bench.serve import report
 from bench.serve.measured import RequestsFailedError, measured
 from bench.serve.plan import AGGREGATED, Call
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
@@ -34,15 +31,6 @@ def three_rounds() -> list[CellResult]:
             each.add_figures([Figures(900.0, 300.0, 5.0, 16, 0, 16, 512, 1 << 20)] * 2)
             each.pushed_as, each.plans = {"layer": 2}, {"direct": 31, "packed": 1}
     return by_cell([CELL], MODES, calls)
-
-
-def test_what_a_call_has_shown() -> None:
-    this = call("layer", 1, [0.5, 0.25])
-    assert (this.cell, this.round, this.mode) == (CELL.key, 1, "layer")
-    assert this.ttft_ms == [500.0, 250.0]
-    assert this.tpot_ms == pytest.approx([10.0, 10.0])
-    assert this.latency_ms == pytest.approx([540.0, 290.0])
-    assert (this.requests_per_s, this.tokens_per_s) == ([1.0], [5.0])
 
 
 @pytest.mark.parametrize(
@@ -105,30 +93,6 @@ def test_a_wrong_answer_is_found_in_its_own_round() -> None:
     assert "layer at 1024 tokens" in str(wrong)
     assert "'b0' instead of 'b1'" in str(wrong)
     assert compared([this]) == 4
-
-
-def test_an_answer_waits_for_the_aggregated_engines() -> None:
-    (this,) = by_cell([CELL], MODES, [call("layer", 0, [1.0], ["nobody knows"])])
-    assert list(this.wrong()) == []
-
-
-def test_the_tables() -> None:
-    console = Console(width=240, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
-    console.print(*report.tables(three_rounds()))
-    text = console.export_text()
-    assert "0.050 [0.050, 0.050]" in text  # exposed, to request's
-    assert "2.000 [2.000, 2.000]" in text  # TTFT, to aggregated
-    assert "+2.0% [+2.0%, +2.0%]" in text  # prefill
-    assert "512" in text
-    assert "direct, packed" in text
-    assert "–" in text
-
-
-def test_a_median_of_rounds_draws_whole_rounds() -> None:
-    together = median_of_rounds([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
-    assert (together.median, together.low, together.high) == (2.0, 1.0, 3.0)
-    apart = median_of_rounds([[1.0, 3.0]] * 20)
-    assert (apart.median, apart.low, apart.high) == (2.0, 2.0, 2.0)
 
 
 def test_rounds_that_do_not_pair_are_refused() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from bench.serve.lineup import Lineup, Model, longest_prompt
 from bench.serve.plan import AGGREGATED, MODES
-from bench.serve.pushes import Pushes, figures_of_ranks
-from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, parsed, thread_cpu_s
-from bench.serve.site import SiteError, available_bytes, check_dispatch, given
+from bench.serve.pushes import Pushes
+from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, thread_cpu_s
+from bench.serve.site import SiteError, check_dispatch, given
 from layerpush.apps.demo.engines import Place
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.worker.thread_name import name_this_thread
@@ -70,11 +70,6 @@ def test_each_mode_has_its_connector() -> None:
     assert connectors["pull"]["kv_role"] == "kv_producer"
 
 
-def test_corrupt_is_for_layer_mode_only() -> None:
-    this = lineup(corrupt=True)
-    assert [mode for mode in MODES if this.prefill(mode).connector_module] == ["layer"]
-
-
 def test_engines_have_room_for_all_streams_and_one_more() -> None:
     one, eight = lineup(), lineup(streams=8)
     assert one.max_model_len == 4192  # whole blocks
@@ -99,17 +94,6 @@ def test_what_engines_are_told() -> None:
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
     assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
-
-
-def test_how_much_memory_they_need(tmp_path: Path) -> None:
-    short, long = lineup(prompt_tokens=1024), lineup(prompt_tokens=32000)
-    assert 9 < short.memory_bytes(EVERY) / (1 << 30) < 13
-    assert short.memory_bytes([AGGREGATED]) < short.memory_bytes([AGGREGATED, "layer"]) / 2.5
-    more = sum((long.kv_cache_bytes or 0, -(short.kv_cache_bytes or 0)))
-    assert long.memory_bytes(EVERY) == short.memory_bytes(EVERY) + 9 * more
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
-    assert available_bytes(tmp_path / "meminfo") == 2 << 20
-    assert available_bytes(tmp_path / "nothing") is None
 
 
 def test_only_pull_asks_one_after_the_other() -> None:
@@ -199,26 +183,10 @@ def test_a_proxy_that_goes_about_it_in_another_way_is_refused() -> None:
             check_dispatch("push", url, patience_s=0)
 
 
-def test_a_proxy_that_has_not_heard_yet_who_p_is_is_waited_for() -> None:
-    looks = iter(["sequential", "sequential", "concurrent"])
-    with served(lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": next(looks)}]})) as url:
-        check_dispatch("layer", url)
-    assert not list(looks)
-
-
 def metrics(total: float, count: int) -> str:
     half = f'{{engine="0"}} {total / 2}\n{PREFILL}_sum{{engine="1"}} {total / 2}'
     buckets = f'{PREFILL}_bucket{{engine="0",le="+Inf"}} {count}'
     return f'# TYPE {PREFILL} histogram\n{buckets}\n{PREFILL}_count{{engine="0"}} {count}\n{PREFILL}_sum{half}\n'
-
-
-def test_histograms_are_summed_over_engines() -> None:
-    assert parsed(metrics(3.0, 4), [PREFILL, "vllm:other"]) == {
-        PREFILL: Histogram(3.0, 4),
-        "vllm:other": Histogram(0, 0),
-    }
-    assert Histogram(3.0, 4).since(Histogram(1.0, 2)).mean == 1.0
-    assert Histogram().mean is None
 
 
 def test_observations_that_come_late_are_waited_for() -> None:
@@ -234,16 +202,6 @@ def test_observations_that_never_come_are_told() -> None:
         meter = Meter(url, [PREFILL], patience_s=0)
         assert meter.since(2)[PREFILL].mean is None
     assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
-
-
-def test_servers_without_metrics_are_measured_all_the_same() -> None:
-    assert Meter(None, [PREFILL]).since(2) == {}
-    with served(lambda: "") as url:
-        pass
-    meter = Meter(url, [PREFILL], patience_s=60)  # nobody listens any more
-    assert meter.since(2) == {}
-    (problem,) = meter.problems
-    assert problem.startswith(f"{url}/metrics: ")
 
 
 def test_what_engines_count_becomes_figures_of_a_request() -> None:
@@ -281,15 +239,6 @@ def test_cpu_time_of_a_thread_by_its_name() -> None:
         thread.join()
 
 
-def test_cpu_time_in_ticks_where_the_kernel_has_no_better(tmp_path: Path) -> None:
-    task = tmp_path / "5" / "task" / "6"
-    task.mkdir(parents=True)
-    (task / "comm").write_text("push-writer\n")
-    (task / "stat").write_text("6 (push) writer) S " + " ".join(["0"] * 10) + " 30 20 0 0")
-    used = thread_cpu_s([5], "push-writer", tmp_path)
-    assert used == pytest.approx(50 / os.sysconf("SC_CLK_TCK"))
-
-
 def push(request: str, rank: int = 0, landed: float = 2.0) -> PushRecord:
     write = WriteRecord(0, (0, 15), (0, 0), 32, 4096, 1.0, 1.0, landed)
     return PushRecord(
@@ -316,19 +265,3 @@ def test_pushes_of_a_call_are_those_that_are_new(tmp_path: Path) -> None:
     trace(tmp_path, push("probe-1"), push("b", landed=3.0), push("a"), pid=1)
     assert [[each.t_last_landed for each in parts] for parts in pushes.new(2)] == [[2.0], [3.0]]
     assert pushes.new(1) == []
-
-
-def test_a_push_of_several_ranks_is_as_slow_as_its_slowest(tmp_path: Path) -> None:
-    pushes = Pushes(tmp_path, patience_s=0)
-    trace(tmp_path, push("a"), push("a", rank=1, landed=2.5))
-    (parts,) = pushes.new(1)
-    figures = figures_of_ranks(parts)
-    assert (figures.exposed_ms, figures.writes, figures.descriptors, figures.bytes) == (1000.0, 2, 64, 8192)
-
-
-def test_a_late_trace_is_waited_for(tmp_path: Path) -> None:
-    pushes = Pushes(tmp_path, patience_s=60)
-    late = threading.Timer(0.2, trace, [tmp_path, push("late")])
-    late.start()
-    assert len(pushes.new(1)) == 1
-    late.join()

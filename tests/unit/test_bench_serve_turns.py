@@ -1,10 +1,16 @@
-"""Servers that nobody asks are suspended, and run again when it is their turn."""
+"""Only the servers of the measured mode run; all others are suspended."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from bench.serve.turns import Turns
+from layerpush.apps.demo.engines import Engine, EngineSpec
+from tests.contract.waiting import until
 
 
 class Server:
@@ -49,3 +55,28 @@ def test_a_server_of_both_modes_is_not_disturbed() -> None:
     turns.only("chunk")
     assert servers["d"].signals == []
     assert servers["chunk-p"].signals == [signal.SIGSTOP, signal.SIGCONT]
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_forked_server_is_suspended_and_its_client_is_not(tmp_path: Path) -> None:
+    server = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    spec = EngineSpec("p", "plain", Path("m"), server=("sh", "-c", "sleep 600"))
+    forks: Any = SimpleNamespace(group_of=lambda client: server.pid)
+    client = Engine(spec, 1, 2, tmp_path / "log", forks)
+    try:
+        assert server.pid in client.members()
+        client.signal(signal.SIGSTOP)
+        until(lambda: state(server.pid) == "T")
+        assert state(client.group) != "T"
+        client.signal(signal.SIGCONT)
+        until(lambda: state(server.pid) != "T")
+        client.signal(signal.SIGTERM)
+        until(lambda: client.group not in client.members())
+        assert server.poll() is None, "a real client passes the signal on"
+    finally:
+        server.kill()
+        server.wait()
+        client.signal(signal.SIGKILL)

@@ -117,64 +117,33 @@ def test_threads_lose_nothing() -> None:
     assert taken == {"counted": writers * per_thread, "observed": writers * per_thread}
 
 
-def test_a_loop_that_is_woken_in_time_lags_by_its_own_work_only() -> None:
-    lag = Lag()
-    assert lag.take(0.0) is None
-    lag.began(1.0)
-    lag.ended(1.002, poll_timeout=0.05)
-    lag.began(1.01)  # woken early
-    lag.ended(1.015, poll_timeout=0.05)
-    assert lag.take(1.02) == pytest.approx(0.005)
-    assert lag.take(1.03) == 0.0
-
-
-def test_oversleeping_counts() -> None:
-    lag = Lag()
-    lag.began(1.0)
-    lag.ended(1.0, poll_timeout=0.1)
-    lag.began(1.4)
-    lag.ended(1.5, poll_timeout=0.1)
-    assert lag.take(1.5) == pytest.approx(0.4)
-
-
-def test_coming_late_when_it_is_woken_counts_from_the_first_call() -> None:
-    lag = Lag()
-    lag.began(1.0)
-    lag.ended(1.0, poll_timeout=5.0)
-    lag.woken(2.0)
-    lag.woken(2.3)
-    assert lag.take(2.1) == pytest.approx(0.1), "it has not come yet"
-    lag.began(2.5)
-    lag.ended(2.6, poll_timeout=5.0)
-    assert lag.take(2.6) == pytest.approx(0.6)
-    lag.began(3.0)
-    lag.ended(3.0, poll_timeout=5.0)
-    assert lag.take(3.0) == 0.0, "nobody woke it for this turn"
-
-
-def test_work_that_comes_during_a_turn_waits_for_its_end() -> None:
-    lag = Lag()
-    lag.began(1.0)
-    lag.woken(1.1)
-    lag.ended(1.5, poll_timeout=5.0)
-    lag.began(1.5)
-    lag.ended(1.7, poll_timeout=5.0)
-    assert lag.take(1.7) == pytest.approx(0.6)
-
-
-def test_a_loop_that_never_wakes_up_again_shows() -> None:
-    lag = Lag()
-    lag.began(1.0)
-    lag.ended(1.0, poll_timeout=0.5)
-    assert lag.take(1.4) == 0.0
-    assert lag.take(3.5) == pytest.approx(2.0)
-    assert lag.take(4.5) == pytest.approx(3.0)
-
-
-def test_a_turn_that_does_not_end_shows() -> None:
-    lag = Lag()
-    lag.began(1.0)
-    assert lag.take(6.0) == pytest.approx(5.0)
-    assert lag.take(9.0) == pytest.approx(8.0)
-    lag.ended(9.5, poll_timeout=0.1)
-    assert lag.take(9.5) == pytest.approx(8.5)
+@pytest.mark.parametrize(
+    ("moves", "expected_s"),
+    [
+        pytest.param("take@0", [None], id="before the first turn"),
+        pytest.param(
+            "began@1 ended+.05@1.002 began@1.01 ended+.05@1.015 take@1.02 take@1.03", [0.005, 0], id="in time"
+        ),
+        pytest.param("began@1 ended+.1@1 began@1.4 ended+.1@1.5 take@1.5", [0.4], id="overslept"),
+        pytest.param(
+            "began@1 ended+5@1 woken@2 woken@2.3 take@2.1 began@2.5 ended+5@2.6 take@2.6 began@3 ended+5@3 take@3",
+            [0.1, 0.6, 0],
+            id="late after the first wake, once",
+        ),
+        pytest.param("began@1 woken@1.1 ended+5@1.5 began@1.5 ended+5@1.7 take@1.7", [0.6], id="work during a turn"),
+        pytest.param("began@1 ended+.5@1 take@1.4 take@3.5 take@4.5", [0, 2, 3], id="never wakes again"),
+        pytest.param("began@1 take@6 take@9 ended+.1@9.5 take@9.5", [5, 8, 8.5], id="a turn without end"),
+    ],
+)
+def test_the_lag_is_the_length_of_a_turn_and_its_delay(moves: str, expected_s: list[float | None]) -> None:
+    lag, taken = Lag(), list[float | None]()
+    for move in moves.split():
+        name, at = move.split("@")
+        now = float(at)
+        if name.startswith("ended+"):
+            lag.ended(now, poll_timeout=float(name.removeprefix("ended+")))
+        elif name == "take":
+            taken.append(lag.take(now))
+        else:
+            getattr(lag, name)(now)
+    assert taken == pytest.approx(expected_s)

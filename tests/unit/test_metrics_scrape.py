@@ -95,13 +95,6 @@ def test_every_metric_is_there_before_anything_has_happened(front_end: Opened) -
     )
 
 
-def test_upstreams_metrics_stay(front_end: Opened) -> None:
-    front_end().hear(stats_of(pushed(), upstream_stats()).to_dict())
-    values = {sample.name: sample.value for sample in Scrape().samples}
-    assert values["vllm:nixl_bytes_transferred_sum"] == 1 << 20
-    assert values["vllm:nixl_xfer_time_seconds_count"] == 1
-
-
 def test_what_a_worker_tells_is_scraped(front_end: Opened) -> None:
     one = front_end()
     for _ in range(2):
@@ -150,15 +143,6 @@ def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
     assert scrape.value("pending_registrations") == 2, "both ranks mean the same two"
     assert scrape.value("parked_blocks") == 7
     assert {s.name: s.value for s in Scrape().samples}["vllm:nixl_bytes_transferred_sum"] == 1 << 20
-
-
-def test_a_level_is_the_highest_of_what_the_ranks_said_last(front_end: Opened) -> None:
-    one = front_end()
-    for rank, level in (("0", 5), ("1", 3), ("0", 1)):
-        tally = Tally()
-        tally.level(PENDING_REGISTRATIONS, rank, level)
-        one.hear(stats_of(tally).to_dict())
-    assert Scrape().value("pending_registrations") == 3
 
 
 def test_adding_up_leaves_the_added_alone() -> None:
@@ -229,14 +213,6 @@ def test_the_log_line_of_a_decode_engine(front_end: Opened) -> None:
     assert "Loads=3, Loads not done=1" in line
     assert "Parked blocks=7" in line
     assert "pushes" not in line
-
-
-def test_the_log_line_has_upstreams_part_where_upstream_pushed(front_end: Opened) -> None:
-    one = front_end()
-    one.hear(stats_of(pushed(), upstream_stats()).to_dict())
-    line = one.log_line() or ""
-    assert "Layer-wise pushes=1" in line
-    assert "Num successful transfers=1" in line
 
 
 def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> None:

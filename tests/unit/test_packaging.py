@@ -88,10 +88,6 @@ def top_level_imports(source: str) -> set[str]:
     return found
 
 
-def test_kernels_folder_is_no_package() -> None:
-    assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
 def lock() -> dict[str, str]:
     lines = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)

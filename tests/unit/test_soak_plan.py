@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.soak.kinds import BY_NAME, KINDS, UnknownKindError, chosen
+from tests.faults.soak.kinds import KINDS, UnknownKindError, chosen
 from tests.faults.soak.plan import FaultPlan, RequestPlan
 from tests.faults.soak.soak import HANG_S
 from tests.faults.soak.specs import LEASE_S, MAX_MODEL_LEN, PEER_TIMEOUT_S, REGISTRATION_TIMEOUT_S, WRITE_TIMEOUT_S
@@ -17,15 +17,6 @@ def test_equal_seeds_give_equal_requests_and_faults():
         assert [plans[0].next() for _ in range(50)] == [plans[1].next() for _ in range(50)]
     assert FaultPlan(7, KINDS).round(60) == FaultPlan(7, KINDS).round(60)
     assert RequestPlan(7, KINDS).next() != RequestPlan(8, KINDS).next()
-
-
-def test_a_burst_does_not_change_the_requests_that_follow():
-    """Bursts come when a fault strikes, which no seed decides."""
-    disturbed, calm = RequestPlan(7, KINDS), RequestPlan(7, KINDS)
-    assert disturbed.next().token_ids == calm.next().token_ids
-    burst = disturbed.burst(3)
-    assert len({plan.number for plan in burst}) == 3
-    assert disturbed.next().token_ids == calm.next().token_ids
 
 
 def test_every_kind_comes_up_before_any_comes_up_twice():
@@ -41,20 +32,6 @@ def test_every_kind_comes_up_before_any_comes_up_twice():
     assert own == {kind.name for kind in KINDS if kind.place == "request"} | {None}
 
 
-def test_faults_strike_during_the_load_in_order_of_time():
-    times = [fault.at_s for fault in FaultPlan(3, KINDS).round(30)]
-    assert times == sorted(times)
-    assert times[0] > 0
-    assert times[-1] < 30
-    assert len(times) > 8
-
-
-def test_without_kinds_there_are_no_faults():
-    assert FaultPlan(3, ()).round(30) == []
-    plan = RequestPlan(3, ())
-    assert {plan.next().fault for _ in range(100)} == {None}
-
-
 def test_prompts_fit_the_engines_and_some_share_a_prefix():
     plan = RequestPlan(5, KINDS)
     requests = [plan.next() for _ in range(200)]
@@ -65,12 +42,6 @@ def test_prompts_fit_the_engines_and_some_share_a_prefix():
     assert len(set(starts)) < len(starts)
     odd = [request.token_ids[:32] for request in requests if request.fault == "unequal"]
     assert all(starts.count(start) <= 1 for start in odd), "a prompt that D knows hides how many blocks it wants"
-
-
-def test_kinds_are_chosen_by_name():
-    assert [kind.name for kind in chosen(["stop-d", "abort-p"])] == ["abort-p", "stop-d"]
-    assert chosen([]) == KINDS
-    assert len(BY_NAME) == len(KINDS)
 
 
 def test_an_unknown_kind_is_named_and_the_likely_one_offered():

@@ -129,10 +129,21 @@ class EngineSpec:
 
 
 class Engine:
-    """A running server: its address, its log, and the process group that it and its children live in."""
+    """A running server: its address, its log, and the process group that it and its children live in.
 
-    def __init__(self, spec: EngineSpec, port: int, side_channel_port: int, log_path: Path) -> None:
+    A ``fork_server`` starts it in a process group apart; the process here is its client then.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        port: int,
+        side_channel_port: int,
+        log_path: Path,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         self.spec = spec
+        self._fork_server = fork_server
         self.port = port
         self.side_channel_port = side_channel_port
         self.log_path = log_path
@@ -181,15 +192,21 @@ class Engine:
         return "\n".join([f"The last lines of {self.log_path}:", *(f"  {line}" for line in text[-lines:])])
 
     def signal(self, signum: int) -> None:
-        """Send ``signum`` to the server and all its children."""
+        """Send ``signum`` to the server and all its children. A client passes on no SIGSTOP and no SIGCONT."""
         if self.members():
+            group = self._forked if signum in (signal.SIGSTOP, signal.SIGCONT) else None
             with contextlib.suppress(ProcessLookupError):  # the last one left between the look and the call
-                os.killpg(self.group, signum)
+                os.killpg(group or self.group, signum)
 
     def members(self) -> list[int]:
-        """Pids still alive in the group. Reaps the server itself when it has ended."""
+        """Pids of the server, its children and its client that are alive. Reaps the server when it has ended."""
         self._process.poll()
-        return _group_members(self.group)
+        return [pid for group in (self.group, self._forked) if group is not None for pid in _group_members(group)]
+
+    @property
+    def _forked(self) -> int | None:
+        """The process group of a forked server."""
+        return None if self._fork_server is None else self._fork_server.group_of(self._process.pid)
 
 
 class EngineGroup:
@@ -237,12 +254,14 @@ class EngineGroup:
 
     def start(self, spec: EngineSpec) -> Engine:
         """Start a server; it is ready after :meth:`wait_ready`. Waits only for a fork server that is not ready."""
-        if self._forks:
+        fork_server = None
+        if self._forks and spec.server == SERVER:
             self.preload(spec.place)
-            spec = replace(spec, server=self._forked(spec.place))
+            fork_server = self._ready_fork_server(spec.place)
+            spec = replace(spec, server=fork_server.command)
         with self._interrupts.shield():
             log_path = self._log_directory / f"{spec.name}.log"
-            engine = Engine(spec, self._ports.take(), self._ports.take(), log_path)
+            engine = Engine(spec, self._ports.take(), self._ports.take(), log_path, fork_server)
             self._engines.append(engine)
         return engine
 
@@ -266,14 +285,15 @@ class EngineGroup:
             if waiting:
                 time.sleep(0.2)
 
-    def _forked(self, place: Place) -> list[str]:
-        """What starts a server of a place's fork server, once that is ready. Raises ``EngineFailedError``."""
+    def _ready_fork_server(self, place: Place) -> ForkServer:
+        """That of a place, once it is ready. Raises ``EngineFailedError``."""
+        fork_server = self._fork_servers[place]
         try:
-            while not self._fork_servers[place].is_ready():
+            while not fork_server.is_ready():
                 time.sleep(0.05)
         except ForkServerError as error:
             raise EngineFailedError(str(error)) from error
-        return self._fork_servers[place].command
+        return fork_server
 
     def check_alive(self) -> None:
         """Raise ``EngineFailedError`` when one of the servers has ended."""

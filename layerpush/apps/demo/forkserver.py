@@ -111,6 +111,12 @@ class ForkServer:
             raise ForkServerError(f"the fork server ended with status {self._process.returncode}.\n{log}")
         return self._path.exists()
 
+    def group_of(self, client: int) -> int | None:
+        """The process group of the server that the client of this pid has started; None before it has one."""
+        path = _group_path(self._path, client)
+        text = path.read_text() if path.exists() else ""
+        return int(text) if text else None
+
     def stop(self) -> None:
         """End it. Stop its servers first: they would live on."""
         self._process.kill()
@@ -142,7 +148,7 @@ def serve(path: str) -> None:
             with _log(Path(path)).open("a") as log:
                 log.write(f"{time.time():.3f}\n")
             if os.fork() == 0:
-                _leave(listener, connection)
+                _leave(listener, connection, Path(path))
             connection.close()
 
 
@@ -151,18 +157,23 @@ def _log(path: Path) -> Path:
     return path.with_suffix(".log")
 
 
-def _leave(listener: socket.socket, connection: socket.socket) -> None:
+def _group_path(path: Path, client: int) -> Path:
+    """The keeper writes the server's process group there."""
+    return path.with_suffix(f".{client}")
+
+
+def _leave(listener: socket.socket, connection: socket.socket, path: Path) -> None:
     """The keeper's life. Does not return."""
     try:
         listener.close()
-        _keep(connection)
+        _keep(connection, path)
     except BaseException:  # noqa: BLE001  # the process ends here
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _keep(connection: socket.socket) -> None:
+def _keep(connection: socket.socket, path: Path) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     asked, files = _receive(connection)
     wake, awake = socket.socketpair()
@@ -176,6 +187,8 @@ def _keep(connection: socket.socket) -> None:
         _become(asked, files)
     with contextlib.suppress(OSError):  # the child does the same, whoever is first
         os.setpgid(server, server)
+    client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _group_path(path, client).write_text(str(server))
     for number in files:
         os.close(number)
     status = 0

@@ -1,4 +1,4 @@
-"""What is to be done at a later time. Pure: the time is an argument."""
+"""Actions for a later time. Pure: the time is an argument."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class EngineAudit:
         return self.seat.incarnation != self._incarnation or self.seat.leaving
 
     def findings(self) -> list[str]:
-        """What it holds, in words."""
+        """Everything that it holds, in words."""
         if self.gone:
             return []
         if self.last is None:
@@ -57,7 +57,7 @@ class EngineAudit:
 
 
 def held(audit: Audit, usual_threads: int | None) -> list[str]:
-    """What an idle engine should not hold, in words."""
+    """Everything that an idle engine must not hold, in words."""
     found = []
     if audit.missing_blocks:
         found.append(f"{audit.missing_blocks} blocks are not free")
@@ -97,7 +97,7 @@ class Auditor:
         return [audit.seat for audit in self._audits if audit.findings()]
 
     def learn(self) -> None:
-        """How many threads an engine has at its first idle moment is what it may have at later ones."""
+        """The number of threads at the first idle moment is the limit at later ones."""
         for audit in self._audits:
             if audit.last is not None and not audit.gone and audit.seat.usual_threads is None:
                 audit.seat.usual_threads = audit.last.os_threads

@@ -140,7 +140,7 @@ def _stop_on_signals(run: Soak, console: Console) -> None:
 
 
 def _kinds_table() -> Table:
-    table = Table("kind", "strikes", "what happens", title="Kinds of fault")
+    table = Table("kind", "strikes", "effect", title="Kinds of fault")
     for kind in KINDS:
         table.add_row(kind.name, _target(kind), kind.meaning)
     return table

@@ -1,4 +1,4 @@
-"""What engines have counted, asked every few seconds: an engine that is killed takes its counts with it."""
+"""Reads the engines' counts every few seconds, because a killed engine loses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a soak goes on: a live table on a terminal, a line every few seconds elsewhere."""
+"""Progress of a soak: a live table on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 

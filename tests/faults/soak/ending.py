@@ -1,4 +1,4 @@
-"""The end of a soak: what is shown and written, and the exit status."""
+"""The end of a soak: its report, its file and the exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_PROBLEMS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """A run that is over. ``broken``: it could not be carried out; ``stopped``: somebody ended it early."""
+    """A finished run. ``broken``: it failed by itself; ``stopped``: a signal ended it early."""
 
     settings: Settings
     tally: Tally

@@ -22,7 +22,7 @@ EXIT_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What became of a command: its value, the host's traceback, or nothing, for the process is gone."""
+    """The answer to a command: its value, the host's traceback, or nothing if the process has ended."""
 
     value: Any = None
     error: str | None = None
@@ -46,7 +46,7 @@ Event = Finished | Ready | Ended
 
 @dataclasses.dataclass
 class Memory:
-    """Resident memory of a process in MiB: the most there was, and what it held each time it was idle."""
+    """Resident memory of a process in MiB: its peak, and its size at each idle moment."""
 
     peak_mib: float = 0.0
     idle_mib: list[float] = dataclasses.field(default_factory=list)
@@ -98,7 +98,7 @@ class Engine:
             return
         self._seq += 1
         self._then[self._seq] = (time.monotonic(), then)
-        with contextlib.suppress(OSError):  # it is gone, which the next `events` tells
+        with contextlib.suppress(OSError):  # it has ended; the next `events` reports that
             self.pipe.send((self._seq, method, args))
 
     def waits_since(self) -> float | None:

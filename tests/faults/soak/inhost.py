@@ -1,4 +1,4 @@
-"""What the soak runs inside an engine host (`Engine.call`); the first argument is the HostedEngine."""
+"""The soak's functions inside an engine host (`Engine.call`); the first argument is the HostedEngine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITING_REGISTRATIONS = "._pending._entries"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What an engine remembers of a request that has ended there."""
+    """An engine's record of a finished request."""
 
     digest: KvDigest | None
     load_failed: bool
@@ -29,7 +29,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What an engine holds. At idle everything but threads must be nothing."""
+    """The holdings of an engine. An idle engine has only threads."""
 
     missing_blocks: int
     requests: tuple[str, ...]
@@ -40,7 +40,7 @@ class Audit:
 
 
 class Notebook:
-    """Remembers what the scheduler tells nobody."""
+    """Remembers facts that the scheduler does not report."""
 
     def __init__(self, scheduler: Any, free_blocks: int) -> None:
         self.free_blocks = free_blocks

@@ -50,13 +50,13 @@ KINDS = (
     Kind("dup-registration", "wire", "D's registrations arrive twice", "D"),
     Kind("fail-handshake", "wire", "the next handshakes with engines that are new to one cannot reach them"),
     Kind("garbage-notes", "wire", "an engine's peers get notifications that are none, or name strange requests"),
-    Kind("garbage-port", "wire", "somebody sends garbage to an engine's side channel"),
+    Kind("garbage-port", "wire", "a client sends garbage to an engine's side channel"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 class UnknownKindError(ValueError):
-    """There is no such kind of fault; the message says what there is."""
+    """There is no such kind of fault; the message lists all kinds."""
 
 
 def chosen(names: Iterable[str]) -> tuple[Kind, ...]:

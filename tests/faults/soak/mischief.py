@@ -26,7 +26,7 @@ OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", 
 
 
 class Mischief:
-    """Injects faults, and ends them; ``struck`` and ``skipped`` are told of each.
+    """Injects faults and ends them; calls ``struck`` or ``skipped`` for each.
 
     ``busy`` tells whether an engine has requests: one that has none is not worth being killed.
     ``burst`` sends so many long prompts; ``stuck`` takes an engine that does not do what it was told.
@@ -65,7 +65,7 @@ class Mischief:
         self._inject(fault.kind, seat, rng)
 
     def leave(self, seat: Seat) -> None:
-        """An engine has ended, or is about to, without having been told to: it comes back under its own id."""
+        """An engine ends by itself: it comes back under its own id."""
         seat.leaving = True
         self._restarts.setdefault(seat.name, (True, 0.0))
 

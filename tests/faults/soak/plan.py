@@ -1,4 +1,4 @@
-"""What a seed decides: the requests in their order, and the faults of each round with their times. Pure."""
+"""Requests and faults with their times, drawn from a seed. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_FAULT_S = 1.5
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request. ``draw`` (0 to 1) decides what else a fault of it leaves open; ``after_s`` when it strikes.
+    """One request. ``draw`` (0 to 1) decides the open choices of its fault; ``after_s`` when it strikes.
 
     ``gap_s`` is how much later P is asked (``d-first``), ``d_after_s`` how long after P's answer D is (``p-first``).
     """

@@ -1,4 +1,4 @@
-"""The plain engine, which says what the right tokens are."""
+"""The plain engine, which gives the right tokens."""
 
 from __future__ import annotations
 

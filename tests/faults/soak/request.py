@@ -1,4 +1,4 @@
-"""One request of the soak: what was sent where, what came back, and what became of it. Pure."""
+"""One request of the soak: its legs, their results and its outcome. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.soak.plan import PlannedRequest
 
 
 class Outcome(Enum):
-    """How a request ended for the client who sent it."""
+    """The outcome of a request for its client."""
 
     COMPLETED = "completed"
     RECOMPUTED = "recomputed"
@@ -87,7 +87,7 @@ class SoakRequest:
 
     @property
     def outcome(self) -> Outcome:
-        """D's client is the one who counts; P's where D was never to be asked."""
+        """That of D's client, or of P's if the plan has no D."""
         leg = self.d if self.d.wanted else self.p
         if self.hung or not leg.over:
             return Outcome.HUNG
@@ -102,7 +102,7 @@ class SoakRequest:
         if self.outcome is not Outcome.COMPLETED or self.p.state is not State.FINISHED:
             return []
         if ours is None or theirs is None or ours.tokens != theirs.tokens:
-            return []  # the router sent two prompts: what came of that is for the tokens to say
+            return []  # two different prompts: only tokens can be compared
         cells = [sum(cell is not None for cell in row) for row in theirs.cells]
         if not any(cells):
             return []  # all of it was in D's prefix cache

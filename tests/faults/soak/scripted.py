@@ -108,7 +108,7 @@ def count(host: HostedEngine) -> dict[str, int]:
 
 
 def settle(host: HostedEngine) -> None:
-    """End all scripts: what is held goes out, what has not struck never will."""
+    """End all scripts: held WRITEs go out, and no further fault strikes."""
     for armed in _armed:
         _effects[armed.kind] += armed.struck()
         armed.disarm()
@@ -119,7 +119,7 @@ def settle(host: HostedEngine) -> None:
 
 def throw_garbage(host: HostedEngine, count: int, seed: float) -> None:
     """Send notifications that are none to every peer that this engine knows."""
-    send = wirefaults._faults(host)._real["send_notif"]  # the wrapper would want to know what kind it is
+    send = wirefaults._faults(host)._real["send_notif"]  # the wrapper accepts known kinds only
     rng = random.Random(seed)
     agents = [agent for ranks in list(wirefaults._worker()._remote_agents.values()) for agent in list(ranks.values())]
     for agent in agents:

@@ -67,7 +67,7 @@ class Seats:
         return all(seat.calm for seat in self)
 
     def wait(self, timeout: float) -> list[tuple[Seat, Event]]:
-        """What has happened, at most `timeout` seconds from now. A host that is ready gets its instruments first."""
+        """Events of the next `timeout` seconds at most. A ready host gets its instruments first."""
         there = [seat for seat in self if not seat.engine.ended]
         wait([thing for seat in there for thing in (seat.engine.pipe, seat.engine.sentinel)], timeout)
         happened: list[tuple[Seat, Event]] = []

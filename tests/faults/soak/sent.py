@@ -20,7 +20,7 @@ class Sent:
         return list(self._decode_legs)
 
     def orphans(self) -> set[str]:
-        """Those whose D died, whatever sits in its place now: a P that kept its registration is not told."""
+        """Requests with a dead D. A P that keeps such a registration gets no message about it."""
         return {request_id for request_id, leg in self._decode_legs.items() if self._is_dead(leg)}
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What a soak was asked to do. Pure."""
+"""The options of a soak. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings:
     corrupt: bool = False
 
     def command_line(self) -> str:
-        """What sends the same requests and faults again."""
+        """The command for the same requests and faults."""
         names = ",".join(kind.name for kind in self.kinds) or "none"
         options = ["--seed", str(self.seed), "--minutes", f"{self.minutes:g}"]
         options += [] if tuple(self.kinds) == KINDS else ["--faults", names]

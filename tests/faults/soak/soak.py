@@ -33,11 +33,11 @@ class NotStartedError(RuntimeError):
 
 
 class ReferenceLostError(RuntimeError):
-    """Without the plain engine nobody knows what the right tokens are."""
+    """The plain engine has ended, so no answer can be checked."""
 
 
 class Soak:
-    """One run. ``watch`` is called often, for whoever shows progress; `stop` ends the load, twice ends the run."""
+    """One run. It calls ``watch`` often, for progress. `stop` ends the load; the second call ends the run."""
 
     def __init__(self, settings: Settings, seats: Seats, tally: Tally, watch: Callable[[str], None]) -> None:
         self.seats, self.tally, self._settings, self._watch = seats, tally, settings, watch

@@ -42,7 +42,7 @@ def prefills(count: int, *, corrupt: bool) -> list[EngineSpec]:
 
 
 def decoders(count: int) -> list[EngineSpec]:
-    """Ds that recompute what was not pushed, and Ds that fail such a request. Few blocks: each is soon used again."""
+    """Ds that recompute missing blocks, and Ds that fail such a request. They have few blocks, for frequent reuse."""
     connector = {"kv_connector": LAYERWISE}
     variants = (
         ("recompute", (CACHING, LENGTH, ("num_gpu_blocks_override", 160))),

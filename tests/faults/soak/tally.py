@@ -1,4 +1,4 @@
-"""What a soak found out: counts, and everything that must not be. Pure."""
+"""The findings of a soak: counts and problems. Pure."""
 
 from __future__ import annotations
 

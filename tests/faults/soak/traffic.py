@@ -1,4 +1,4 @@
-"""The load: sends requests as a P/D router does, strikes them with their own faults, and takes in what comes back."""
+"""The load: sends requests as a P/D router does, strikes them with their own faults, and takes their results."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Traffic:
             self._leg_over(request, leg, None)
 
     def _params_for_d(self, request: SoakRequest, p: Seat) -> dict[str, Any]:
-        """What a router knows in advance."""
+        """The parameters that a router knows in advance."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -216,7 +216,7 @@ class Traffic:
             self._finish(request)
 
     def _finish(self, request: SoakRequest) -> None:
-        """Fetch what the engines noted about it, and the right tokens; then it is done."""
+        """Fetch the engines' records of it and the right tokens; then it is done."""
         if self.live.pop(request.request_id, None) is None:
             return
         request.ended_at = time.monotonic()

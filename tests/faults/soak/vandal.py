@@ -1,4 +1,4 @@
-"""Somebody on the network who sends garbage to an engine's side channel."""
+"""Sends garbage to an engine's side channel."""
 
 from __future__ import annotations
 

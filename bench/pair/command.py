@@ -1,0 +1,103 @@
+"""Shared by bench.forward and bench.push: options, their checks, the header and the files of a result."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench import OUTPUT, write
+from bench.pair.lists import names
+from bench.pair.settings import Settings
+from bench.pair.tables import PATTERNS
+from layerpush.apps.demo.link import LinkError
+from layerpush.apps.demo.provenance import provenance
+
+PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
+"""The results have the versions of these."""
+PIPE_WIDTH = 200
+PATTERNS_HELP = "; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + "."
+PROGRESS_THREADS = ("calm", "spin", "off")
+
+StagingMib = Annotated[int, typer.Option(min=2, help="Staging memory of each side: staging_bytes.")]
+ProgressThread = Annotated[
+    str, typer.Option(help="NIXL's progress thread. calm: as with LAYERPUSH_CALM=1. spin: NIXL's own loop. off: none.")
+]
+AgentThreads = Annotated[int, typer.Option(min=0, help="Threads of a NIXL agent; vLLM has 4.")]
+Device = Annotated[str, typer.Option(help="Device of the memory of both processes: cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="Seed of block ids and bytes.")]
+Corrupt = Annotated[
+    bool, typer.Option("--corrupt", help="Damage one byte on D before the check: the run must fail with status 1.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="All samples as JSON; the picture goes beside it, as PNG. Default: a file in build/bench, or nothing with "
+        "--quick.",
+    ),
+]
+
+
+def console() -> Console:
+    """Wide tables also where the output is no terminal."""
+    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+@contextlib.contextmanager
+def checked(console: Console) -> Iterator[None]:
+    """A bad value of an option ends the command with status 2 and a message."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except LinkError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(2) from error
+
+
+def one_of(text: str, known: tuple[str, ...]) -> Any:
+    """One name of ``known``. Raises ``ValueError``."""
+    (name,) = names(text, known)
+    return name
+
+
+def need_cuda(device: str) -> None:
+    """Raises ``ValueError`` if ``device`` is cuda and this machine has none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
+
+
+def header(settings: Settings, rounds: int, about: Mapping[str, object], started_at: float) -> dict[str, object]:
+    """The conditions of a run. ``about`` describes the processes by link, ``started_at`` is of ``time.monotonic``."""
+    return provenance(settings.seed, PACKAGES) | {
+        "about": about,
+        "settings": asdict(settings),
+        "rounds": rounds,
+        "seconds": round(time.monotonic() - started_at),
+    }
+
+
+def publish(
+    console: Console, path: Path, result: Mapping[str, object], draw: Callable[[Path], None], left_out: str
+) -> None:
+    """Write the JSON and the picture."""
+    write(path, result)
+    picture = path.with_suffix(".png")
+    draw(picture)
+    console.print(f"Written: {path}, {picture}; {left_out} left out")
+
+
+def path_of(out: Path | None, quick: bool, name: str) -> Path | None:
+    """The file of the result; None: no file."""
+    return out or (None if quick else OUTPUT / name)

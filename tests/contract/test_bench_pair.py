@@ -1,0 +1,151 @@
+"""bench.forward and bench.push between two real processes: what they write, their gate, and that nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.forward.queued import STATISTICS
+from tests.contract.commands import SECONDS, children, is_running, start
+from tests.contract.waiting import until
+
+FORWARD = "bench.forward --models llama-8b --tokens 160 --chunk-tokens 64 --layer-ms 0.5 --staging-mib 8 --no-growth"
+PUSH = "bench.push --block-kib 4 --blocks 16 --staging-mib 8"
+EMULATES = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+needs_emulation = pytest.mark.skipif(not EMULATES, reason="an emulated link needs root and iproute2")
+HEAD = {"argv", "git_sha", "versions", "machine", "seed", "settings", "rounds", "about", "left_out", "cells"}
+
+pytestmark = pytest.mark.slow
+
+
+def written_by(command: str, out: Path) -> dict[str, Any]:
+    """The JSON of a short run, whose picture is there, too."""
+    process = start(*command.split(), "--rounds", "2", "--out", str(out))
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert out.with_suffix(".png").exists()
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found.keys() >= HEAD
+    return found
+
+
+def namespaces(pid: int) -> list[str]:
+    """Those that a command of this process id makes."""
+    folder = Path("/run/netns")
+    return sorted(each.name for each in folder.glob(f"layerpush-*-{pid % 100_000}")) if folder.exists() else []
+
+
+def test_a_forward_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
+    written = written_by(f"{FORWARD} --links shm,loopback --ids contiguous,random", tmp_path / "forward.json")
+    assert written["settings"]["forward_threads"] == 1
+    assert written["about"]["loopback"]["ucx_settings"]["UCX_TLS"] == "tcp,self"
+    assert [(each["link"], each["ids"]) for each in written["cells"]] == [
+        (link, ids) for link in ("shm", "loopback") for ids in ("contiguous", "random")
+    ]
+    for each in written["cells"]:
+        assert each["steps"] == 3
+        assert each["ceiling"]["gb_s"] > 0
+        for mode, least_writes in (("layer", 3), ("chunk", 3), ("request", 1)):
+            raw = each["modes"][mode]["raw"]
+            assert len(raw["exposed_s"]) == len(raw["forward_s"]) == 2
+            if STATISTICS.exists():
+                assert len(raw["forward_queued_s"]) == 2
+                assert set(each["modes"][mode]["delays"]) == {"computing", "for_a_core", "for_the_lock"}
+            assert min(raw["writes"]) >= least_writes
+            assert each["modes"][mode]["hook_us"]["calls"] == 2 * 3 * 32
+        assert each["modes"]["request"]["raw"]["writes"] == [1, 1]
+        assert each["modes"]["chunk"]["raw"]["writes"] == [3, 3]
+
+
+def test_a_push_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
+    written = written_by(f"{PUSH} --links shm,tcp --ids random,contiguous", tmp_path / "push.json")
+    assert written["argv"][0] == "bench/push/__main__.py"
+    assert written["about"]["tcp"]["ucx_settings"]["UCX_TLS"] == "tcp,self"
+    assert [(each["link"], each["ids"]) for each in written["cells"]] == [
+        (link, ids) for link in ("shm", "tcp") for ids in ("random", "contiguous")
+    ]
+    for each in written["cells"]:
+        for plan in ("direct", "gathered", "packed"):
+            assert each["ways"][plan]["plans"] == [plan] * 2
+            assert min(each["ways"][plan]["seconds"]) > 0
+
+
+@pytest.mark.parametrize(("packing", "plan"), [("packed", "packed"), ("gather", "gathered")])
+def test_several_requests_and_every_way_to_pack_arrive_byte_for_byte(tmp_path: Path, packing: str, plan: str) -> None:
+    written = written_by(f"{FORWARD} --requests 3 --ids random --packing {packing}", tmp_path / "forward.json")
+    (cell,) = written["cells"]
+    assert cell["requests"] == 3
+    assert cell["modes"]["request"]["raw"]["writes"] == [3, 3]
+    assert {name for taken in cell["modes"]["layer"]["raw"]["plans"] for name in taken} >= {plan}
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (f"{FORWARD} --ids random", "1 bytes of D's blocks are not what the forward computed"),
+        (f"{PUSH} --ids random --links tcp", "1 bytes of D's blocks are not P's"),
+    ],
+    ids=["forward", "push"],
+)
+def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path, command: str, problem: str) -> None:
+    process = start(*command.split(), "--rounds", "2", "--corrupt", "--out", str(tmp_path / "result.json"))
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, said
+    assert problem in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "emulated", "signum"),
+    [
+        (f"{FORWARD} --ids random", 0, signal.SIGINT),
+        (f"{FORWARD} --ids random", 0, signal.SIGKILL),
+        (f"{PUSH} --ids random --links tcp", 0, signal.SIGINT),
+        (f"{PUSH} --ids random --links tcp", 0, signal.SIGKILL),
+        pytest.param(f"{FORWARD} --ids random --links 1gbit", 2, signal.SIGINT, marks=needs_emulation),
+    ],
+    ids=["forward", "forward killed", "push", "push killed", "emulated link"],
+)
+def test_no_process_and_no_namespace_stays(tmp_path: Path, command: str, emulated: int, signum: int) -> None:
+    process = start(*command.split(), "--rounds", "100000", "--out", str(tmp_path / "result.json"))
+    try:
+        pair = until(lambda: children(process.pid, 2), SECONDS)
+        assert len(namespaces(process.pid)) == emulated
+        process.send_signal(signum)
+        process.communicate(timeout=SECONDS)
+        until(lambda: not any(map(is_running, pair)), SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == (128 + signum if signum == signal.SIGINT else -signum)
+    assert not list(tmp_path.iterdir())
+    assert not namespaces(process.pid)
+
+
+@needs_emulation
+def test_an_emulated_link_is_as_slow_as_it_says_and_goes_away(tmp_path: Path) -> None:
+    out = tmp_path / "forward.json"
+    process = start(
+        *FORWARD.split(),
+        "--rounds",
+        "2",
+        "--links",
+        "200mbit",
+        "--ids",
+        "random",
+        "--modes",
+        "layer",
+        "--out",
+        str(out),
+    )
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert cell["link"] == "200mbit"
+    assert cell["ceiling"]["gb_s"] < 0.2 / 8 * 1.1  # its measure of an idle link is no more than the link has
+    assert not namespaces(process.pid)
