@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from bench.gpu import __main__ as command
 from bench.gpu import host
-from bench.gpu.model import config_of, write_model
+from bench.gpu.model import LLAMA_8B, config_of, write_model
 from bench.gpu.parts import (
     KV_BYTES_PER_TOKEN,
     MIB,
@@ -34,7 +34,7 @@ from bench.gpu.parts import (
     engines_for,
     steps_of,
 )
-from bench.gpu.running import Ending, Runner
+from bench.gpu.running import Ending, Ran, Runner
 from layerpush.apps.demo.model import ModelShape
 from tests.docblocks import Command
 from tests.docprograms import check
@@ -53,6 +53,16 @@ def invoke(*arguments: object) -> tuple[int, str]:
 
 def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
     return steps_of(part, Path("/out"), Room(gpu_mib, Path("/model")), options)
+
+
+def test_every_part_leaves_its_result_in_the_folder() -> None:
+    for part, result in (("kernels", "kernel"), ("push", "push"), ("forward", "forward"), ("serve", "serve")):
+        assert any(f"/out/{result}.json" in step.arguments for step in steps(part)), part
+
+
+def test_every_part_is_described_and_knows_its_modules() -> None:
+    assert set(PARTS) == set(NEEDED_MODULES)
+    assert all(steps(part) for part in PARTS)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -84,6 +94,13 @@ def test_a_large_gpu_has_both_modes_side_by_side_and_prompts_of_64k() -> None:
     assert one.lengths[-1] >= 65536
 
 
+def test_a_smaller_gpu_has_one_mode_after_the_other() -> None:
+    assert [one.modes for one in engines_for(H100)] == ["layer", "request"]
+    names = [step.name for step in steps("serve", H100)]
+    assert names == ["model", "serve-layer", "serve-layer-pictures", "serve-request", "serve-request-pictures"]
+    assert sum(step.share for step in steps("serve", H100) if not step.name.endswith("pictures")) <= 1.11
+
+
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_engines_and_their_longest_prompts_fit(gpu_mib: int) -> None:
     for one in engines_for(gpu_mib):
@@ -94,6 +111,12 @@ def test_engines_and_their_longest_prompts_fit(gpu_mib: int) -> None:
 def test_a_gpu_that_is_too_small_is_refused() -> None:
     with pytest.raises(TooSmallError, match="23034"):
         engines_for(L4)
+
+
+def test_the_constants_are_those_of_the_model() -> None:
+    assert LLAMA_8B.kv_bytes_per_token // 2 == KV_BYTES_PER_TOKEN, "bf16 instead of float32"
+    weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_8B.tensors())
+    assert 0.99 * MODEL_BYTES < weights <= MODEL_BYTES
 
 
 def runner(tmp_path: Path, limit_s: float, said: list[str] | None = None, grace_s: float = 0.0) -> Runner:
@@ -158,6 +181,21 @@ def test_a_step_that_is_late_is_stopped_with_all_that_it_started(tmp_path: Path)
     assert_gone(int(mark.read_text()))
 
 
+def test_a_late_step_may_end_by_itself_first(tmp_path: Path) -> None:
+    mark = tmp_path / "ready"
+    source = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('put away'))\n"
+        f"{marking(mark, repr('ready'))}\n"
+        "time.sleep(600)\n"
+    )
+    said: list[str] = []
+    with time_is_up_once(mark):
+        (ran,) = runner(tmp_path, 600.0, said, grace_s=SECONDS).part("push", [python(source)])
+    assert (ran.ending, ran.status) == (Ending.LATE, 1)
+    assert "put away" in said
+
+
 def test_a_step_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "ready"
     ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -165,6 +203,19 @@ def test_a_step_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
     with time_is_up_once(mark):
         (ran,) = runner(tmp_path, 600.0, grace_s=0.5).part("push", [python(source)])
     assert (ran.ending, ran.status) == (Ending.LATE, -signal.SIGKILL)
+
+
+def test_a_step_gets_its_share_and_never_more_than_is_left(tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def run(self: Runner, name: str, step: Step, seconds: float) -> Ran:
+        given.append(seconds)
+        return Ran(name, [], Ending.WELL, 0, seconds)
+
+    clock = iter([0.0, 0.0, 90.0, 90.0])
+    with mock.patch.object(Runner, "_run", run), mock.patch("bench.gpu.running.time.monotonic", side_effect=clock):
+        runner(tmp_path, limit_s=100.0).part("push", [python("", share=0.3), python("", share=0.5), python("")])
+    assert given == [30.0, 10.0, 10.0]
 
 
 def assert_gone(pid: int) -> None:
@@ -199,6 +250,13 @@ def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: 
     assert not list(tmp_path.iterdir()), "it ran nothing"
 
 
+def test_an_interpreter_without_what_the_script_needs_is_named() -> None:
+    done = script("all", "--out", "x", PYTHON="/no/such/python")
+    assert done.returncode == 2
+    assert "/no/such/python" in done.stderr
+    assert "PYTHON=" in done.stderr
+
+
 def no_gpu() -> AbstractContextManager[object]:
     return mock.patch.object(host, "machine", return_value={"cpus": 2})
 
@@ -215,12 +273,34 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gpu_that_torch_cannot_use_is_another_matter() -> None:
+    gpus = {"gpus": [{"name": "NVIDIA H200", "memory_mib": H200}]}
+    with (
+        mock.patch.object(host, "machine", return_value=gpus),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        pytest.raises(host.HostError, match=r"NVIDIA H200, but torch .* cannot use it"),
+    ):
+        host.gpu_mib()
+    with (
+        mock.patch.object(host, "machine", return_value=gpus),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        assert host.gpu_mib() == H200
+
+
 def test_modules_that_are_missing_are_named_by_part(tmp_path: Path) -> None:
     with a_gpu(), mock.patch.dict(NEEDED_MODULES, {"push": ("numpy", "no_such_module")}):
         status, said = invoke("kernels", "push", "--out", tmp_path)
     assert status == 2
     assert "for push: no_such_module" in said
     assert "for kernels" not in said
+
+
+def test_a_gpu_without_room_for_engines_is_said(tmp_path: Path) -> None:
+    with a_gpu(L4):
+        status, said = invoke("serve", "--out", tmp_path)
+    assert status == 2
+    assert "three engines" in said
 
 
 @pytest.mark.parametrize(
@@ -236,6 +316,12 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: Sequence[str], sai
     status, output = invoke(*arguments, "--out", tmp_path)
     assert status == 2
     assert said in output
+
+
+def test_a_folder_is_asked_for() -> None:
+    status, output = invoke("push")
+    assert status == 2
+    assert "--out" in output
 
 
 def planned(**parts: list[Step]) -> AbstractContextManager[object]:
@@ -332,3 +418,23 @@ def test_the_model_is_made_once_with_the_same_weights(tmp_path: Path) -> None:
             assert tuple(weight.shape) == size
             assert torch.equal(weight, other.get_tensor(name))
             assert bool((weight == 1).all()) == (deviation == 0)
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_model(tmp_path, SMALL, torch.device("cpu"))
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_help_teaches() -> None:
+    _, said = invoke("--help")
+    for word in (
+        *PARTS,
+        "PYTHON=",
+        "--dry-run",
+        "CUDA IPC",
+        "gpu-bench.json",
+        "scripts/gpu-bench kernels --out results",
+    ):
+        assert word in said

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from layerpush.core.pending_registrations import PendingRegistrations
 from layerpush.core.wire import Registration
-from tests.faults.soak.audits import ALLOWED
-from tests.faults.soak.inhost import left_in
-from tests.unit.soak_world import World
+from tests.faults.soak.audits import ALLOWED, Auditor
+from tests.faults.soak.inhost import Audit, audit, left_in
+from tests.unit.soak_world import LATER, World
 
 
 class Desk:
@@ -58,3 +60,27 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
     else:
         world.d.ended = True
     assert world.traffic.sent.orphans() == {request_id}
+
+
+def test_a_request_that_was_never_sent_to_its_d_is_none() -> None:
+    world = World()
+    world.send(order="p-first")
+    world.seats["D1"].incarnation += 1
+    assert world.traffic.sent.orphans() == set()
+
+
+def test_an_audit_says_which_requests_are_orphans() -> None:
+    world = World()
+    world.send()
+    world.seats["D1"].incarnation += 1
+    world.send(number=2)
+    dead, alive = world.traffic.sent.ids()
+    world.p.answers = Audit(3, (), (), 0, (), 9)
+    auditor = Auditor([world.seats["P1"]], world.traffic.sent)  # type: ignore[list-item]
+    assert not auditor.over(0.0)
+    assert world.p.called[-1] == (audit, ([alive], [dead], ALLOWED))
+    world.p.answers = dataclasses.replace(world.p.answers, missing_blocks=0)
+    auditor._audits[0]._next_at = 0.0
+    auditor.over(0.0)
+    assert auditor.over(LATER)
+    assert auditor.leaks() == []

@@ -7,8 +7,10 @@ import random
 import pytest
 
 from layerpush.core import wire
+from tests.e2e import wirefaults
 from tests.faults.soak import vandal
 from tests.faults.soak.agenda import Agenda
+from tests.faults.soak.counting import Counting
 from tests.faults.soak.kinds import BY_NAME, KINDS
 from tests.faults.soak.mischief import Mischief
 from tests.faults.soak.plan import PlannedFault
@@ -85,6 +87,14 @@ def test_an_engine_that_does_not_shut_down_is_noticed():
     assert len(rig.stuck) == 1
 
 
+def test_held_writes_go_out_later():
+    rig = Rig()
+    rig.strike("stuck-handle")
+    assert rig.calls() == [arm_posts]
+    rig.agenda.run_due(LATER)
+    assert rig.calls() == [arm_posts, wirefaults.lift]
+
+
 def test_nothing_is_lifted_on_the_next_incarnation():
     rig = Rig()
     rig.strike("stuck-handle")
@@ -105,6 +115,16 @@ def test_one_engine_of_a_side_is_disturbed_at_a_time():
         seat.leaving, seat.engine.ready = False, True
     rig.agenda.run_due(LATER)
     assert rig.struck[-1] == "stop-p"
+
+
+def test_engines_are_not_killed_while_they_have_nothing_to_do():
+    rig = Rig()
+    rig.idle = {"P1", "P2"}
+    rig.strike("kill-p")
+    assert rig.struck == []
+    rig.idle = set()
+    rig.agenda.run_due(LATER)
+    assert rig.struck == ["kill-p"]
 
 
 def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
@@ -128,3 +148,23 @@ def test_garbage_is_told_from_messages():
             assert "soak-" not in str(message)
     assert "refused" in kinds
     assert kinds <= {"refused", "Heartbeat", "Completion"}
+
+
+def test_counts_add_up_over_the_processes_of_an_engine():
+    seats = FakeSeats("P1", "D1", "R")
+    counting, answers = Counting(seats), {"P1": {"err-handle": 2}, "D1": {}}  # type: ignore[arg-type]
+
+    def ask() -> None:
+        counting.advance(LATER)
+        counting._next_at = 0.0
+
+    for name in ("P1", "D1"):
+        seats[name].engine.answers = answers[name]
+    ask()
+    answers["P1"]["err-handle"] = 5
+    ask()
+    seats["P1"].incarnation = 2
+    answers["P1"]["err-handle"] = 1
+    ask()
+    assert counting.totals == {"err-handle": 6}
+    assert seats["R"].engine.called == []

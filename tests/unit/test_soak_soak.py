@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.results import Finished
 from tests.faults.soak.engine import Ended
+from tests.faults.soak.kinds import BY_NAME
+from tests.faults.soak.plan import PlannedFault
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import HANG_S, SILENCE_S, NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.tally import Tally
@@ -79,6 +82,14 @@ def test_an_engine_that_does_not_answer_is_a_hang_and_is_killed():
     assert rig.ills() == ["hang"], "it is noticed once"
 
 
+def test_a_stopped_engine_is_no_hang():
+    rig = Rig()
+    rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
+    rig.seats["P1"].engine.paused = True
+    rig.turn()
+    assert rig.ills() == []
+
+
 def test_a_request_that_never_ends_is_a_hang_and_is_given_up():
     rig = Rig()
     rig.soak._top_up()
@@ -93,6 +104,39 @@ def test_a_request_that_never_ends_is_a_hang_and_is_given_up():
     assert rig.signals("P1") == rig.signals("D1") == ["stacks"]
 
 
+def test_a_request_that_ends_is_accounted_for():
+    rig = Rig()
+    rig.soak._top_up()
+    [request] = rig.soak.traffic.live.values()
+    for leg, name in ((request.p, "P1"), (request.d, "D1")):
+        rig.soak._agenda.run_due(LATER)
+        tokens = tuple(range(leg.max_tokens))
+        rig.turn((name, Finished(request.request_id, tokens, None, "length")))
+    question = rig.seats["R"].engine.added[-1]
+    rig.turn(("R", Finished(question.request_id, tuple(range(question.max_tokens)), None, "length")))
+    assert rig.tally.requests == 1
+    assert rig.tally.problems == []
+    assert rig.soak._is_calm()
+
+
+def test_no_requests_beyond_those_that_may_be_in_flight():
+    rig = Rig()
+    for _ in range(50):
+        rig.soak._top_up()
+    assert len(rig.soak.traffic.live) == rig.soak._settings.in_flight
+
+
+def test_it_is_not_calm_while_a_fault_lasts():
+    rig = Rig()
+    assert rig.soak._is_calm()
+    rig.soak._mischief._outlast(1.0, lambda: None)
+    assert not rig.soak._is_calm()
+    rig.soak._agenda.run_due(LATER)
+    assert rig.soak._is_calm()
+    rig.seats["D1"].engine.paused = True
+    assert not rig.soak._is_calm()
+
+
 def test_without_the_plain_engine_the_soak_ends():
     rig = Rig()
     with pytest.raises(ReferenceLostError):
@@ -105,3 +149,10 @@ def test_an_engine_that_does_not_start_ends_the_soak_before_it_began():
     rig.seats.happening = [(rig.seats["P1"], Ended("Traceback: no such model"))]
     with pytest.raises(NotStartedError, match=r"P1 did not start:\nTraceback: no such model"):
         rig.soak.start()
+
+
+def test_a_fault_after_the_end_of_the_load_is_skipped():
+    rig = Rig()
+    rig.soak.stop()
+    rig.soak._strike(PlannedFault(BY_NAME["kill-p"], 0.0, 0.5), LATER)
+    assert rig.tally.skipped == {"kill-p": 1}

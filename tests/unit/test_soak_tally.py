@@ -8,8 +8,10 @@ import re
 import pytest
 
 from tests.e2e.results import Finished, KvDigest
+from tests.faults.soak.agenda import Agenda
 from tests.faults.soak.audits import MORE_THREADS, held
 from tests.faults.soak.inhost import Audit, Record
+from tests.faults.soak.kinds import KINDS
 from tests.faults.soak.plan import RequestPlan
 from tests.faults.soak.report import verdict
 from tests.faults.soak.request import Leg, Outcome, SoakRequest, State
@@ -64,6 +66,13 @@ def test_the_outcome_is_what_the_client_of_d_saw(made: SoakRequest, outcome: Out
     assert accounted(made).outcomes == {outcome: 1}
 
 
+def test_without_a_d_the_outcome_is_ps():
+    made = request(State.UNSENT)
+    made.d.wanted = False
+    assert made.over
+    assert made.outcome is Outcome.COMPLETED
+
+
 def test_right_tokens_and_bytes_are_no_problem():
     tally = accounted(request())
     assert tally.problems == []
@@ -76,6 +85,10 @@ def test_wrong_tokens_are_a_mismatch_recomputed_or_not(load_failed: bool):
     tally = accounted(request(tokens=(5, 6, 8), load_failed=load_failed))
     assert [problem.ill for problem in tally.problems] == ["mismatch"]
     assert "D1 answered [5, 6, 8], the plain engine [5, 6, 7]" in tally.problems[0].text
+
+
+def test_a_wrong_first_token_of_p_is_a_mismatch():
+    assert accounted(request(State.ABORTED, tokens=(9, 6, 7))).count("mismatch") == 1
 
 
 def test_wrong_bytes_are_a_mismatch_even_with_right_tokens():
@@ -116,6 +129,19 @@ def test_faults_are_survived_when_their_round_had_no_problem():
     assert tally.problems[0].round == 2
 
 
+def test_recomputing_for_no_reason_is_noted():
+    assert accounted(request(load_failed=True), disturbed=True).unexplained == []
+    assert len(accounted(request(load_failed=True), disturbed=False).unexplained) == 1
+    struck = request(State.FAILED)
+    struck.faults.add(KINDS[0].name)
+    assert accounted(struck, disturbed=False).unexplained == []
+
+
+def test_an_idle_engine_holds_nothing():
+    assert held(IDLE, usual_threads=9) == []
+    assert held(dataclasses.replace(IDLE, os_threads=9 + MORE_THREADS), usual_threads=9) == []
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -129,3 +155,12 @@ def test_faults_are_survived_when_their_round_had_no_problem():
 def test_everything_that_is_held_is_a_finding(change: dict[str, object], words: str):
     [finding] = held(dataclasses.replace(IDLE, **change), usual_threads=9)  # type: ignore[arg-type]
     assert re.search(words, finding)
+
+
+def test_the_agenda_keeps_the_order_of_time():
+    agenda, done = Agenda(), []
+    for at in (3.0, 1.0, 2.0, 1.0):
+        agenda.put(at, lambda at=at: done.append(at))  # type: ignore[misc]
+    agenda.run_due(2.5)
+    assert done == [1.0, 1.0, 2.0]
+    assert len(agenda) == 1

@@ -37,6 +37,23 @@ def test_p_first_hands_on_what_p_returned():
     assert world.d.added[0].kv_transfer_params == {"from": "P"}
 
 
+def test_d_first_leaves_p_for_later():
+    world = World()
+    world.send(order="d-first")
+    assert world.p.added == []
+    world.pass_time()
+    assert len(world.p.added) == 1
+
+
+def test_a_d_that_comes_after_p_was_aborted_is_told_where_p_was():
+    world = World()
+    world.send(order="p-first", fault="abort-p")
+    world.pass_time()
+    assert world.p.aborted
+    assert world.d.added[0].kv_transfer_params is not None
+    assert world.d.added[0].kv_transfer_params["remote_engine_id"] == "P1-1"
+
+
 @pytest.mark.parametrize(
     ("fault", "aborted"), [("abort-p", (1, 0)), ("abort-d", (0, 1)), ("abort-both", (1, 1)), ("resend-p", (1, 0))]
 )
@@ -47,6 +64,16 @@ def test_aborts_strike_the_side_they_name(fault: str, aborted: tuple[int, int]):
     assert (len(world.p.aborted), len(world.d.aborted)) == aborted
     assert len(world.p.added) == (2 if fault == "resend-p" else 1)
     assert world.struck == [fault]
+
+
+def test_an_abort_that_comes_too_late_is_no_fault():
+    world = World()
+    world.send(fault="abort-both")
+    world.finish("P1")
+    world.finish("D1")
+    world.pass_time()
+    assert world.struck == []
+    assert world.p.aborted + world.d.aborted == []
 
 
 def test_a_side_that_is_never_asked_is_not_waited_for():
@@ -85,6 +112,15 @@ def test_a_refused_request_has_failed_cleanly():
     assert world.done[0].d.error == "ValueError: remote_port is missing"
 
 
+def test_an_error_from_the_engine_is_a_clean_failure():
+    world = World()
+    world.send()
+    world.finish("P1")
+    world.finish("D1", tokens=(), reason="error")
+    world.finish("R")
+    assert world.done[0].outcome is Outcome.FAILED
+
+
 def test_what_was_on_a_dead_engine_is_lost_and_the_other_side_goes_on():
     world = World()
     world.send()
@@ -104,6 +140,17 @@ def test_words_of_an_engine_that_came_back_are_not_taken_for_the_old_ones():
     assert world.traffic.live
 
 
+def test_nothing_is_sent_to_an_engine_that_is_gone():
+    world = World()
+    world.send(order="d-first")
+    world.seats["P1"].leaving = True
+    world.pass_time()
+    assert world.p.added == []
+    world.finish("D1")
+    world.finish("R")
+    assert world.done[0].p.state is State.LOST
+
+
 def test_a_hung_request_is_given_up_on_both_sides():
     world = World()
     world.send()
@@ -113,3 +160,11 @@ def test_a_hung_request_is_given_up_on_both_sides():
     assert world.d.aborted
     assert world.done[0].outcome is Outcome.HUNG
     assert world.traffic.live == {}
+
+
+def test_the_plain_engine_is_asked_once_for_equal_prompts():
+    world = World()
+    world.send()
+    world.finish("P1")
+    world.finish("D1")
+    assert len(world.r.added) == 1
