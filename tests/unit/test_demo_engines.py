@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import pytest
 
 from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSpec, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
-from layerpush.apps.demo.ports import DEMO_PORTS, PortAllocator, is_free
+from layerpush.apps.demo.ports import DEMO_PORTS, PortAllocator
 
 # A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
 SERVER = """
@@ -58,6 +57,12 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def alive(pid: int) -> bool:
@@ -186,12 +191,22 @@ def test_only_the_first_signal_raises():
 
 def test_ports_are_handed_out_once_and_only_when_free():
     wanted = [port for port in DEMO_PORTS[-10:] if is_free(port)]
-    with contextlib.closing(socket.create_server(("127.0.0.1", wanted[0]))):
+    with socket.create_server(("127.0.0.1", wanted[0])):
         ports = PortAllocator(wanted)
         taken = [ports.take() for _ in wanted[1:]]
         assert sorted(taken) == wanted[1:]
-        with pytest.raises(RuntimeError, match="no free TCP port"):
-            ports.take()
+        for exhausted in (ports, PortAllocator(wanted)):
+            with pytest.raises(RuntimeError, match="no free TCP port"):
+                exhausted.take()
+
+
+def test_the_health_of_another_server_is_not_ours(tmp_path: Path) -> None:
+    with Interrupts() as interrupts, EngineGroup(tmp_path, interrupts, stop_timeout_s=0.5) as group:
+        other, engine = group.start(script()), group.start(script(IDLE, "idle"))
+        group.wait_ready([other])
+        engine.port = other.port
+        assert not engine.is_ready()
+        assert other.is_ready()
 
 
 def test_the_ports_are_not_those_that_the_kernel_hands_out():

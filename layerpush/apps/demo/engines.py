@@ -161,13 +161,23 @@ class Engine:
         return self._process.pid
 
     def is_ready(self) -> bool:
-        """Whether ``/health`` answers. Raises ``EngineFailedError`` when the server has ended."""
+        """Whether ``/health`` of this server answers. Raises ``EngineFailedError`` when the server has ended."""
         self.check_alive()
         try:
             with _no_proxy.open(f"{self.url}/health", timeout=2) as response:
-                return bool(response.status == 200)
+                return response.status == 200 and self._listens()
         except (urllib.error.URLError, OSError):
             return False
+
+    def _listens(self) -> bool:
+        """Whether the port is this server's: a process that writes to its log listens there, perhaps a forked one."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
+                if os.path.samefile(process / "fd/1", self.log_path):
+                    sockets = {os.readlink(each) for each in (process / "fd").iterdir()}
+                    if f"socket:[{_listener(process, self.port)}]" in sockets:
+                        return True
+        return False
 
     def check_alive(self) -> None:
         """Raise ``EngineFailedError`` when the server has ended."""
@@ -300,6 +310,15 @@ class EngineGroup:
 
 
 _no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _listener(process: Path, port: int) -> str | None:
+    """The inode of the socket that listens on a port in the network namespace of a process (a folder of /proc)."""
+    for row in (process / "net/tcp").read_text().splitlines():
+        _, local, _, state, _, _, _, _, _, inode, *_ = row.split()
+        if local.endswith(f":{port:04X}") and state == "0A":
+            return inode
+    return None
 
 
 def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
