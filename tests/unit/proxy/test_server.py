@@ -46,17 +46,6 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     assert message in result.output
 
 
-def test_help_teaches() -> None:
-    result = runner.invoke(app, ["proxy", "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    for wanted in (
-        "--prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
-        "SIGTERM",
-        "least_outstanding_tokens",
-    ):
-        assert wanted in result.output
-
-
 def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
     code = (
         "import sys, layerpush.apps.proxy.server; "
@@ -64,6 +53,11 @@ def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def pair() -> tuple[Stub, Stub]:
+    network = Network()
+    return Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
 
 
 class Process:
@@ -121,8 +115,7 @@ async def refused(proxy: Process) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @asynchronous
 async def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum: signal.Signals) -> None:
-    network = Network()
-    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+    p, d = pair()
     d.step = asyncio.Semaphore(1)
     async with running(p, d), proxy_process(tmp_path, p, d) as proxy, aiohttp.ClientSession() as session:
         await healthy(proxy)
@@ -143,8 +136,7 @@ async def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, s
 
 @asynchronous
 async def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
-    network = Network()
-    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+    p, d = pair()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
     try:
@@ -173,8 +165,7 @@ def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
 
 @asynchronous
 async def test_requests_that_take_too_long_to_finish_get_an_error(tmp_path: Path) -> None:
-    network = Network()
-    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+    p, d = pair()
     d.step = asyncio.Semaphore(1)
     options = ("--drain-timeout-secs", "0")
     async with (
@@ -196,8 +187,7 @@ async def test_requests_that_take_too_long_to_finish_get_an_error(tmp_path: Path
 
 @asynchronous
 async def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
-    network = Network()
-    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+    p, d = pair()
     async with running(p, d), proxy_process(tmp_path, p, d, options=("--port", str(p.port))) as proxy:
         assert await proxy.ended() == 1
         assert "address already in use" in proxy.log.read_text()
