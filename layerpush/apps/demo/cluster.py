@@ -1,4 +1,4 @@
-"""Which servers the demo needs: one P and one D, and a P that damages what it pushes."""
+"""The servers of the demo: one P, one D, and a P that damages a layer before it pushes it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Cluster:
     decode_place: Place = LOOPBACK
 
     def decode(self) -> EngineSpec:
-        """The D that is pushed to."""
+        """The D that receives every push."""
         config = {"trace_dir": str(self.trace_dir("decode"))}
         return self._spec("decode", "decode", connector=CONNECTOR, extra_config=config, place=self.decode_place)
 
     def prefill(self) -> EngineSpec:
-        """The P that pushes in each mode, as requests ask for."""
+        """The P that pushes in all modes. Each request chooses one."""
         config = {"trace_dir": str(self.trace_dir("prefill"))}
         return self._spec("prefill", "prefill", connector=CONNECTOR, extra_config=config, place=self.prefill_place)
 
     def faulty_prefill(self) -> EngineSpec:
-        """A layer-wise P that damages one layer before it is pushed."""
+        """A P that damages one layer before it pushes it."""
         return self._spec(
             "prefill-faulty",
             "prefill",
@@ -57,7 +57,7 @@ class Cluster:
         )
 
     def trace_dir(self, whose: str) -> Path:
-        """Where "prefill" or "decode" writes its trace."""
+        """The folder for the trace of "prefill" or "decode"."""
         return self.trace_root / whose
 
     @property

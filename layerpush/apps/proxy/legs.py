@@ -151,7 +151,7 @@ class Engines:
                     if response.content_type != EVENT_STREAM or response.status != 200:
                         return await _whole(instance, response)
                     return await self._begin(instance, response, comments)
-            except BaseException:  # in any case: the engine must notice that we left
+            except BaseException:  # in any case: so the engine aborts the request
                 if response is not None:
                     response.close()
                 raise

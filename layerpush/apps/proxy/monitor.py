@@ -76,7 +76,7 @@ class _Watch:
                     await self._check_requested.wait()
 
     def under_way(self) -> list[asyncio.Task[None]]:
-        """Tasks that nobody may be waiting for."""
+        """Tasks that may outlive their callers."""
         return [task for task in (self._checking, self._probing, self._delivering) if task is not None]
 
     def request_check(self) -> None:
