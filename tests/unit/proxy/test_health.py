@@ -97,7 +97,7 @@ async def test_metrics() -> None:
 
 @asynchronous
 async def test_policies_spread_requests() -> None:
-    async with world(prefills=3, decodes=2, prefill_policy="round_robin", decode_policy="prefix_affinity") as here:
+    async with world(prefills=3, decodes=2, policy="prefix_affinity", prefill_policy="round_robin") as here:
         for _ in range(6):
             await here.post()
         assert [len(each.seen) for each in here.prefill] == [2, 2, 2]
