@@ -11,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from layerpush import plugin
 from layerpush.compat import busy_wait
@@ -50,6 +52,17 @@ class Finding:
     advice: str = ""
 
 
+class Result(NamedTuple):
+    """What a check returns: a finding without the check's name."""
+
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+_ok, _warn, _fail = (partial(Result, verdict) for verdict in Verdict)
+
+
 def examine() -> Iterator[Finding]:
     """Run all checks in turn. Takes 10 to 20 s, because the checks load vLLM and NIXL.
 
@@ -57,100 +70,83 @@ def examine() -> Iterator[Finding]:
     """
     for name, check in CHECKS.items():
         try:
-            yield check(name)
+            result = check()
         except Exception as error:  # noqa: BLE001  # any exception is a finding
-            yield Finding(
-                name, Verdict.FAIL, f"{type(error).__name__}: {error}", "reinstall the package in the message"
-            )
+            result = _fail(f"{type(error).__name__}: {error}", "reinstall the package in the message")
+        yield Finding(name, *result)
 
 
-def check_python(name: str) -> Finding:
+def check_python() -> Result:
     found = ".".join(map(str, sys.version_info[:3]))
     if PYTHON_VERSIONS[0] <= sys.version_info[:2] < PYTHON_VERSIONS[1]:
-        return Finding(name, Verdict.OK, found)
-    return Finding(name, Verdict.FAIL, found, f"use Python {_range(PYTHON_VERSIONS)}")
+        return _ok(found)
+    return _fail(found, f"use Python {_range(PYTHON_VERSIONS)}")
 
 
-def check_torch_companions(name: str) -> Finding:
+def check_torch_companions() -> Result:
     """Check torchvision, torchaudio, torchcodec. With CPU torch, their CUDA builds break transformers and so vLLM."""
     installed = [module for module in ("torchvision", "torchaudio", "torchcodec") if find_spec(module)]
     broken = [module for module in installed if _run_python(f"import torch, {module}").returncode != 0]
     if broken:
-        return Finding(
-            name,
-            Verdict.FAIL,
+        return _fail(
             f"{', '.join(broken)} cannot be loaded beside torch {metadata.version('torch')}",
             f"not needed here: {sys.executable} -m pip uninstall {' '.join(broken)}",
         )
-    return Finding(
-        name, Verdict.OK, f"{', '.join(installed)} can be loaded" if installed else "none installed, none needed"
-    )
+    return _ok(f"{', '.join(installed)} can be loaded" if installed else "none installed, none needed")
 
 
-def check_vllm(name: str) -> Finding:
+def check_vllm() -> Result:
     wanted = (
         f"pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere (vLLM {_range(VLLM_VERSIONS)})"
     )
     if not find_spec("vllm"):
-        return Finding(name, Verdict.FAIL, "not installed", wanted)
+        return _fail("not installed", wanted)
     import vllm
 
     version = str(vllm.__version__)
     match = re.match(r"(\d+)\.(\d+)", version)
     if not match:
-        return Finding(name, Verdict.WARN, version, f"cannot tell whether this is vLLM {_range(VLLM_VERSIONS)}")
+        return _warn(version, f"cannot tell whether this is vLLM {_range(VLLM_VERSIONS)}")
     if not VLLM_VERSIONS[0] <= (int(match[1]), int(match[2])) < VLLM_VERSIONS[1]:
-        return Finding(name, Verdict.FAIL, version, wanted)
+        return _fail(version, wanted)
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return Finding(
-            name,
-            Verdict.OK,
+        return _ok(
             f"{version}, without the `vllm` command's metadata",
             "instead of `vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL",
         )
-    return Finding(name, Verdict.OK, version)
+    return _ok(version)
 
 
-def check_plugin(name: str) -> Finding:
+def check_plugin() -> Result:
     entries = [entry for entry in metadata.entry_points(group="vllm.general_plugins") if entry.name == "layerpush"]
     if not entries:
-        return Finding(
-            name, Verdict.FAIL, "no entry point", "install layerpush itself: pip install layerpush, or pip install -e ."
-        )
+        return _fail("no entry point", "install layerpush itself: pip install layerpush, or pip install -e .")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerpush" not in allowed.split(","):
-        return Finding(
-            name, Verdict.FAIL, f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it"
-        )
+        return _fail(f"VLLM_PLUGINS={allowed} excludes layerpush", "add layerpush to it, or unset it")
     try:
         plugin.register()
     except (plugin.ConnectorNameError, ConfigError) as error:
-        return Finding(name, Verdict.FAIL, str(error), "every vLLM process stops with this message")
+        return _fail(str(error), "every vLLM process stops with this message")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     cls = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME)
-    return Finding(
-        name, Verdict.OK, f'"kv_connector": "{plugin.CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}'
-    )
+    return _ok(f'"kv_connector": "{plugin.CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
 
 
-def check_nixl(name: str) -> Finding:
+def check_nixl() -> Result:
     if not find_spec("nixl"):
-        return Finding(name, Verdict.FAIL, "not installed", "pip install 'nixl>=1.5'")
+        return _fail("not installed", "pip install 'nixl>=1.5'")
     try:
         probe = _run_python(_NIXL_PROBE)
     except subprocess.TimeoutExpired:
-        return Finding(
-            name, Verdict.FAIL, f"no agent after {PROBE_TIMEOUT_S} s", "unset UCX_TLS and UCX_NET_DEVICES and try again"
-        )
+        return _fail(f"no agent after {PROBE_TIMEOUT_S} s", "unset UCX_TLS and UCX_NET_DEVICES and try again")
     if probe.returncode != 0:
         last = (probe.stderr.strip() or "no message").splitlines()[-1]
         set_here = " and ".join(_ucx_settings())
-        return Finding(
-            name,
-            Verdict.FAIL,
+        return _fail(
             f"cannot create an agent: {last}",
             f"check {set_here}: UCX must offer what they name"
             if set_here
@@ -158,16 +154,11 @@ def check_nixl(name: str) -> Finding:
         )
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if "UCX" not in answer["plugins"]:
-        return Finding(
-            name,
-            Verdict.FAIL,
-            f"{answer['version']} without its UCX plugin",
-            "unset NIXL_PLUGIN_DIR, or reinstall nixl",
-        )
-    return Finding(name, Verdict.OK, f"{answer['version']}, created an agent with UCX")
+        return _fail(f"{answer['version']} without its UCX plugin", "unset NIXL_PLUGIN_DIR, or reinstall nixl")
+    return _ok(f"{answer['version']}, created an agent with UCX")
 
 
-def check_transports(name: str) -> Finding:
+def check_transports() -> Result:
     """UCX's settings and this machine's devices. NIXL's check shows whether UCX accepts them."""
     infiniband, network = _devices("infiniband"), _devices("net")
     offered = f"InfiniBand or RoCE: {', '.join(infiniband) or 'none'}; network: {', '.join(network) or 'none'}"
@@ -179,20 +170,16 @@ def check_transports(name: str) -> Finding:
         if device != "all" and device.split(":")[0] not in infiniband + network
     ]
     if missing:
-        return Finding(
-            name, Verdict.FAIL, found, f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have"
-        )
+        return _fail(found, f"UCX_NET_DEVICES names {', '.join(missing)}, which this machine does not have")
     tls = os.environ.get("UCX_TLS", "all")
     if _has_gpu() and tls != "all" and not tls.startswith("^") and "cuda" not in tls:
-        return Finding(
-            name, Verdict.WARN, found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them"
-        )
+        return _warn(found, "UCX_TLS has no cuda_copy and cuda_ipc: UCX cannot read GPU memory; add them")
     if not infiniband:
-        return Finding(name, Verdict.OK, found, "between machines KV uses TCP" if _has_gpu() else "")
-    return Finding(name, Verdict.OK, found)
+        return _ok(found, "between machines KV uses TCP" if _has_gpu() else "")
+    return _ok(found)
 
 
-def check_device(name: str) -> Finding:
+def check_device() -> Result:
     import torch
     from vllm.platforms import current_platform
 
@@ -200,55 +187,44 @@ def check_device(name: str) -> Finding:
     if not _has_gpu():
         found = f"CPU, {_cores()} cores; no CUDA device"
         if build == "cpu":
-            return Finding(name, Verdict.OK, found)
-        return Finding(
-            name,
-            Verdict.FAIL,
-            f"{found}, but vLLM is not its CPU build",
-            "pip install 'layerpush[cpu]' in a fresh environment",
-        )
+            return _ok(found)
+        return _fail(f"{found}, but vLLM is not its CPU build", "pip install 'layerpush[cpu]' in a fresh environment")
     models = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = ", ".join(f"{models.count(model)} x {model}" for model in dict.fromkeys(models))
     if build == "cpu":
-        return Finding(
-            name, Verdict.WARN, f"{found}, but vLLM is its CPU build", "pip install 'layerpush[cuda]' to use the GPU"
-        )
-    return Finding(name, Verdict.OK, found)
+        return _warn(f"{found}, but vLLM is its CPU build", "pip install 'layerpush[cuda]' to use the GPU")
+    return _ok(found)
 
 
-def check_calm(name: str) -> Finding:
+def check_calm() -> Result:
     try:
         wanted = busy_wait.wanted()
     except ConfigError as error:
-        return Finding(name, Verdict.FAIL, str(error), "every vLLM process stops with this message")
+        return _fail(str(error), "every vLLM process stops with this message")
     found = f"{busy_wait.VARIABLE} is {'on' if wanted else 'off'}"
     if _has_gpu():
-        advice = (
-            f"unset {busy_wait.VARIABLE}: it is for CPU machines and delays every transfer by up to a millisecond"
-            if wanted
-            else ""
+        if not wanted:
+            return _ok(found)
+        return _warn(
+            found,
+            f"unset {busy_wait.VARIABLE}: it is for CPU machines and delays every transfer by up to a millisecond",
         )
-        return Finding(name, Verdict.WARN if wanted else Verdict.OK, found, advice)
     if not wanted and _cores() < FEW_CORES:
-        return Finding(
-            name,
-            Verdict.WARN,
+        return _warn(
             f"{found}, and {_cores()} cores are few",
             f"export {busy_wait.VARIABLE}=1 for every vLLM process: busy loops of NIXL and vLLM can stall requests for "
             "minutes here",
         )
-    return Finding(name, Verdict.OK, found)
+    return _ok(found)
 
 
-def check_port(name: str) -> Finding:
+def check_port() -> Result:
     """The side channel, from which D fetches P's metadata. Each engine of a machine needs its own port."""
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     another = "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 (or another free one, different for each engine of a machine)"
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        return Finding(
-            name, Verdict.FAIL, f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is not a port number", f"set {another}"
-        )
+        return _fail(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port!r} is not a port number", f"set {another}")
     try:
         version = socket.AF_INET6 if ":" in host else socket.AF_INET  # as vLLM does
         family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), version, socket.SOCK_STREAM)[0]
@@ -256,21 +232,14 @@ def check_port(name: str) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror as error:
-        return Finding(
-            name,
-            Verdict.FAIL,
-            f"{host}: {error.strerror}",
-            "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine",
-        )
+        return _fail(f"{host}: {error.strerror}", "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine")
     except OSError as error:
-        return Finding(
-            name, Verdict.FAIL, f"{host}:{port}: {error.strerror}", f"stop the program that uses it, or set {another}"
-        )
-    return Finding(name, Verdict.OK, f"{host}:{port} is free")
+        return _fail(f"{host}:{port}: {error.strerror}", f"stop the program that uses it, or set {another}")
+    return _ok(f"{host}:{port} is free")
 
 
 # The check of torch's companions comes before vLLM's, because they can break vLLM's import.
-CHECKS: dict[str, Callable[[str], Finding]] = {
+CHECKS: dict[str, Callable[[], Result]] = {
     "Python": check_python,
     "torch companions": check_torch_companions,
     "vLLM": check_vllm,

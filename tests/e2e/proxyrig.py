@@ -139,6 +139,13 @@ def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
+class ReservedPorts(PortAllocator):
+    """Hands out ports that another allocator has reserved: a P that starts again listens where the first one did."""
+
+    def take(self) -> int:
+        return next(self._candidates)
+
+
 @contextlib.contextmanager
 def rig(scratch: Path) -> Iterator[Rig]:
     """All servers, ready; leaving takes them down."""
@@ -149,7 +156,7 @@ def rig(scratch: Path) -> Iterator[Rig]:
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(engine_id: str) -> Engine:
-            group = groups.enter_context(EngineGroup(scratch, interrupts, PortAllocator(at_p)))
+            group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(at_p)))
             return group.start(_spec(engine_id, "prefill", model, tracing))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 import layerpush
 from layerpush.apps import doctor
 from layerpush.apps.cli import app
+from layerpush.apps.demo import command as demo_command
 from layerpush.apps.doctor import Finding, Verdict
 
 OK = Finding("one", Verdict.OK, "fine")
@@ -31,12 +31,19 @@ def test_version() -> None:
     assert result.stdout == f"layerpush {layerpush.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
-def test_help_teaches(arguments: list[str]) -> None:
-    result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+@pytest.mark.parametrize(
+    ("command", "taught"),
+    [
+        ([], "LayerwisePushConnector"),
+        (["demo"], "Ctrl-C"),
+        (["doctor"], "LAYERPUSH_CALM"),
+        (["proxy"], "SIGTERM"),
+    ],
+)
+def test_help_teaches(command: list[str], taught: str) -> None:
+    result = runner.invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    wanted = {"--help": "LayerwisePushConnector", "demo": "Ctrl-C", "doctor": "LAYERPUSH_CALM"}[arguments[0]]
-    assert wanted in result.stdout
+    assert taught in result.stdout
 
 
 def test_help_answers_without_loading_vllm_torch_or_nixl() -> None:
@@ -94,35 +101,16 @@ def test_doctor_of_this_installation() -> None:
 
 
 def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    received: dict[str, object] = {}
-
-    def run_demo(**arguments: object) -> int:
-        received.update(arguments)
-        return 3
-
-    monkeypatch.setitem(sys.modules, "layerpush.apps.demo.command", types.SimpleNamespace(run_demo=run_demo))
+    run_demo = create_autospec(demo_command.run_demo, return_value=3)
+    monkeypatch.setattr(demo_command, "run_demo", run_demo)
     line = f"demo --json {tmp_path}/a.json --prompts 2 --prompt-tokens 512 --link 1gbit --keep-logs {tmp_path}/logs"
     assert runner.invoke(app, line.split()).exit_code == 3
-    assert received == {
-        "json_file": tmp_path / "a.json",
-        "plot": Path("layerpush-demo.png"),
-        "model_dir": None,
-        "prompts": 2,
-        "prompt_tokens": 512,
-        "link": "1gbit",
-        "keep_logs": tmp_path / "logs",
-    }
-
-
-def test_demo_takes_exactly_what_the_command_passes() -> None:
-    from layerpush.apps.demo.command import run_demo
-
-    assert list(inspect.signature(run_demo).parameters) == [
-        "json_file",
-        "plot",
-        "model_dir",
-        "prompts",
-        "prompt_tokens",
-        "link",
-        "keep_logs",
-    ]
+    run_demo.assert_called_once_with(
+        json_file=tmp_path / "a.json",
+        plot=Path("layerpush-demo.png"),
+        model_dir=None,
+        prompts=2,
+        prompt_tokens=512,
+        link="1gbit",
+        keep_logs=tmp_path / "logs",
+    )

@@ -13,7 +13,7 @@ import pytest
 
 from layerpush import plugin
 from layerpush.apps import doctor
-from layerpush.apps.doctor import Finding, Verdict
+from layerpush.apps.doctor import Result, Verdict
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
@@ -32,19 +32,18 @@ def answers(
     return lambda code: subprocess.CompletedProcess([], returncode, stdout, stderr)
 
 
-def expect(finding: Finding, verdict: Verdict, found: str = "", advice: str = "") -> None:
-    assert finding.check == "x"
-    assert finding.verdict is verdict, finding
-    assert found in finding.found
-    assert advice in finding.advice
+def expect(result: Result, verdict: Verdict, found: str = "", advice: str = "") -> None:
+    assert result.verdict is verdict, result
+    assert found in result.found
+    assert advice in result.advice
     if verdict is not OK:
-        assert finding.advice, "a problem without advice"
+        assert result.advice, "a problem without advice"
 
 
 @pytest.mark.parametrize(("version", "verdict"), [((3, 10), FAIL), ((3, 11), OK), ((3, 13), OK), ((3, 14), FAIL)])
 def test_python(version: tuple[int, int], verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (*version, 5, "final", 0))
-    expect(doctor.check_python("x"), verdict, f"{version[0]}.{version[1]}.5")
+    expect(doctor.check_python(), verdict, f"{version[0]}.{version[1]}.5")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_python(version: tuple[int, int], verdict: Verdict, monkeypatch: pytest.
 def test_vllm_version(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version, __spec__=object()))
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    expect(doctor.check_vllm("x"), verdict, version)
+    expect(doctor.check_vllm(), verdict, version)
 
 
 def test_vllm_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,37 +62,37 @@ def test_vllm_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0", __spec__=object()))
     monkeypatch.setattr(metadata, "version", no_metadata)
-    expect(doctor.check_vllm("x"), OK, "0.32.0", "python -m vllm.entrypoints.openai.api_server")
+    expect(doctor.check_vllm(), OK, "0.32.0", "python -m vllm.entrypoints.openai.api_server")
 
 
 @pytest.mark.parametrize("check", [doctor.check_vllm, doctor.check_nixl])
-def test_not_installed(check: Callable[[str], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_installed(check: Callable[[], Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    expect(check("x"), FAIL, "not installed", "pip install")
+    expect(check(), FAIL, "not installed", "pip install")
 
 
 def test_companions_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: name != "torchcodec")
     monkeypatch.setattr(doctor, "_run_python", lambda code: answers(int("torchvision" in code))(code))
-    expect(doctor.check_torch_companions("x"), FAIL, "torchvision cannot", "pip uninstall torchvision")
+    expect(doctor.check_torch_companions(), FAIL, "torchvision cannot", "pip uninstall torchvision")
 
 
 def test_companions_that_can_be_loaded_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "_run_python", answers())
-    expect(doctor.check_torch_companions("x"), OK, "torchvision, torchaudio, torchcodec can be loaded")
+    expect(doctor.check_torch_companions(), OK, "torchvision, torchaudio, torchcodec can be loaded")
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    expect(doctor.check_torch_companions("x"), OK, "none installed")
+    expect(doctor.check_torch_companions(), OK, "none installed")
 
 
 def test_plugin_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda group: [])
-    expect(doctor.check_plugin("x"), FAIL, "no entry point", "pip install")
+    expect(doctor.check_plugin(), FAIL, "no entry point", "pip install")
 
 
 def test_plugin_left_out_by_vllm_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other,another")
-    expect(doctor.check_plugin("x"), FAIL, "VLLM_PLUGINS=other,another", "add layerpush")
+    expect(doctor.check_plugin(), FAIL, "VLLM_PLUGINS=other,another", "add layerpush")
 
 
 def test_plugin_that_clashes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +100,14 @@ def test_plugin_that_clashes(monkeypatch: pytest.MonkeyPatch) -> None:
         raise plugin.ConnectorNameError("taken by theirs.Class")
 
     monkeypatch.setattr(plugin, "register", clash)
-    expect(doctor.check_plugin("x"), FAIL, "theirs.Class", "every vLLM process stops")
+    expect(doctor.check_plugin(), FAIL, "theirs.Class", "every vLLM process stops")
 
 
 def test_nixl_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run_python", answers(1, stderr="Traceback\nnixlBackendError: NIXL_ERR_BACKEND\n"))
-    expect(doctor.check_nixl("x"), FAIL, "nixlBackendError: NIXL_ERR_BACKEND", "reinstall")
+    expect(doctor.check_nixl(), FAIL, "nixlBackendError: NIXL_ERR_BACKEND", "reinstall")
     monkeypatch.setenv("UCX_TLS", "posix,self")
-    expect(doctor.check_nixl("x"), FAIL, "NIXL_ERR_BACKEND", "check UCX_TLS=posix,self")
+    expect(doctor.check_nixl(), FAIL, "NIXL_ERR_BACKEND", "check UCX_TLS=posix,self")
 
 
 def test_nixl_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,36 +115,36 @@ def test_nixl_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise subprocess.TimeoutExpired(code, doctor.PROBE_TIMEOUT_S)
 
     monkeypatch.setattr(doctor, "_run_python", hang)
-    expect(doctor.check_nixl("x"), FAIL, "no agent after", "unset UCX_TLS")
+    expect(doctor.check_nixl(), FAIL, "no agent after", "unset UCX_TLS")
 
 
 def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run_python", answers(stdout='log line\n{"version": "1.5.1", "plugins": ["POSIX"]}\n'))
-    expect(doctor.check_nixl("x"), FAIL, "without its UCX plugin", "NIXL_PLUGIN_DIR")
+    expect(doctor.check_nixl(), FAIL, "without its UCX plugin", "NIXL_PLUGIN_DIR")
 
 
 def test_real_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    expect(doctor.check_nixl("x"), OK, "created an agent with UCX")
+    expect(doctor.check_nixl(), OK, "created an agent with UCX")
 
 
 def test_real_nixl_with_transports_that_ucx_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeon")
-    expect(doctor.check_nixl("x"), FAIL, "cannot create an agent", "UCX_TLS=pigeon")
+    expect(doctor.check_nixl(), FAIL, "cannot create an agent", "UCX_TLS=pigeon")
 
 
 def test_transports_name_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo,mlx5_77:1")
-    expect(doctor.check_transports("x"), FAIL, "UCX_NET_DEVICES=lo,mlx5_77:1", "names mlx5_77:1")
+    expect(doctor.check_transports(), FAIL, "UCX_NET_DEVICES=lo,mlx5_77:1", "names mlx5_77:1")
 
 
 @pytest.mark.parametrize("value", ["all", "lo", "^lo"])
 def test_transports_name_a_device_that_is_there(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     monkeypatch.setenv("UCX_NET_DEVICES", value)
-    expect(doctor.check_transports("x"), OK, "lo")
+    expect(doctor.check_transports(), OK, "lo")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_transports_of_a_gpu_machine(tls: str | None, verdict: Verdict, monkeypa
     monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
     if tls:
         monkeypatch.setenv("UCX_TLS", tls)
-    expect(doctor.check_transports("x"), verdict, tls or "", "cuda_copy" if verdict is WARN else "")
+    expect(doctor.check_transports(), verdict, tls or "", "cuda_copy" if verdict is WARN else "")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_device(gpu: bool, build: str, verdict: Verdict, advice: str, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Fast 9000")
     platforms = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type=build))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    expect(doctor.check_device("x"), verdict, "2 x Fast 9000" if gpu else "no CUDA device", advice)
+    expect(doctor.check_device(), verdict, "2 x Fast 9000" if gpu else "no CUDA device", advice)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_calm(
     monkeypatch.setattr(doctor, "_cores", lambda: cores)
     if value is not None:
         monkeypatch.setenv("LAYERPUSH_CALM", value)
-    expect(doctor.check_calm("x"), verdict, "LAYERPUSH_CALM", advice)
+    expect(doctor.check_calm(), verdict, "LAYERPUSH_CALM", advice)
 
 
 def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,23 +207,23 @@ def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         port = listener.getsockname()[1]
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         listener.listen()
-        expect(doctor.check_port("x"), FAIL, f"127.0.0.1:{port}", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
-    expect(doctor.check_port("x"), OK, "is free")
+        expect(doctor.check_port(), FAIL, f"127.0.0.1:{port}", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+    expect(doctor.check_port(), OK, "is free")
 
 
 @pytest.mark.parametrize("value", ["0", "70000", "http", ""])
 def test_port_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", value)
-    expect(doctor.check_port("x"), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
+    expect(doctor.check_port(), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
 
 
 def test_host_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "192.0.2.1")
-    expect(doctor.check_port("x"), FAIL, "192.0.2.1:5600", "VLLM_NIXL_SIDE_CHANNEL")
+    expect(doctor.check_port(), FAIL, "192.0.2.1:5600", "VLLM_NIXL_SIDE_CHANNEL")
 
 
 def test_a_check_that_breaks_is_a_failed_check_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(name: str) -> Finding:
+    def breaks() -> Result:
         raise OSError("libthing.so: cannot open")
 
     monkeypatch.setattr(doctor, "CHECKS", {"first": breaks, "second": doctor.check_python})

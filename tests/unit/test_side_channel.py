@@ -238,9 +238,7 @@ def test_a_port_that_is_taken_is_said_and_waited_for(caplog: pytest.LogCaptureFi
     port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
     asker = Asker("127.0.0.1", port)
     thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
-    with caplog.at_level(logging.WARNING, "vllm.layerpush"), socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"), socket.create_server(("127.0.0.1", port)):
         thread.start()
         while not any("cannot listen on tcp://127.0.0.1" in record.getMessage() for record in caplog.records):
             assert not ready.wait(0.01)
@@ -253,9 +251,7 @@ def test_a_port_that_is_taken_is_said_and_waited_for(caplog: pytest.LogCaptureFi
 
 def test_stop_ends_the_wait_for_a_port() -> None:
     port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", port)):
         thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)
         thread.start()
         stop.set()

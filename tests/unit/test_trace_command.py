@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from layerpush.apps.cli import app
 from layerpush.apps.tracing.picture import PictureError, draw_request
 from layerpush.apps.tracing.requests import RequestTrace
-from layerpush.telemetry.trace_records import DropRecord, WriteRecord
+from layerpush.telemetry.trace_records import WriteRecord
 from tests.unit.test_trace_tools import load, process, push
 from tests.unit.trace_rig import TwoHosts, write
 
@@ -68,14 +68,6 @@ def test_merge_writes_one_file(recorded: Path, tmp_path: Path) -> None:
     assert trace["otherData"]["notes"][0].startswith("clock of P less that of D")
 
 
-def test_merge_takes_a_folder_of_each_host(recorded: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (recorded / "D-rank0-7.jsonl").rename(tmp_path / "other/D-rank0-7.jsonl")
-    result = run("merge", recorded, tmp_path / "other", "--out", tmp_path / "one.json")
-    assert result.exit_code == 0
-    assert "2 requests" in result.stdout
-
-
 def test_summary_is_for_people_or_programs(recorded: Path) -> None:
     text = run("summary", recorded, "--top", 1)
     assert text.exit_code == 0
@@ -83,11 +75,6 @@ def test_summary_is_for_people_or_programs(recorded: Path) -> None:
     assert "the slowest 1, in milliseconds:" in text.stdout
     data = json.loads(run("summary", recorded, "--json").stdout)
     assert {one["request"] for one in data["slowest"]} == {"d-p-1", "d-p-2"}
-
-
-def test_summary_tells_what_is_missing(tmp_path: Path) -> None:
-    write(tmp_path / "p.jsonl", process("P", "x"), push(), DropRecord(records=3, t=1.0))
-    assert "3 records were dropped" in run("summary", tmp_path).stdout
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

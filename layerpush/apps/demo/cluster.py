@@ -1,10 +1,11 @@
-"""Which servers the demo needs: one P and one D, and a P that damages what it pushes."""
+"""The servers of the demo: one P, one D, and a P that damages a layer before it pushes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
 from layerpush.apps.demo.model import ModelShape
@@ -37,27 +38,22 @@ class Cluster:
     decode_place: Place = LOOPBACK
 
     def decode(self) -> EngineSpec:
-        """The D that is pushed to."""
+        """The D that receives every push."""
         config = {"trace_dir": str(self.trace_dir("decode"))}
-        return self._spec("decode", "decode", connector=CONNECTOR, extra_config=config, place=self.decode_place)
+        return self._spec("decode", "decode", self.decode_place, connector=CONNECTOR, extra_config=config)
 
     def prefill(self) -> EngineSpec:
-        """The P that pushes in each mode, as requests ask for."""
+        """The P that pushes in all modes. Each request chooses one."""
         config = {"trace_dir": str(self.trace_dir("prefill"))}
-        return self._spec("prefill", "prefill", connector=CONNECTOR, extra_config=config, place=self.prefill_place)
+        return self._spec("prefill", "prefill", self.prefill_place, connector=CONNECTOR, extra_config=config)
 
     def faulty_prefill(self) -> EngineSpec:
-        """A layer-wise P that damages one layer before it is pushed."""
-        return self._spec(
-            "prefill-faulty",
-            "prefill",
-            connector=FAULTY_CONNECTOR,
-            connector_module=FAULTY_MODULE,
-            place=self.prefill_place,
-        )
+        """A P that damages one layer before it pushes it."""
+        connector = {"connector": FAULTY_CONNECTOR, "connector_module": FAULTY_MODULE}
+        return self._spec("prefill-faulty", "prefill", self.prefill_place, **connector)
 
     def trace_dir(self, whose: str) -> Path:
-        """Where "prefill" or "decode" writes its trace."""
+        """The folder for the trace of "prefill" or "decode"."""
         return self.trace_root / whose
 
     @property
@@ -65,26 +61,15 @@ class Cluster:
         """Longest request in tokens: the longest prompt, room for an answer, whole blocks."""
         return -(-(self.max_prompt_tokens + 64) // BLOCK_SIZE) * BLOCK_SIZE
 
-    def _spec(
-        self,
-        name: str,
-        role: Role,
-        *,
-        connector: str | None = None,
-        connector_module: str | None = None,
-        extra_config: Mapping[str, object] | None = None,
-        place: Place = LOOPBACK,
-    ) -> EngineSpec:
+    def _spec(self, name: str, role: Role, place: Place, **connector: Any) -> EngineSpec:
         return EngineSpec(
             name=name,
             role=role,
             model=self.model,
-            connector=connector,
-            connector_module=connector_module,
-            extra_config=extra_config or {},
             tokens_per_step=TOKENS_PER_STEP,
             max_model_len=self.max_model_len,
             kv_cache_bytes=(self.max_model_len + 4 * BLOCK_SIZE) * self.shape.kv_bytes_per_token,
             block_size=BLOCK_SIZE,
             place=place,
+            **connector,
         )

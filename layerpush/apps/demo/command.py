@@ -27,13 +27,13 @@ from layerpush.apps.tracing.picture import draw_pushes
 SEED = 0
 ANSWER_TOKENS = 16
 STOP_S = 5.0
-"""A vLLM server that is stopped while it starts may hang: nothing of the demo's is worth waiting for."""
+"""Short, because a vLLM server may hang if it is stopped while it starts."""
 FAILED, BROKEN = 1, 2
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: so many prompts of so many tokens."""
+    """The number of prompts in each mode, and their length."""
 
     prompts: int
     prompt_tokens: int
@@ -62,8 +62,8 @@ def run_demo(
 ) -> int:
     """Run the demonstration and return the exit status of the command.
 
-    0: tokens equal in every mode, every trace there, the negative control noticed. 1: one of these failed.
-    2: it could not be carried out. 128 + signal: it was interrupted. Whatever happens, no server is left running.
+    0: tokens are equal in every mode, no trace is missing, the negative control was detected. 1: one of these failed.
+    2: the demo could not run. 128 + signal: a signal interrupted it. In every case all servers have ended.
     Main thread only: it installs signal handlers.
     """
     console = Console(soft_wrap=True)
@@ -94,7 +94,7 @@ def run_demo(
 def _compare(
     display: Display, interrupts: Interrupts, work: Path, places: tuple[Place, Place], model_dir: Path, size: Size
 ) -> DemoReport:
-    """Start everything, measure, and take everything down."""
+    """Start the servers, measure, and stop the servers."""
     display.console.print(
         f"Model: random Llama, {DEMO_SHAPE.layers} layers, {DEMO_SHAPE.kv_bytes_per_token >> 10} KiB of KV per token. "
         f"Prompts: {size.prompts} of {size.prompt_tokens} tokens, prefill in chunks of {TOKENS_PER_STEP}."
@@ -111,7 +111,7 @@ def _compare(
         try:
             return asyncio.run(_measure(display, servers, cluster, size))
         except RequestFailedError:
-            group.check_alive()  # a dead server explains more than the request that it cut off
+            group.check_alive()  # the server's end explains the failed request
             raise
 
 

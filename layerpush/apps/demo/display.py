@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: live on a terminal, one line per event elsewhere."""
+"""Shows the progress of a run: live on a terminal, elsewhere one line for each event."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ LOOPBACK = Place()
 class EngineSpec:
     """One server to start. ``extra_config`` becomes ``kv_connector_extra_config``.
 
-    ``server`` is the command of vLLM's API server. Without a ``tokenizer`` it takes token ids only. ``kv_cache_bytes``
-    None is left to vLLM. ``options`` and ``variables`` come after, and win over, what every server here gets.
+    ``server`` is the command of vLLM's API server. Without a ``tokenizer`` it takes token ids only. With
+    ``kv_cache_bytes`` None, vLLM chooses the size. ``options`` and ``variables`` override those of every server.
     """
 
     name: str
@@ -110,7 +110,7 @@ class EngineSpec:
         return [*self.place.command_prefix, *self.server, *pairs, *switches, *self.options]
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
-        """The server's environment: CPU threads that do not fight, UCX over TCP, nothing fetched from anywhere."""
+        """The server's environment: one CPU thread for each process, UCX over TCP, no downloads."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "UCX_"))}
         return inherited | {
             "HF_HUB_OFFLINE": "1",
@@ -172,13 +172,23 @@ class Engine:
         return self._process.pid
 
     def is_ready(self) -> bool:
-        """Whether ``/health`` answers. Raises ``EngineFailedError`` when the server has ended."""
+        """Whether ``/health`` of this server answers. Raises ``EngineFailedError`` when the server has ended."""
         self.check_alive()
         try:
             with _no_proxy.open(f"{self.url}/health", timeout=2) as response:
-                return bool(response.status == 200)
+                return response.status == 200 and self._listens()
         except (urllib.error.URLError, OSError):
             return False
+
+    def _listens(self) -> bool:
+        """Whether the port is this server's: a process that writes to its log listens there, perhaps a forked one."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
+                if os.path.samefile(process / "fd/1", self.log_path):
+                    sockets = {os.readlink(each) for each in (process / "fd").iterdir()}
+                    if f"socket:[{_listener(process, self.port)}]" in sockets:
+                        return True
+        return False
 
     def check_alive(self) -> None:
         """Raise ``EngineFailedError`` when the server has ended."""
@@ -187,7 +197,7 @@ class Engine:
             raise EngineFailedError(f"{self.name} ended with status {status}.\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 40) -> str:
-        """The end of the log, with a line that says where the whole is."""
+        """The end of the log, below a line with its path."""
         text = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join([f"The last lines of {self.log_path}:", *(f"  {line}" for line in text[-lines:])])
 
@@ -195,7 +205,7 @@ class Engine:
         """Send ``signum`` to the server and all its children. A client passes on no SIGSTOP and no SIGCONT."""
         if self.members():
             group = self._forked if signum in (signal.SIGSTOP, signal.SIGCONT) else None
-            with contextlib.suppress(ProcessLookupError):  # the last one left between the look and the call
+            with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
                 os.killpg(group or self.group, signum)
 
     def members(self) -> list[int]:
@@ -210,7 +220,7 @@ class Engine:
 
 
 class EngineGroup:
-    """All servers of a run. Leaving the ``with`` block, however that happens, leaves none of them behind.
+    """All servers of a run. The end of the ``with`` block ends all of them, in every case.
 
     Logs go to ``log_directory``. ``interrupts`` keeps a signal from arriving between a start and its bookkeeping.
     ``forks``: servers are forked from a process that has imported vLLM, one at each place. On CPUs only.
@@ -286,7 +296,7 @@ class EngineGroup:
                 time.sleep(0.2)
 
     def _ready_fork_server(self, place: Place) -> ForkServer:
-        """That of a place, once it is ready. Raises ``EngineFailedError``."""
+        """Wait for the fork server of a place. Raises ``EngineFailedError``."""
         fork_server = self._fork_servers[place]
         try:
             while not fork_server.is_ready():
@@ -301,16 +311,16 @@ class EngineGroup:
             engine.check_alive()
 
     def stop(self, engines: Sequence[Engine]) -> None:
-        """Stop servers together: asked politely, then killed. Returns when their last process is gone."""
+        """Send SIGTERM to all servers, later SIGKILL. Returns when their last process is gone."""
         for engine in engines:
             engine.signal(signal.SIGTERM)
-            engine.signal(signal.SIGCONT)  # who is suspended hears nothing
+            engine.signal(signal.SIGCONT)  # a suspended process gets no SIGTERM
         _wait_gone(engines, self._stop_timeout_s)
         for engine in engines:
             engine.signal(signal.SIGKILL)
         if not _wait_gone(engines, self._stop_timeout_s):
             left = {engine.name: engine.members() for engine in engines if engine.members()}
-            raise RuntimeError(f"processes that would not go: {left}")
+            raise RuntimeError(f"processes survived SIGKILL: {left}")
         self._engines = [engine for engine in self._engines if engine not in engines]
 
     def _stop_all(self) -> None:
@@ -320,6 +330,15 @@ class EngineGroup:
 
 
 _no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _listener(process: Path, port: int) -> str | None:
+    """The inode of the socket that listens on a port in the network namespace of a process (a folder of /proc)."""
+    for row in (process / "net/tcp").read_text().splitlines():
+        _, local, _, state, _, _, _, _, _, inode, *_ = row.split()
+        if local.endswith(f":{port:04X}") and state == "0A":
+            return inode
+    return None
 
 
 def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
@@ -332,7 +351,7 @@ def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:
 
 
 def _group_members(group: int) -> list[int]:
-    """Pids in a process group, without the dead that nobody has reaped yet."""
+    """Pids in a process group, without zombies."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -340,7 +359,7 @@ def _group_members(group: int) -> list[int]:
         try:
             after_name = (entry / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we were looking
+            continue  # the process has ended meanwhile
         state, process_group = after_name[0], int(after_name[2])
         if process_group == group and state not in "ZX":
             members.append(int(entry.name))

@@ -1,4 +1,4 @@
-"""A connector that damages what it pushes, so that a run can show that wrong KV would be noticed."""
+"""A connector that pushes wrong KV. It shows that the demo notices wrong KV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FaultyPushConnector(LayerwisePushConnector):
     """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Damage ``kv_layer`` (``[blocks, heads, block_size, 2 * head_dim]``) in place, then do what is always done."""
+        """Damage ``kv_layer`` (``[blocks, heads, block_size, 2 * head_dim]``) in place, then push as usual."""
         number = re.search(r"\.layers\.(\d+)\.", layer_name)
         if number and int(number.group(1)) == CORRUPTED_LAYER:
             kv_layer.fill_(CORRUPTED_VALUE)

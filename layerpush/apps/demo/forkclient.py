@@ -2,7 +2,7 @@
 
     python forkclient.py SOCKET [argument of vLLM's server ...]
 
-Standard library only, and as little of it as can be: this is started for each server. Standard input, output and error,
+It starts for each server, so it imports few modules, all of the standard library. Standard input, output and error,
 the environment and the working directory of the server are those of this process. SIGTERM, SIGINT and SIGHUP go on to
 the server's process group; when this process is killed, the group is killed. The exit status is the server's, and comes
 when the last process of its group has ended.
@@ -19,7 +19,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def request(arguments: list[str]) -> bytes:
-    """What the fork server is sent: the length of a JSON object in four bytes, and the object."""
+    """The message to the fork server: the length of a JSON object in four bytes, and the object."""
     body = json.dumps({"arguments": arguments, "environ": dict(os.environ), "cwd": os.getcwd()}).encode()
     return struct.pack("!I", len(body)) + body
 

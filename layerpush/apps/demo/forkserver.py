@@ -8,8 +8,8 @@ forks a keeper, and the keeper forks the server, into a process group of its own
 leaves behind, passes signals of the client on, kills the group when the client is gone, and reports the exit status
 when the whole group is.
 
-Nothing of vLLM that reads the environment at import may differ between servers of one fork server: OMP_NUM_THREADS,
-TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. Several API servers in one engine (``--api-server-count``) cannot be forked:
+vLLM reads some variables at its import: OMP_NUM_THREADS, TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. All servers of a
+fork server have the same values of these. Several API servers in one engine (``--api-server-count``) cannot be forked:
 prometheus_client chooses at its import whether they count together.
 
 The demo runs a fork server as its child, ``ForkServer``. The tests run ``serve`` in the process that their engines are
@@ -62,13 +62,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def command(path: Path) -> list[str]:
-    """What starts a server, in the place of `python -m vllm.entrypoints.openai.api_server`."""
+    """The command that replaces `python -m vllm.entrypoints.openai.api_server`."""
     return [sys.executable, "-I", "-S", str(CLIENT), str(path)]
 
 
 @functools.cache
 def import_vllm() -> dict[str, str]:
-    """Everything that a server needs, once. Returns the environment variables that the imports have set."""
+    """Import all modules of a server, once. Returns the environment variables that the imports have set."""
     before = dict(os.environ)
     for module in MODULES:
         importlib.import_module(module)
@@ -81,8 +81,8 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """A fork server as a child process. ``prefix`` stands before its command, as ``ip netns exec NAME``: servers are
-    where it is. ``environment`` holds what vLLM reads at its import.
+    """A fork server as a child process. ``prefix`` stands before its command, for example ``ip netns exec NAME``.
+    Its servers run in the same namespace. ``environment`` has the variables that vLLM reads at its import.
     """
 
     def __init__(self, log_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
@@ -101,7 +101,7 @@ class ForkServer:
 
     @property
     def command(self) -> list[str]:
-        """What starts a server. Use it once the fork server is ready."""
+        """The command that starts a server, once the fork server is ready."""
         return command(self._path)
 
     def is_ready(self) -> bool:
@@ -118,14 +118,14 @@ class ForkServer:
         return int(text) if text else None
 
     def stop(self) -> None:
-        """End it. Stop its servers first: they would live on."""
+        """Kill the fork server. Stop its servers first: they would live on."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
 
 
 def count_starts(path: Path) -> int:
-    """How many servers the fork server at this socket has been asked for."""
+    """The number of servers that clients have requested at this socket."""
     log = _log(path)
     return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -133,7 +133,7 @@ def count_starts(path: Path) -> int:
 def serve(path: str) -> None:
     """Listen at a Unix socket until killed. Blocks; ends with the process that started this one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A daemon, so that nobody waits for it; but servers have children of multiprocessing.
+    # The process is a daemon, so that nobody waits for it. But servers need children of multiprocessing.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     import_vllm()
     gc.collect()
@@ -142,7 +142,7 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path + ".new")
         listener.listen(64)
-        os.rename(path + ".new", path)  # there when it can be connected to
+        os.rename(path + ".new", path)  # the path exists when the socket accepts connections
         while True:
             connection, _ = listener.accept()
             with _log(Path(path)).open("a") as log:
@@ -163,7 +163,7 @@ def _group_path(path: Path, client: int) -> Path:
 
 
 def _leave(listener: socket.socket, connection: socket.socket, path: Path) -> None:
-    """The keeper's life. Does not return."""
+    """Run the keeper. Does not return."""
     try:
         listener.close()
         _keep(connection, path)
@@ -217,7 +217,7 @@ def _keep(connection: socket.socket, path: Path) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What the client asks for, and its standard input, output and error."""
+    """The client's request, and its standard input, output and error."""
     data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     (size,) = struct.unpack("!I", data[:4])
     while len(data) < size + 4:
@@ -227,7 +227,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(asked: dict[str, Any], files: list[int]) -> None:
-    """The server's life. Does not return."""
+    """Run the server. Does not return."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -255,12 +255,12 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def fork_children() -> None:
-    """vLLM's engine cores and workers are forked from this process from here on, not spawned."""
+    """From now on vLLM forks its engine cores and workers from this process, and spawns none."""
     from vllm import envs
 
-    # vLLM sets the variable to "spawn" for its command line and for CPUs; a value here is looked at first.
+    # vLLM sets the variable to "spawn" for its command line and for CPUs. This attribute takes precedence.
     envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
-    # Else a signal to an engine core would be one to the API server's event loop.
+    # Otherwise a signal to an engine core would reach the API server's event loop.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 

@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was told to end by ``signum``."""
+    """The signal ``signum`` ends the run."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
 class Interrupts:
     """Within ``with Interrupts():`` the first SIGINT, SIGTERM or SIGHUP raises :class:`Interrupted` in the main thread.
 
-    It is the only one: an impatient second Ctrl-C must not cut the teardown short. Inside ``shield()`` the signal is
+    Further signals raise nothing: a second Ctrl-C must not cut the teardown short. Inside ``shield()`` the signal is
     kept and raised at its end; after ``ignore()`` none is raised. Main thread only (Python's rule for handlers).
     """
 
@@ -43,7 +43,7 @@ class Interrupts:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Put the old handlers back; after an interruption the process is on its way out and signals stay ignored."""
+        """Put the old handlers back; after an interruption the process ends, and signals stay ignored."""
         interrupted = exception_type is not None and issubclass(exception_type, Interrupted)
         for signum, handler in self._previous.items():
             signal.signal(signum, signal.SIG_IGN if interrupted else handler)

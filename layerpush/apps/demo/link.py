@@ -101,7 +101,7 @@ class Link:
             _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.data_device, *shape)
 
     def _make(self, *command: str, undo: tuple[str, ...]) -> None:
-        """What failed has made nothing: only what is ours is removed again."""
+        """Run a command, and keep ``undo`` for the teardown unless the command fails."""
         self._undo.append(undo)
         try:
             _run(*command)
@@ -110,7 +110,7 @@ class Link:
             raise
 
     def _tear_down(self) -> None:
-        """Removing the outer device removes its pair; what is gone already is no error."""
+        """Undo all commands. Errors do not count: a device goes with its pair or its namespace."""
         while self._undo:
             _run(*self._undo.pop(), check=False)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from layerpush.apps.demo.engines import Engine
+from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 DONE = "[DONE]"
@@ -103,19 +104,9 @@ async def complete_disaggregated(
     token, which nobody reads, and pushes in ``mode``; None: as it is configured.
     """
     request_id = uuid.uuid4().hex
-    to_p: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-    if mode is not None:
-        to_p["layerpush_mode"] = mode
-    to_d = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": prefill.name,
-        "remote_request_id": vllm_request_id(request_id),
-        "remote_host": prefill.spec.place.host,
-        "remote_port": prefill.side_channel_port,
-        "tp_size": 1,
-        "pp_size": 1,
-    }
+    to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}
+    identity = Identity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
+    to_d = identity.to_decode(vllm_request_id(request_id))
     decoding = complete(session, decode, prompt, max_tokens, request_id=request_id, kv_transfer_params=to_d)
     prefilling = complete(session, prefill, prompt, 1, request_id=request_id, kv_transfer_params=to_p)
     tasks = [asyncio.create_task(decoding), asyncio.create_task(prefilling)]

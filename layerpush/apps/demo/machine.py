@@ -1,4 +1,4 @@
-"""What this machine computes with: processor, and GPUs with their driver. Nothing is initialised for it."""
+"""This machine's processor, GPUs and GPU driver. Initialises none of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ QUERY_TIMEOUT_S = 30.0
 
 
 def machine() -> dict[str, object]:
-    """Ready for JSON. ``gpus`` is there only where there are some."""
+    """For JSON. It has no ``gpus`` on a machine without one."""
     found: dict[str, object] = {"system": platform.platform(), "cpus": os.cpu_count(), "processor": processor()}
     every = [{"name": name, "memory_mib": int(mib)} for name, mib, _ in _gpus()]
     return found | ({"gpus": every} if every else {})
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its model's name, or at least its kind."""
+    """The processor's model name, or else its architecture."""
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
@@ -35,10 +35,10 @@ def driver() -> str | None:
 
 @cache
 def _gpus() -> list[tuple[str, str, str]]:
-    """Name, MiB of memory and driver of each GPU that the driver shows us."""
+    """Name, MiB of memory and driver of each GPU that the driver shows."""
     try:
         said = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
-        return []  # no driver, or none that answers: then nothing can be measured on its GPUs either
+        return []  # without a driver that answers, no GPU can be used
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in said.splitlines() if line.count(",") >= 2]
     return [(name, mib if mib.isdigit() else "0", version) for name, mib, version in rows]

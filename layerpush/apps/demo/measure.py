@@ -1,4 +1,4 @@
-"""The same prompts through every mode, in turn, with what each answer and each push showed."""
+"""Sends the same prompts in every mode, in turn, and compares the answers and the pushes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in one mode. ``problem`` says what is wrong with its trace, when something is.
+    """One prompt in one mode. ``problem``: the problem with its trace, if there is one.
 
     ``hand_over_ms``: from the last layer's KV being ready on P to the first token at the client.
     """
@@ -74,7 +74,7 @@ async def expected_tokens(
     max_tokens: int,
     on_done: Callable[[], None],
 ) -> list[tuple[int, ...]]:
-    """What an engine answers that does everything itself. The engines share the prompts; each gets one at least."""
+    """The tokens without a transfer. The engines share the prompts; each gets one at least."""
     shares = [list(enumerate(prompts))[first :: len(engines)] for first in range(len(engines))]
     expected: dict[int, tuple[int, ...]] = {}
 
@@ -98,7 +98,7 @@ async def take_turns(
 ) -> dict[str, list[Answer]]:
     """Every prompt through every mode, one request at a time; answers per mode, in the order of the prompts.
 
-    The modes take turns, and another one begins with each prompt: what disturbs the machine disturbs all of them.
+    The modes take turns, and another one begins with each prompt, so that a disturbance affects all modes.
     """
     answers: dict[str, list[Answer]] = {mode: [] for mode in modes}
     for index, prompt in enumerate(prompts):
@@ -110,7 +110,7 @@ async def take_turns(
 
 
 def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], trace_dir: Path, mode: str) -> list[Sample]:
-    """Compare the answers of one mode with the right ones and find their traces, waiting for those that are late."""
+    """Compare the answers of one mode with the expected tokens, and find their traces. Waits for late traces."""
     pushes = _await_traces(answers, trace_dir)
     samples = []
     for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
@@ -135,7 +135,7 @@ def _await_traces(answers: Sequence[Answer], trace_dir: Path) -> dict[str, PushR
 
 
 def _judge(push: PushRecord | None, mode: str, answer: Answer, trace_dir: Path) -> tuple[Figures | None, str | None]:
-    """Figures of a push that went as its mode promises, or what is wrong with it."""
+    """Figures of a push in the right mode, else its problem."""
     if push is None:
         return None, f"no trace of request {answer.request_id} in {trace_dir}"
     if push.mode != mode:

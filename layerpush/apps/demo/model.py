@@ -16,7 +16,7 @@ STAMP = "layerpush-model.json"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the weights depend on: one shape and seed, one model."""
+    """Shape and seed of a model. They determine its weights."""
 
     layers: int = 16
     hidden: int = 512
@@ -90,29 +90,16 @@ class ModelShape:
         yield "lm_head.weight", (self.vocabulary, self.hidden), fan_hidden
 
 
-def build_model(
-    directory: Path | str,
-    *,
-    layers: int = 16,
-    hidden: int = 512,
-    heads: int = 8,
-    kv_heads: int = 4,
-    head_dim: int = 64,
-    intermediate: int = 1024,
-    vocabulary: int = 2048,
-    max_positions: int = 16384,
-    seed: int = 0,
-) -> Path:
-    """:func:`write_model` with the shape spelled out."""
-    shape = ModelShape(layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary, max_positions, seed)
-    return write_model(directory, shape)
+def build_model(directory: Path | str, **shape: int) -> Path:
+    """:func:`write_model` with the fields of the shape as keywords."""
+    return write_model(directory, ModelShape(**shape))
 
 
 def write_model(directory: Path | str, shape: ModelShape) -> Path:
     """Write the model to ``directory`` and return that path; an identical model already there is left alone.
 
-    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. A directory that holds
-    anything else than an earlier model of ours is refused with ``FileExistsError``.
+    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. Raises
+    ``FileExistsError`` if the directory has other files than an earlier model.
     """
     target = Path(directory).resolve()
     stamp = json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True)
@@ -132,7 +119,7 @@ def write_model(directory: Path | str, shape: ModelShape) -> Path:
         try:
             os.replace(fresh, target)
         except OSError:
-            if _stamp_of(target) != stamp:  # else somebody built the same model at the same time: theirs will do
+            if _stamp_of(target) != stamp:  # another process may have built the same model meanwhile
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

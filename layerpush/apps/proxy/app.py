@@ -111,9 +111,9 @@ async def _read(request: Request, settings: Settings) -> bytes:
 
 
 async def _models(proxy: Proxy, headers: Mapping[str, str]) -> Response:
-    for decode in [each for each in proxy.fleet if each.role == "decode" and each.healthy]:
+    for decode in proxy.fleet.healthy("decode"):
         try:
-            answer = await proxy.engines.get(decode, "/v1/models", headers, proxy.settings.health_check_timeout_s)
+            answer = await proxy.engines.get(decode, "/v1/models", proxy.settings.health_check_timeout_s, headers)
         except LegFailedError as failure:
             proxy.monitor.heed(failure)
         else:

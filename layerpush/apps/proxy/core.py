@@ -35,12 +35,11 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the engines while the block runs; then end every task."""
-        headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
         async with http_session(self.settings) as session:
             self.engines = Engines(session, self.settings)
-            introductions = Introductions(self.engines, headers, self.settings.first_token_timeout_s)
+            introductions = Introductions(self.engines)
             self.dispatcher = Dispatcher(self.engines, introductions)
-            self.monitor = Monitor(self.fleet, self.engines, introductions, headers, self.settings)
+            self.monitor = Monitor(self.fleet, self.engines, introductions)
             async with self.monitor.running():
                 yield
             for leg in self._outliving:

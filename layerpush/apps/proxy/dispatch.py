@@ -154,7 +154,7 @@ class Dispatcher:
 
     async def _prefill(self, attempt: Attempt, instance: Instance, request_id: str) -> Whole:
         body = attempt.body
-        return await self._engines.prefill(
+        return await self._engines.ask(
             instance, body.path, body.to_prefill(TO_PREFILL), {**attempt.headers, "X-Request-Id": request_id}
         )
 

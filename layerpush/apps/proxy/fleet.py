@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.errors import ProxyError
-from layerpush.apps.proxy.instance import Instance, Role, Thresholds
+from layerpush.apps.proxy.instance import Instance, Role
 from layerpush.apps.proxy.policy import Policy, choose
 from layerpush.apps.proxy.settings import Settings
 
@@ -15,12 +15,14 @@ class Fleet:
     """N prefill and M decode instances. Used by the event loop's thread only."""
 
     def __init__(self, settings: Settings) -> None:
-        thresholds = Thresholds(settings.health_failure_threshold, settings.health_success_threshold)
         self._instances: dict[Role, list[Instance]] = {
-            "prefill": [Instance("prefill", url, thresholds, settings.identities.get(url)) for url in settings.prefill],
-            "decode": [Instance("decode", url, thresholds) for url in settings.decode],
+            "prefill": [Instance("prefill", url, settings) for url in settings.prefill],
+            "decode": [Instance("decode", url, settings) for url in settings.decode],
         }
-        self._policies: dict[Role, Policy] = {"prefill": settings.prefill_policy, "decode": settings.decode_policy}
+        self._policies: dict[Role, Policy] = {
+            "prefill": settings.prefill_policy or settings.policy,
+            "decode": settings.decode_policy or settings.policy,
+        }
         self._turns: dict[Role, int] = {"prefill": 0, "decode": 0}
 
     def __iter__(self) -> Iterator[Instance]:
@@ -29,11 +31,15 @@ class Fleet:
     @property
     def ready(self) -> bool:
         """Whether there is a healthy instance of either role."""
-        return all(any(instance.healthy for instance in instances) for instances in self._instances.values())
+        return all(self.healthy(role) for role in self._instances)
+
+    def healthy(self, role: Role) -> list[Instance]:
+        """The healthy instances of a role."""
+        return [each for each in self._instances[role] if each.healthy]
 
     def pick(self, role: Role, body: RequestBody, avoid: Collection[Instance] = ()) -> Instance | None:
         """A healthy instance that is not in ``avoid``, by the role's policy; None if there is none."""
-        candidates = [each for each in self._instances[role] if each.healthy and each not in avoid]
+        candidates = [each for each in self.healthy(role) if each not in avoid]
         if not candidates:
             return None
         turn = self._turns[role]

@@ -1,4 +1,4 @@
-"""Limits the requests under way, with a bounded queue of those that wait."""
+"""Limits the requests under way. Further requests wait in a bounded queue."""
 
 from __future__ import annotations
 

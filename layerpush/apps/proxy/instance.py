@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from layerpush.apps.proxy.identity import Identity
+from layerpush.apps.proxy.settings import Settings
 
 Role: TypeAlias = Literal["prefill", "decode"]
 Dispatch: TypeAlias = Literal["concurrent", "sequential"]
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """The numbers of checks in a row that change an instance's health."""
-
-    failures: int
-    successes: int
-
-
 class Instance:
     """One API server. Used by the event loop's thread only."""
 
-    def __init__(self, role: Role, url: str, thresholds: Thresholds, identity: Identity | None = None) -> None:
+    def __init__(self, role: Role, url: str, settings: Settings) -> None:
         self.role: Role = role
         self.url = url
         self.outstanding_tokens = 0
         self.healthy = False
         self.problem = "not checked yet"
         """The reason why it is unhealthy. It has no meaning while the instance is healthy."""
-        self.identity = identity
+        self.identity = settings.identities.get(url)
         """The identity of a prefill engine; None while it is unknown."""
-        self.identity_given = identity is not None
+        self.identity_given = self.identity is not None
         """Whether the operator gave the identity. Then answers only replace its engine id."""
         self.former: set[Identity] = set()
         """All identities seen since a server began to listen at this URL."""
@@ -41,13 +33,9 @@ class Instance:
         """Whether several engines answer at this URL, in turn."""
         self.doubtful = False
         """Whether a failed request made it unhealthy, and no check has followed yet."""
-        self._thresholds = thresholds
+        self._settings = settings
         self._failures = 0
-        self._successes = thresholds.successes - 1  # the first check after the start is enough
-
-    @property
-    def name(self) -> str:
-        return self.url
+        self._successes = settings.health_success_threshold - 1  # the first check after the start is enough
 
     def dispatch(self, sequential: bool) -> Dispatch:
         """The order in which this prefill engine and D are asked. ``sequential``: the operator demands it."""
@@ -58,21 +46,21 @@ class Instance:
         self.doubtful = False
         self._failures = 0
         self._successes += 1
-        if self._successes >= self._thresholds.successes:
+        if self._successes >= self._settings.health_success_threshold:
             self.healthy = True
 
     def failed(self, problem: str, gone: bool = False) -> None:
         """A check has failed. ``gone``: nobody listens at the URL."""
         self.doubtful = False
         self._failures += 1
-        if self._failures >= self._thresholds.failures or not self.healthy:
+        if self._failures >= self._settings.health_failure_threshold or not self.healthy:
             self._set_unhealthy(problem, gone)
 
     def lost(self, problem: str) -> None:
         """A request could not connect: the instance is unhealthy until the next check."""
         self._set_unhealthy(problem, gone=True)
         self.doubtful = True
-        self._successes = self._thresholds.successes - 1
+        self._successes = self._settings.health_success_threshold - 1
 
     @contextlib.contextmanager
     def working(self, tokens: int) -> Iterator[None]:

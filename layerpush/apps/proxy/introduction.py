@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -53,11 +52,8 @@ def transfer_params(answer: bytes) -> msgspec.Raw | None:
 class Introductions:
     """Keeps the instances' identities correct. Logs when one is learned, changes, or cannot be learned."""
 
-    def __init__(self, engines: Engines, headers: Mapping[str, str], timeout_s: float) -> None:
-        """``headers`` are for the proxy's own requests."""
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._headers = headers
-        self._timeout_s = timeout_s
         self._last_warning: dict[Instance, str] = {}
 
     async def probe(self, instance: Instance) -> Probe | None:
@@ -67,17 +63,13 @@ class Introductions:
         """
         request_id = f"probe-{uuid.uuid4()}"
         try:
-            models = await self._engines.get(instance, "/v1/models", self._headers, self._timeout_s)
+            timeout_s = self._engines.settings.first_token_timeout_s
+            models = await self._engines.get(instance, "/v1/models", timeout_s)
             model = msgspec.json.decode(models.body, type=_Models).data[0].id
             question = {"model": model, "prompt": PROBE_PROMPT, "temperature": 0, "max_tokens": 1}
             body = RequestBody("completions", msgspec.json.encode(question))
-            answer = await self._engines.ask(
-                instance,
-                body.path,
-                body.to_prefill(TO_PREFILL),
-                {**self._headers, "X-Request-Id": request_id},
-                self._timeout_s,
-            )
+            headers = {**self._engines.own_headers, "X-Request-Id": request_id}
+            answer = await self._engines.ask(instance, body.path, body.to_prefill(TO_PREFILL), headers)
         except LegFailedError as failure:
             self._use_sequential(instance, str(failure))
             return None
@@ -93,9 +85,9 @@ class Introductions:
 
     async def deliver(self, probe: Probe, decode: Instance) -> None:
         """Send a probe to a decode engine. Without that, P would count and log a failed push."""
-        headers = {**self._headers, "X-Request-Id": probe.request_id}
+        headers = {**self._engines.own_headers, "X-Request-Id": probe.request_id}
         try:
-            await self._engines.ask(decode, probe.path, probe.to_decode, headers, self._timeout_s)
+            await self._engines.ask(decode, probe.path, probe.to_decode, headers)
         except LegFailedError as failure:
             logger.debug("the first push to %s: %s", decode, failure)
 

@@ -116,20 +116,20 @@ class Engines:
     """Client of the engines' API servers, over one HTTP session."""
 
     def __init__(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+        self.settings = settings
+        self.own_headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        """Headers of the proxy's own requests."""
         self._session = session
-        self._settings = settings
 
-    async def ask(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> Whole:
-        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
+    async def ask(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
+        """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on.
+
+        P's leg, too: it may take as long as D's first token.
+        """
+        timeout_s = self.settings.first_token_timeout_s
         with failures(instance, f"did not answer within {timeout_s:g} s"):
             async with asyncio.timeout(timeout_s), self._post(instance, path, body, headers) as response:
                 return await _whole(instance, response)
-
-    async def prefill(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
-        """P's leg. It may take as long as D's first token."""
-        return await self.ask(instance, path, body, headers, self._settings.first_token_timeout_s)
 
     async def decode(
         self,
@@ -142,7 +142,7 @@ class Engines:
         streams: bool,
     ) -> Whole | Stream:
         """D's leg: its whole answer, or if it ``streams``, up to its first token. Raises ``LegFailedError``."""
-        limit_s = self._settings.first_token_timeout_s
+        limit_s = self.settings.first_token_timeout_s
         response: aiohttp.ClientResponse | None = None
         with failures(instance, f"sent no token within {limit_s:g} s (--first-token-timeout-secs)"):
             try:
@@ -151,15 +151,21 @@ class Engines:
                     if response.content_type != EVENT_STREAM or response.status != 200:
                         return await _whole(instance, response)
                     return await self._begin(instance, response, comments)
-            except BaseException:  # in any case: the engine must notice that we left
+            except BaseException:  # in any case: so the engine aborts the request
                 if response is not None:
                     response.close()
                 raise
 
-    async def get(self, instance: Instance, path: str, headers: Mapping[str, str], timeout_s: float) -> Whole:
+    async def get(
+        self, instance: Instance, path: str, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Whole:
         """GET, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on."""
+        headers = self.own_headers if headers is None else headers
         with failures(instance, f"did not answer {path} within {timeout_s:g} s"):
-            async with asyncio.timeout(timeout_s), self._get(instance, path, headers) as response:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(instance.url + path, headers=headers, allow_redirects=False) as response,
+            ):
                 return await _whole(instance, response)
 
     def _post(
@@ -171,9 +177,6 @@ class Engines:
             headers={**headers, "Content-Type": "application/json"},
             allow_redirects=False,
         )
-
-    def _get(self, instance: Instance, path: str, headers: Mapping[str, str]) -> aiohttp.client._RequestContextManager:
-        return self._session.get(instance.url + path, headers=headers, allow_redirects=False)
 
     async def _begin(self, instance: Instance, response: aiohttp.ClientResponse, comments: Comments) -> Stream:
         buffer = EventBuffer()
@@ -189,7 +192,7 @@ class Engines:
                 tail = buffer.rest() + await response.content.read()
                 answer = Whole(response.status, passed_back(response), events + tail)
                 raise LegFailedError(instance, "error_event", f"failed: {error_message(events)}", answer=answer)
-            return Stream(instance, response, events, buffer, self._settings.stream_idle_timeout_s)
+            return Stream(instance, response, events, buffer, self.settings.stream_idle_timeout_s)
         raise LegFailedError(instance, "disconnect", "ended its answer before the first token")
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from layerpush.apps.proxy.fleet import Fleet
 from layerpush.apps.proxy.gate import Gate
+from layerpush.apps.proxy.instance import Instance
 
 if TYPE_CHECKING:
     from layerpush.apps.proxy.legs import LegFailedError
@@ -24,13 +23,13 @@ class Metrics:
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Gauges(fleet, gate))
         self.requests = self._counter("requests", "Requests by how they ended", "endpoint", "outcome")
         self.dispatches = self._counter("dispatches", "How P and D were asked", "mode")
         self.retries = self._counter("retries", "Requests sent again before their first token")
         self.leg_failures = self._counter("leg_failures", "Requests to engines that failed", "role", "engine", "reason")
         self.first_token = self._histogram("time_to_first_token_seconds", "From the request to D's first token")
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
+        self._watch(fleet, gate)
 
     def leg_failed(self, failure: LegFailedError) -> None:
         """Count a leg that failed."""
@@ -46,36 +45,23 @@ class Metrics:
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(f"layerpush_proxy_{name}", help_text, ("endpoint",), registry=self._registry, buckets=SECONDS)
 
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"layerpush_proxy_{name}", help_text, labels, registry=self._registry)
 
-class _Gauges(Collector):
-    """Gauges that are read when Prometheus scrapes."""
-
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
-        self._fleet = fleet
-        self._gate = gate
-
-    def collect(self) -> Iterable[Metric]:
-        yield _gauge("requests_under_way", "Requests that have been let in", self._gate.under_way)
-        yield _gauge("requests_queued", "Requests that wait to be let in", self._gate.queued)
-        yield from self._instances()
-
-    def _instances(self) -> Iterator[Metric]:
-        labels = ("role", "engine")
-        healthy = GaugeMetricFamily("layerpush_proxy_engine_healthy", "1 if requests are sent to it", labels=labels)
-        known = GaugeMetricFamily(
-            "layerpush_proxy_engine_identity_known", "1 if P and D can be asked at the same time", labels=labels
-        )
-        tokens = GaugeMetricFamily(
-            "layerpush_proxy_engine_outstanding_tokens", "About how many tokens it has to compute", labels=labels
-        )
-        for each in self._fleet:
-            values = (each.role, each.url)
-            healthy.add_metric(values, each.healthy)
-            tokens.add_metric(values, each.outstanding_tokens)
+    def _watch(self, fleet: Fleet, gate: Gate) -> None:
+        """Gauges whose values are read when Prometheus scrapes."""
+        self._gauge("requests_under_way", "Requests that have been let in").set_function(lambda: gate.under_way)
+        self._gauge("requests_queued", "Requests that wait to be let in").set_function(lambda: gate.queued)
+        engine = ("role", "engine")
+        healthy = self._gauge("engine_healthy", "1 if requests are sent to it", *engine)
+        known = self._gauge("engine_identity_known", "1 if P and D can be asked at the same time", *engine)
+        tokens = self._gauge("engine_outstanding_tokens", "About how many tokens it has to compute", *engine)
+        for each in fleet:
+            healthy.labels(each.role, each.url).set_function(partial(getattr, each, "healthy"))
+            tokens.labels(each.role, each.url).set_function(partial(getattr, each, "outstanding_tokens"))
             if each.role == "prefill":
-                known.add_metric(values, each.identity is not None)
-        yield from (healthy, known, tokens)
+                known.labels(each.role, each.url).set_function(partial(_identity_known, each))
 
 
-def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"layerpush_proxy_{name}", help_text, value=value)
+def _identity_known(instance: Instance) -> bool:
+    return instance.identity is not None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable
 
+from layerpush.apps.proxy.fleet import Fleet
 from layerpush.apps.proxy.instance import Instance
 from layerpush.apps.proxy.introduction import Introductions
 from layerpush.apps.proxy.legs import Engines, LegFailedError
-from layerpush.apps.proxy.settings import Settings
 
 logger = logging.getLogger("layerpush.proxy")
 
@@ -21,19 +21,8 @@ LONGEST_PROBE_INTERVAL_S = 300.0
 class Monitor:
     """One task for each instance. A request that needs the outcome can have a check made at once."""
 
-    def __init__(
-        self,
-        instances: Iterable[Instance],
-        engines: Engines,
-        introductions: Introductions,
-        headers: Mapping[str, str],
-        settings: Settings,
-    ) -> None:
-        all_instances = list(instances)
-        decodes = [each for each in all_instances if each.role == "decode"]
-        self._watches = {
-            each: _Watch(each, decodes, engines, introductions, headers, settings) for each in all_instances
-        }
+    def __init__(self, fleet: Fleet, engines: Engines, introductions: Introductions) -> None:
+        self._watches = {each: _Watch(each, fleet, engines, introductions) for each in fleet}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -61,27 +50,18 @@ class Monitor:
 
 
 class _Watch:
-    def __init__(
-        self,
-        instance: Instance,
-        decodes: Sequence[Instance],
-        engines: Engines,
-        introductions: Introductions,
-        headers: Mapping[str, str],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, instance: Instance, fleet: Fleet, engines: Engines, introductions: Introductions) -> None:
         self._instance = instance
-        self._decodes = decodes
+        self._fleet = fleet
         self._engines = engines
         self._introductions = introductions
-        self._headers = headers
-        self._settings = settings
+        self._settings = engines.settings
         self._checking: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._delivering: asyncio.Task[None] | None = None
         self._check_requested = asyncio.Event()
         self._next_probe = 0.0
-        self._probe_interval_s = settings.health_check_interval_s
+        self._probe_interval_s = engines.settings.health_check_interval_s
 
     async def run(self) -> None:
         while True:
@@ -96,7 +76,7 @@ class _Watch:
                     await self._check_requested.wait()
 
     def under_way(self) -> list[asyncio.Task[None]]:
-        """Tasks that nobody may be waiting for."""
+        """Tasks that may outlive their callers."""
         return [task for task in (self._checking, self._probing, self._delivering) if task is not None]
 
     def request_check(self) -> None:
@@ -132,7 +112,7 @@ class _Watch:
     async def _ask_health(self) -> LegFailedError | None:
         timeout_s = self._settings.health_check_timeout_s
         try:
-            answer = await self._engines.get(self._instance, "/health", self._headers, timeout_s)
+            answer = await self._engines.get(self._instance, "/health", timeout_s)
         except LegFailedError as failure:
             return failure
         if answer.status == 200:
@@ -156,9 +136,8 @@ class _Watch:
             probe = await self._introductions.probe(self._instance)
         finally:
             self._probing = None
-        decode = next((each for each in self._decodes if each.healthy), None)
-        if probe is not None and decode is not None:
-            self._delivering = asyncio.create_task(self._introductions.deliver(probe, decode))
+        if probe is not None and (decodes := self._fleet.healthy("decode")):
+            self._delivering = asyncio.create_task(self._introductions.deliver(probe, decodes[0]))
         self._next_probe = asyncio.get_running_loop().time() + self._probe_interval_s
         self._probe_interval_s = min(PROBE_BACKOFF * self._probe_interval_s, LONGEST_PROBE_INTERVAL_S)
         if self._instance.identity is not None:

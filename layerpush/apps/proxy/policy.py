@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
+Policy: TypeAlias = Literal["round_robin", "least_outstanding_tokens", "prefix_affinity"]
 FAIR_SHARE = 1.5
 SLACK_TOKENS = 8192
 
 
-class Policy(StrEnum):
-    ROUND_ROBIN = "round_robin"
-    LEAST_OUTSTANDING_TOKENS = "least_outstanding_tokens"
-    PREFIX_AFFINITY = "prefix_affinity"
-
-
 class Candidate(Protocol):
-    """An instance that could take the request. ``name`` is stable over restarts."""
+    """An instance that could take the request."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def outstanding_tokens(self) -> int: ...
+    url: str
+    outstanding_tokens: int
 
 
 def choose(policy: Policy, candidates: Sequence[Candidate], turn: int, prefix: bytes) -> int:
@@ -32,11 +24,11 @@ def choose(policy: Policy, candidates: Sequence[Candidate], turn: int, prefix: b
     ``turn`` counts the requests so far, ``prefix`` is the beginning of the prompt.
     """
     match policy:
-        case Policy.ROUND_ROBIN:
+        case "round_robin":
             return round_robin(candidates, turn)
-        case Policy.LEAST_OUTSTANDING_TOKENS:
+        case "least_outstanding_tokens":
             return least_outstanding_tokens(candidates, turn)
-        case Policy.PREFIX_AFFINITY:
+        case "prefix_affinity":
             return prefix_affinity(candidates, turn, prefix)
 
 
@@ -58,12 +50,12 @@ def prefix_affinity(candidates: Sequence[Candidate], turn: int, prefix: bytes) -
     than ``FAIR_SHARE`` times the mean plus ``SLACK_TOKENS`` is passed over for the next choice.
     """
     limit = FAIR_SHARE * sum(candidate.outstanding_tokens for candidate in candidates) / len(candidates) + SLACK_TOKENS
-    ranked = sorted(range(len(candidates)), key=lambda index: _affinity(candidates[index].name, prefix), reverse=True)
+    ranked = sorted(range(len(candidates)), key=lambda index: _affinity(candidates[index].url, prefix), reverse=True)
     for index in ranked:
         if candidates[index].outstanding_tokens <= limit:
             return index
     return least_outstanding_tokens(candidates, turn)
 
 
-def _affinity(name: str, prefix: bytes) -> bytes:
-    return hashlib.blake2b(prefix, key=hashlib.blake2b(name.encode(), digest_size=16).digest(), digest_size=8).digest()
+def _affinity(url: str, prefix: bytes) -> bytes:
+    return hashlib.blake2b(prefix, key=hashlib.blake2b(url.encode(), digest_size=16).digest(), digest_size=8).digest()

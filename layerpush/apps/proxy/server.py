@@ -22,17 +22,17 @@ OTHER_FILES = 200
 class DrainingServer(uvicorn.Server):
     """After SIGTERM or SIGINT it takes no new connections and finishes requests under way. A second SIGINT ends it."""
 
-    def __init__(self, proxy: Proxy, host: str, port: int, drain_timeout_s: int, log_level: str) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         super().__init__(
             uvicorn.Config(
                 make_app(proxy),
-                host=host,
-                port=port,
-                log_level=log_level,
+                host=proxy.settings.host,
+                port=proxy.settings.port,
+                log_level=proxy.settings.log_level,
                 access_log=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=drain_timeout_s,
+                timeout_graceful_shutdown=proxy.settings.drain_timeout_s,
             )
         )
         self._proxy = proxy
@@ -60,11 +60,11 @@ def allow_connections(settings: Settings) -> None:
             )
 
 
-def serve(settings: Settings, host: str, port: int, drain_timeout_s: int, log_level: str) -> bool:
+def serve(settings: Settings) -> bool:
     """Serve until SIGTERM or SIGINT. False if the server could not start."""
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(asctime)s %(message)s")
     allow_connections(settings)
-    server = DrainingServer(Proxy(settings), host, port, drain_timeout_s, log_level)
+    server = DrainingServer(Proxy(settings))
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _ignore)  # uvicorn sends them again when it has drained
     try:

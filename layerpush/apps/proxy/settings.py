@@ -1,93 +1,148 @@
-"""The operator's settings. A bad value is refused with its flag and the remedy."""
+"""The options of `layerpush proxy`, each written once: the command line, the defaults and the page come from here.
+
+Options that vllm-project/router has, too, have the same names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import msgspec
+import typer
 
-from layerpush.apps.proxy.identity import Identity, IdentityError
 from layerpush.apps.proxy.policy import Policy
 
+if TYPE_CHECKING:
+    from layerpush.apps.proxy.identity import Identity
 
-class SettingsError(ValueError):
-    """A flag has a value that cannot be used."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Durations are in seconds, ``max_payload_size`` in bytes. ``identities`` are by prefill URL."""
-
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-    identities: Mapping[str, Identity] = field(default_factory=dict)
-    prefill_policy: Policy = Policy.LEAST_OUTSTANDING_TOKENS
-    decode_policy: Policy = Policy.LEAST_OUTSTANDING_TOKENS
-    sequential: bool = False
-    api_key: str | None = None
-    max_concurrent_requests: int = 1024
-    queue_size: int = 100
-    queue_timeout_s: float = 60.0
-    max_payload_size: int = 512 << 20
-    retry_max_retries: int = 2
-    connect_timeout_s: float = 5.0
-    first_token_timeout_s: float = 600.0
-    stream_idle_timeout_s: float = 300.0
-    request_timeout_s: float = 1800.0
-    health_check_interval_s: float = 5.0
-    health_check_timeout_s: float = 5.0
-    health_failure_threshold: int = 3
-    health_success_threshold: int = 2
-
-    def __post_init__(self) -> None:
-        """Raises ``SettingsError``."""
-        for flag, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if not urls:
-                raise SettingsError(f"{flag} is missing; give it the URL of an engine's API server")
-            if len(set(urls)) < len(urls):
-                raise SettingsError(f"{flag} names the same engine twice")
-        both = set(self.prefill) & set(self.decode)
-        if both:
-            raise SettingsError(f"--prefill and --decode are both {both.pop()}; an engine has one role")
+IDENTITY = "--prefill-identity"
+_ENGINES, _DISPATCH, _LIMITS, _HEALTH = "Engines", "Dispatch", "Limits", "Health checks"
 
 
-def engine_urls(flag: str, urls: Sequence[str]) -> tuple[str, ...]:
-    """The base URLs without a slash at the end. Raises ``SettingsError``."""
-    return tuple(_engine_url(flag, url) for url in urls)
-
-
-def _engine_url(flag: str, url: str) -> str:
+def engine_url(url: str) -> str:
+    """The base URL without a slash at the end. Raises ``typer.BadParameter``."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
-        parts = urlsplit("")
     if not usable:
-        raise SettingsError(f"{flag} {url!r} is no URL of an engine; write http://HOST:PORT")
+        raise typer.BadParameter(f"{url!r} is no URL of an engine; write http://HOST:PORT")
     if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise SettingsError(f"{flag} {url!r}: write only http://HOST:PORT; the proxy adds /v1/... itself")
+        raise typer.BadParameter(f"{url!r}: write only http://HOST:PORT; the proxy adds /v1/... itself")
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def identities(flag: str, values: Sequence[str], prefill: Sequence[str]) -> dict[str, Identity]:
-    """Read values ``URL={"remote_engine_id": ...}``, at most one per prefill URL. Raises ``SettingsError``."""
-    found: dict[str, Identity] = {}
-    for value in values:
-        url, equals, text = value.partition("=")
-        if not equals:
-            raise SettingsError(f"{flag} {value!r}: write URL=JSON, the URL being one of --prefill")
-        (url,) = engine_urls(flag, [url])
-        if url not in prefill:
-            raise SettingsError(f"{flag} {url}: no --prefill has this URL; they are {', '.join(prefill)}")
-        if url in found:
-            raise SettingsError(f"{flag} {url}: given twice; an engine has one identity")
+def _option(help_text: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The operator's settings. Names that end in ``_s`` are durations in seconds."""
+
+    prefill: Annotated[
+        list[str],
+        _option("API server of a prefill engine; repeat it for more.", _ENGINES, metavar="URL", parser=engine_url),
+    ]
+    decode: Annotated[
+        list[str],
+        _option("API server of a decode engine; repeat it for more.", _ENGINES, metavar="URL", parser=engine_url),
+    ]
+    prefill_identity: Annotated[
+        list[str] | None,
+        _option(
+            "Identity of a prefill engine, so that the proxy need not ask for it: remote_engine_id, remote_host, "
+            "remote_port, tp_size, pp_size, as in kv_transfer_params.",
+            _ENGINES,
+            metavar="URL=JSON",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        _option(
+            "API key for the proxy's own requests to engines. The proxy passes on clients' own keys.",
+            _ENGINES,
+            envvar="VLLM_API_KEY",
+            show_envvar=True,
+        ),
+    ] = None
+    host: Annotated[str, _option("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option("Port to listen on.", min=0, max=65535)] = 30000
+    policy: Annotated[Policy, _option("How to choose the engine for a request.", _DISPATCH)] = (
+        "least_outstanding_tokens"
+    )
+    prefill_policy: Annotated[Policy | None, _option("Policy for prefill engines only.", _DISPATCH)] = None
+    decode_policy: Annotated[Policy | None, _option("Policy for decode engines only.", _DISPATCH)] = None
+    sequential: Annotated[
+        bool, _option("Ask D only after P has answered. Then P pushes whole requests after prefill.", _DISPATCH)
+    ] = False
+    retry_max_retries: Annotated[int, _option("Retries of a request before its first token.", _DISPATCH, min=0)] = 2
+    max_concurrent_requests: Annotated[int, _option("Largest number of requests at a time.", _LIMITS, min=1)] = 1024
+    queue_size: Annotated[
+        int, _option("Largest number of waiting requests; further ones get HTTP status 429.", _LIMITS, min=0)
+    ] = 100
+    queue_timeout_s: Annotated[float, _option("Longest wait in the queue.", _LIMITS, min=0.001)] = 60.0
+    max_payload_size: Annotated[int, _option("Largest request body, in bytes.", _LIMITS, min=1)] = 512 << 20
+    connect_timeout_s: Annotated[float, _option("Deadline for a connection to an engine.", _LIMITS, min=0.001)] = 5.0
+    first_token_timeout_s: Annotated[
+        float, _option("Deadline for P's answer, and for the begin of D's.", _LIMITS, min=0.001)
+    ] = 600.0
+    stream_idle_timeout_s: Annotated[float, _option("Longest pause in D's answer.", _LIMITS, min=0.001)] = 300.0
+    request_timeout_s: Annotated[
+        float, _option("Deadline for a whole request, including its wait in the queue.", _LIMITS, min=0.001)
+    ] = 1800.0
+    drain_timeout_s: Annotated[int, _option("After SIGTERM, deadline for the requests that run.", _LIMITS, min=0)] = 300
+    health_check_interval_s: Annotated[float, _option("Time between two checks of an engine.", _HEALTH, min=0.01)] = 5.0
+    health_check_timeout_s: Annotated[float, _option("Deadline for one check.", _HEALTH, min=0.001)] = 5.0
+    health_failure_threshold: Annotated[
+        int, _option("Failed checks in a row that take an engine out of service.", _HEALTH, min=1)
+    ] = 3
+    health_success_threshold: Annotated[int, _option("Passed checks in a row that bring it back.", _HEALTH, min=1)] = 2
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("Lowest severity to log.")] = "info"
+
+    def __post_init__(self) -> None:
+        """Raises ``typer.BadParameter``."""
+        for flag, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if len(set(urls)) < len(urls):
+                raise typer.BadParameter(f"{flag} names the same engine twice")
+        both = set(self.prefill) & set(self.decode)
+        if both:
+            raise typer.BadParameter(f"--prefill and --decode are both {both.pop()}; an engine has one role")
+        _ = self.identities
+
+    @cached_property
+    def identities(self) -> Mapping[str, Identity]:
+        """The identities that the operator gave, by prefill URL. Raises ``typer.BadParameter``."""
+        found: dict[str, Identity] = {}
+        for value in self.prefill_identity or ():
+            url, identity = _identity(value, self.prefill)
+            if url in found:
+                raise typer.BadParameter(f"{url} is given twice; an engine has one identity", param_hint=IDENTITY)
+            found[url] = identity
+        return found
+
+
+def _identity(value: str, prefill: Sequence[str]) -> tuple[str, Identity]:
+    """Read ``URL={"remote_engine_id": ...}``. Raises ``typer.BadParameter``."""
+    import msgspec
+
+    from layerpush.apps.proxy.identity import Identity, IdentityError
+
+    url, equals, text = value.partition("=")
+    url = url.rstrip("/")
+    if not equals:
+        problem = f"{value!r}: write URL=JSON, the URL being one of --prefill"
+    elif url not in prefill:
+        problem = f"{url}: no --prefill has this URL; they are {', '.join(prefill)}"
+    else:
         try:
-            found[url] = Identity.from_params(msgspec.json.decode(text))
+            return url, Identity.from_params(msgspec.json.decode(text))
         except msgspec.DecodeError as error:
-            raise SettingsError(f"{flag} {url}: the text after = is not a JSON object: {error}") from None
+            problem = f"{url}: the text after = is not a JSON object: {error}"
         except IdentityError as error:
-            raise SettingsError(f"{flag} {url}: {error}") from None
-    return found
+            problem = f"{url}: {error}"
+    raise typer.BadParameter(problem, param_hint=IDENTITY)

@@ -1,4 +1,4 @@
-"""The figures of one push: what the demo and the benchmarks report. Pure but for ``read_pushes``."""
+"""The figures of one push, for the demo and the benchmarks. Pure but for ``read_pushes``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True)
 class Figures:
-    """What one push cost. Times in milliseconds; layers are counted once per chunk."""
+    """The cost of one push. Times in milliseconds; layers are counted once per chunk."""
 
     prefill_ms: float
     transfer_ms: float

@@ -8,9 +8,10 @@ that overlap go to different lanes. Arrows lead from D's registration to P's pus
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from functools import partial
+from itertools import count, pairwise, starmap
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,13 +33,13 @@ LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
 
 @dataclass(slots=True)
 class Slice:
-    """A slice from ``start`` to ``end``, in seconds, with its ``inner`` slices."""
+    """A slice from ``start`` to ``end``, in seconds. ``inner`` makes the slices in it, which lanes do not depend on."""
 
     name: str
     start: float
     end: float
     args: dict[str, Any] = field(default_factory=dict)
-    inner: list[Slice] = field(default_factory=list)
+    inner: Callable[[], Iterable[Slice]] = tuple
     arrows: list[tuple[str, str, int, float]] = field(default_factory=list)
     """``(kind, name, id, time)`` of arrows; kind "s": it starts here, "f": it ends here."""
 
@@ -65,13 +66,13 @@ def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[byt
 
 
 class _Layout:
-    """Assigns lanes to slices. It is built from the times of all slices; ``placed`` takes them in the same order."""
+    """Assigns lanes to slices, from the times of all slices. ``placed`` takes the slices in the same order."""
 
     def __init__(self, traces: TraceSet) -> None:
         spans: dict[Track, list[tuple[float, float]]] = {}
         for request in traces.requests:
-            for track, start, end in _spans(request):
-                spans.setdefault(track, []).append((start, end))
+            for track, item in _slices(request, count()):
+                spans.setdefault(track, []).append((item.start, item.end))
         self.zero = min((start for of_track in spans.values() for start, _ in of_track), default=0.0)
         self._ids = {process: number for number, process in enumerate(dict.fromkeys(track[:2] for track in spans), 1)}
         self._lanes = {track: array("I", lanes(of_track)) for track, of_track in spans.items()}
@@ -100,18 +101,6 @@ class _Layout:
             lane = self._lanes[track][self._taken[track]]
             self._taken[track] += 1
             yield {"pid": self._ids[engine, rank], "tid": LANES[category] + lane}, category, item
-
-
-def _spans(request: RequestTrace) -> Iterator[tuple[Track, float, float]]:
-    """The start and end of each slice of ``_slices``, in the same order, without making the slices."""
-    for push in _timed(request.pushes):
-        yield (push.engine_id, push.rank, "push"), *_push_span(push)
-        for write in push.writes:
-            yield (push.engine_id, push.rank, "WRITEs"), write.t_post, write.t_landed or write.t_posted
-    for load in _timed(request.loads):
-        yield (load.engine_id, load.rank, "load"), *_load_span(load)
-        if load.t_parked is not None:
-            yield (load.engine_id, load.rank, "blocks set aside"), load.t_parked, _cleared(load)
 
 
 def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Track, Slice]]:
@@ -156,7 +145,7 @@ def _events(item: Slice, place: dict[str, int], category: str, zero: float) -> I
         inside = max(start, min(_nanos(at - zero), end - 1))  # an arrow at the very end belongs to no slice
         binding = {"bp": "e"} if kind == "f" else {}
         yield {"ph": kind, "id": number, "name": name, "cat": "arrow", "ts": inside / 1e3, **place, **binding}
-    for inner in item.inner:
+    for inner in item.inner():
         yield from _events(inner, place, category, zero)
 
 
@@ -208,7 +197,7 @@ def _pushed(request: RequestTrace, push: PushRecord) -> Slice:
         "writes": len(push.writes),
         "bytes": sum(write.bytes for write in push.writes),
     }
-    return Slice(request.name, *_push_span(push), args, _chunks(push))
+    return Slice(request.name, *_push_span(push), args, partial(_chunks, push))
 
 
 def _chunks(push: PushRecord) -> list[Slice]:
@@ -224,7 +213,7 @@ def _chunks(push: PushRecord) -> list[Slice]:
         inner = [Slice(f"layer {row.layer}", start, end) for row, (start, end) in named]
         known = push.chunks[index] if index < len(push.chunks) else None
         args = {} if known is None else {"blocks": [known.start_block, known.end_block]}
-        chunks.append(Slice(f"chunk {index}", begin, cuts[-1], args, inner))
+        chunks.append(Slice(f"chunk {index}", begin, cuts[-1], args, partial(iter, inner)))
     return chunks
 
 
@@ -259,8 +248,7 @@ def _loaded(request: RequestTrace, load: LoadRecord) -> Slice:
         "reason": load.reason,
         "blocks": load.blocks,
     }
-    inner = [Slice(*phase) for phase in phases(load)]
-    return Slice(request.name, *_load_span(load), args, inner)
+    return Slice(request.name, *_load_span(load), args, lambda: starmap(Slice, phases(load)))
 
 
 def _cleared(load: LoadRecord) -> float:

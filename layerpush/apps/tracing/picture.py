@@ -1,4 +1,4 @@
-"""Pictures of pushes: when P computed each layer, when its KV was on the wire, and what D waited for."""
+"""Pictures of pushes: P's computation of each layer, its WRITEs, and D's wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 8
 LATE_LAYERS = 3
-"""So many layers are seen where the end of a push is enlarged."""
+"""Number of layers in the enlarged end of a push."""
 DPI = 110
 COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
 WRITE_COLOUR = "#d9541e"
@@ -34,7 +34,7 @@ LEGEND = {
 
 
 class PictureError(ValueError):
-    """It cannot be drawn. The text says what is missing."""
+    """The picture cannot be drawn. The text says why."""
 
 
 def draw_request(request: RequestTrace, path: Path) -> None:
@@ -90,7 +90,7 @@ def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
 
 
 def _late(push: PushRecord) -> float:
-    """When the layer was ready that ``LATE_LAYERS`` followed, in seconds."""
+    """The time in seconds at which all but the last ``LATE_LAYERS`` layers were ready."""
     return min(sorted(at for _, _, at, _ in push.ready)[-LATE_LAYERS - 1 :])
 
 

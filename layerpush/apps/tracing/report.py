@@ -1,4 +1,4 @@
-"""What `layerpush trace summary` prints, and what every subcommand says about the files that it read."""
+"""Text and JSON of `layerpush trace summary`, and the notes about files that every subcommand prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNED_BY = {
 
 
 def notes(traces: TraceSet) -> Iterator[str]:
-    """What a reader must know about the files: how hosts' clocks were compared, and what is missing."""
+    """Notes about the files: the offsets of the hosts' clocks, and the number of missing records."""
     for clock, offset in traces.clocks.offsets.items():
         if clock != traces.clocks.reference:
             yield _clock_note(traces, clock, offset)

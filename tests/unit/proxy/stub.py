@@ -41,8 +41,8 @@ class Seen:
         return self.headers["X-Request-Id"]
 
     @property
-    def params(self) -> dict[str, Any] | None:
-        return self.body.get("kv_transfer_params")
+    def params(self) -> dict[str, Any]:
+        return self.body.get("kv_transfer_params") or {}
 
 
 class Stub:

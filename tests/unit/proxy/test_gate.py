@@ -65,13 +65,3 @@ async def test_a_place_that_was_given_to_one_who_just_left_is_given_on() -> None
     c.go.set()
     await c.task
     assert gate.under_way == 0
-
-
-@asynchronous
-async def test_a_place_is_free_again_after_a_failure() -> None:
-    gate = Gate(1, 0, 600.0)
-    with contextlib.suppress(KeyError):
-        async with gate.entered():
-            raise KeyError
-    async with gate.entered():
-        assert gate.under_way == 1

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from layerpush.apps.proxy.instance import Instance, Thresholds
+from layerpush.apps.proxy.instance import Instance
 from layerpush.apps.proxy.introduction import Introductions
-from tests.unit.proxy.stub import Stub
+from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.world import asynchronous, until, world
 
 NOBODY: Any = None
@@ -57,10 +57,7 @@ async def test_health_says_which_engines_are_missing() -> None:
 
 @asynchronous
 async def test_engines_may_come_after_the_proxy() -> None:
-    def late(prefill: list[Stub], decode: list[Stub]) -> None:
-        decode[0].healthy = False
-
-    async with world(wait=False, prepare=late) as here:
+    async with world(wait=False, d0={"healthy": False}) as here:
         assert (await here.get("/health")).status == 503
         assert (await here.post()).status == 503
         here.d.healthy = True
@@ -100,7 +97,7 @@ async def test_metrics() -> None:
 
 @asynchronous
 async def test_policies_spread_requests() -> None:
-    async with world(prefills=3, decodes=2, prefill_policy="round_robin", decode_policy="prefix_affinity") as here:
+    async with world(prefills=3, decodes=2, policy="prefix_affinity", prefill_policy="round_robin") as here:
         for _ in range(6):
             await here.post()
         assert [len(each.seen) for each in here.prefill] == [2, 2, 2]
@@ -109,8 +106,10 @@ async def test_policies_spread_requests() -> None:
 
 def test_a_p_that_others_would_look_for_on_their_own_machine(caplog: pytest.LogCaptureFixture) -> None:
     local = {"remote_engine_id": "p", "remote_host": "localhost", "remote_port": 5600, "tp_size": 1}
-    introductions = Introductions(NOBODY, {}, 1.0)
+    introductions = Introductions(NOBODY)
     for url, warned in (("http://127.0.0.1:8000", False), ("http://localhost:8000", False), ("http://p:8000", True)):
         caplog.clear()
-        introductions.learn(Instance("prefill", url, Thresholds(1, 1)), msgspec.Raw(msgspec.json.encode(local)))
+        introductions.learn(
+            Instance("prefill", url, Settings(prefill=[url], decode=[])), msgspec.Raw(msgspec.json.encode(local))
+        )
         assert ("VLLM_NIXL_SIDE_CHANNEL_HOST" in caplog.text) == warned

@@ -53,12 +53,6 @@ async def test_chat() -> None:
 
 
 @asynchronous
-async def test_models() -> None:
-    async with client_and_world() as (client, _):
-        assert [model.id async for model in client.models.list()] == [MODEL]
-
-
-@asynchronous
 async def test_errors_are_the_clients_own_kinds() -> None:
     async with client_and_world(max_concurrent_requests=1, queue_size=0) as (client, here):
         here.d.faults.append("400")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.apps.proxy.body import BodyError, RequestBody
 from layerpush.apps.proxy.errors import error_body, error_message
 from layerpush.apps.proxy.identity import Identity, IdentityError
-from layerpush.apps.proxy.instance import Instance, Thresholds
+from layerpush.apps.proxy.instance import Instance
 from layerpush.apps.proxy.policy import (
     FAIR_SHARE,
     SLACK_TOKENS,
@@ -24,15 +24,15 @@ from layerpush.apps.proxy.policy import (
     prefix_affinity,
     round_robin,
 )
-from layerpush.apps.proxy.settings import Settings, SettingsError, engine_urls, identities
+from layerpush.apps.proxy.settings import Settings, engine_url
 from layerpush.apps.proxy.sse import BOUNDARIES, EventBuffer, error_code, error_event, has_data
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    name: str
+    url: str
     outstanding_tokens: int = 0
 
 
@@ -76,7 +76,12 @@ class TestPolicies:
         tokens[first] += 10
         assert prefix_affinity(engines(*tokens), 0, b"x") == 1 - first
 
-    @given(st.sampled_from(Policy), st.lists(st.integers(0, 10**6), min_size=1), st.integers(0, 10**6), st.binary())
+    @given(
+        st.sampled_from(get_args(Policy)),
+        st.lists(st.integers(0, 10**6), min_size=1),
+        st.integers(0, 10**6),
+        st.binary(),
+    )
     def test_every_policy_chooses_a_candidate(
         self, policy: Policy, tokens: list[int], turn: int, prefix: bytes
     ) -> None:
@@ -262,73 +267,57 @@ class TestIdentities:
             (PARAMS | {"remote_host": "a b"}, "remote_host"),
         ],
     )
-    def test_what_is_none(self, params: object, message: str) -> None:
+    def test_bad_identities(self, params: object, message: str) -> None:
         with pytest.raises(IdentityError, match=message):
             Identity.from_params(params)
 
-    def test_data_parallel_ranks(self) -> None:
-        assert Identity("p_dp0", "h", 1, 1).is_one_of_several
-        assert not Identity("p_dp0x", "h", 1, 1).is_one_of_several
-
-    def test_loopback(self) -> None:
-        assert Identity("p", "localhost", 1, 1).is_loopback
-        assert not Identity("p", "10.0.0.1", 1, 1).is_loopback
-
 
 class TestSettings:
-    def test_urls(self) -> None:
-        assert engine_urls("--prefill", ["http://a:1/", "https://[::1]:2", "http://h"]) == (
-            "http://a:1",
-            "https://[::1]:2",
-            "http://h",
-        )
+    @pytest.mark.parametrize(
+        ("given", "url"),
+        [("http://a:1/", "http://a:1"), ("https://[::1]:2", "https://[::1]:2"), ("http://h", "http://h")],
+    )
+    def test_urls(self, given: str, url: str) -> None:
+        assert engine_url(given) == url
 
     @pytest.mark.parametrize(
         "url",
         ["a:1", "", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a/v1", "http://u@a", "http://a?b"],
     )
-    def test_urls_that_are_none(self, url: str) -> None:
-        with pytest.raises(SettingsError, match=r"--prefill .*write"):
-            engine_urls("--prefill", [url])
-
-    @pytest.mark.parametrize(
-        ("prefill", "decode", "message"),
-        [
-            ((), ("http://d",), "--prefill is missing"),
-            (("http://p",), (), "--decode is missing"),
-            (("http://p", "http://p"), ("http://d",), "--prefill names the same engine twice"),
-            (("http://p",), ("http://p",), "an engine has one role"),
-        ],
-    )
-    def test_engines(self, prefill: tuple[str, ...], decode: tuple[str, ...], message: str) -> None:
-        with pytest.raises(SettingsError, match=message):
-            Settings(prefill=prefill, decode=decode)
+    def test_bad_urls(self, url: str) -> None:
+        with pytest.raises(typer.BadParameter, match="write"):
+            engine_url(url)
 
     def test_identities(self) -> None:
-        found = identities("--prefill-identity", [f"http://p/={json.dumps(PARAMS)}"], ("http://p",))
-        assert found == {"http://p": Identity("p", "h", 5600, 2, 3)}
+        given = [f"http://p/={json.dumps(PARAMS)}"]
+        settings = Settings(prefill=["http://p"], decode=["http://d"], prefill_identity=given)
+        assert settings.identities == {"http://p": Identity("p", "h", 5600, 2, 3)}
 
     @pytest.mark.parametrize(
-        ("value", "message"),
+        ("values", "message"),
         [
-            ("x", "write URL=JSON"),
-            ("http://q={}", "no --prefill has this URL; they are http://p"),
-            ("http://p={", "not a JSON object"),
-            ("http://p={}", "remote_engine_id"),
+            (["x"], "write URL=JSON"),
+            (["http://q={}"], "no --prefill has this URL; they are http://p"),
+            (["http://p={"], "not a JSON object"),
+            (["http://p={}"], "remote_engine_id"),
+            ([f"http://p={json.dumps(PARAMS)}"] * 2, "http://p is given twice"),
         ],
     )
-    def test_identities_that_are_none(self, value: str, message: str) -> None:
-        with pytest.raises(SettingsError, match=message):
-            identities("--prefill-identity", [value], ("http://p",))
-
-    def test_two_identities(self) -> None:
-        with pytest.raises(SettingsError, match="http://p: given twice"):
-            identities("--prefill-identity", [f"http://p={json.dumps(PARAMS)}"] * 2, ("http://p",))
+    def test_bad_identities(self, values: list[str], message: str) -> None:
+        with pytest.raises(typer.BadParameter, match=message):
+            Settings(prefill=["http://p"], decode=["http://d"], prefill_identity=values)
 
 
 class TestHealth:
-    def instance(self, **changes: Any) -> Instance:
-        return Instance("prefill", "http://p", Thresholds(failures=2, successes=2), **changes)
+    def instance(self, *identity: str) -> Instance:
+        settings = Settings(
+            prefill=["http://p"],
+            decode=[],
+            prefill_identity=list(identity),
+            health_failure_threshold=2,
+            health_success_threshold=2,
+        )
+        return Instance("prefill", "http://p", settings)
 
     def test_one_check_is_enough_at_the_start(self) -> None:
         instance = self.instance()
@@ -360,21 +349,15 @@ class TestHealth:
         instance.passed()
         assert instance.healthy
 
-    def test_an_identity_ends_with_its_process_unless_it_was_given(self) -> None:
+    def test_an_identity_ends_with_its_process(self) -> None:
         instance = self.instance()
         instance.identity = Identity("p", "h", 1, 1)
         instance.failed("slow")
         assert instance.identity is not None
-        for given_identity in (None, Identity("p", "h", 1, 1)):
-            instance = self.instance(identity=given_identity)
-            instance.passed()
-            instance.identity = Identity("p", "h", 1, 1)
-            instance.lost("gone")
-            assert instance.identity == given_identity
+        instance.lost("gone")
+        assert instance.identity is None
 
-    def test_work_is_counted_while_it_lasts(self) -> None:
-        instance = self.instance()
-        with contextlib.suppress(KeyError), instance.working(5), instance.working(6):
-            assert instance.outstanding_tokens == 11
-            raise KeyError
-        assert instance.outstanding_tokens == 0
+    def test_a_given_identity_outlives_the_process(self) -> None:
+        instance = self.instance(f"http://p={json.dumps(PARAMS)}")
+        instance.lost("gone")
+        assert instance.identity is not None

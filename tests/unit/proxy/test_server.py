@@ -33,6 +33,7 @@ GOOD = ["proxy", "--prefill", "http://p:1", "--decode", "http://d:1"]
         (["proxy", "--prefill", "http://p:1"], "--decode"),
         ([*GOOD, "--prefill", "p:1"], "write http://HOST:PORT"),
         ([*GOOD, "--decode", "http://p:1"], "an engine has one role"),
+        ([*GOOD, "--decode", "http://d:1/"], "--decode names the same engine twice"),
         ([*GOOD, "--prefill-identity", "http://x={}"], "no --prefill has this URL"),
         ([*GOOD, "--policy", "random"], "round_robin"),
         ([*GOOD, "--port", "70000"], "--port"),
@@ -45,17 +46,6 @@ def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     assert message in result.output
 
 
-def test_help_teaches() -> None:
-    result = runner.invoke(app, ["proxy", "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    for wanted in (
-        "--prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
-        "SIGTERM",
-        "least_outstanding_tokens",
-    ):
-        assert wanted in result.output
-
-
 def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
     code = (
         "import sys, layerpush.apps.proxy.server; "
@@ -63,6 +53,11 @@ def test_the_proxy_loads_neither_torch_nor_vllm_nor_nixl() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def pair() -> tuple[Stub, Stub]:
+    network = Network()
+    return Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
 
 
 class Process:
@@ -118,50 +113,42 @@ async def refused(proxy: Process) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum: signal.Signals) -> None:
-    @asynchronous
-    async def check() -> None:
-        network = Network()
-        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
-        d.step = asyncio.Semaphore(1)
-        async with running(p, d), proxy_process(tmp_path, p, d) as proxy, aiohttp.ClientSession() as session:
+@asynchronous
+async def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum: signal.Signals) -> None:
+    p, d = pair()
+    d.step = asyncio.Semaphore(1)
+    async with running(p, d), proxy_process(tmp_path, p, d) as proxy, aiohttp.ClientSession() as session:
+        await healthy(proxy)
+        body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
+        async with session.post(f"{proxy.url}/v1/completions", json=body) as response:
+            first = await response.content.readuntil(b"\n\n")
+            proxy.process.send_signal(signum)
+            await until(lambda: b"draining: 1 requests" in proxy.log.read_bytes(), "it says that it drains")
+            await refused(proxy)
+            assert proxy.process.returncode is None
+            for _ in range(3):
+                d.step.release()
+            rest = await response.content.read()
+            assert first + rest == d.sent[d.seen[0].request_id]
+            assert rest.endswith(b"data: [DONE]\n\n")
+        assert await proxy.ended() == 0
+
+
+@asynchronous
+async def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
+    p, d = pair()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        options = ("--max-concurrent-requests", "300", "--queue-size", "0")
+        async with running(p, d), proxy_process(tmp_path, p, d, options=options) as proxy:
             await healthy(proxy)
-            body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
-            async with session.post(f"{proxy.url}/v1/completions", json=body) as response:
-                first = await response.content.readuntil(b"\n\n")
-                proxy.process.send_signal(signum)
-                await until(lambda: b"draining: 1 requests" in proxy.log.read_bytes(), "it says that it drains")
-                await refused(proxy)
-                assert proxy.process.returncode is None
-                for _ in range(3):
-                    d.step.release()
-                rest = await response.content.read()
-                assert first + rest == d.sent[d.seen[0].request_id]
-                assert rest.endswith(b"data: [DONE]\n\n")
-            assert await proxy.ended() == 0
-
-    check()
-
-
-def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
-    @asynchronous
-    async def check() -> None:
-        network = Network()
-        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        try:
-            options = ("--max-concurrent-requests", "300", "--queue-size", "0")
-            async with running(p, d), proxy_process(tmp_path, p, d, options=options) as proxy:
-                await healthy(proxy)
-                limits = Path(f"/proc/{proxy.process.pid}/limits").read_text()
-                (soft,) = re.findall(r"^Max open files +(\d+)", limits, re.MULTILINE)
-                assert int(soft) == 3 * 300 + OTHER_FILES
-                assert "ulimit -n" not in proxy.log.read_text()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-    check()
+            limits = Path(f"/proc/{proxy.process.pid}/limits").read_text()
+            (soft,) = re.findall(r"^Max open files +(\d+)", limits, re.MULTILINE)
+            assert int(soft) == 3 * 300 + OTHER_FILES
+            assert "ulimit -n" not in proxy.log.read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
@@ -170,16 +157,15 @@ def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
     taken: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: taken.append(limits))
-    allow_connections(Settings(prefill=("http://p",), decode=("http://d",), max_concurrent_requests=1000))
+    allow_connections(Settings(prefill=["http://p"], decode=["http://d"], max_concurrent_requests=1000))
     assert taken == [(1024, 1024)]
     assert "ulimit -n" in caplog.text
     assert "--max-concurrent-requests" in caplog.text
 
 
 @asynchronous
-async def _drain_limit(tmp_path: Path) -> None:
-    network = Network()
-    p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
+async def test_requests_that_take_too_long_to_finish_get_an_error(tmp_path: Path) -> None:
+    p, d = pair()
     d.step = asyncio.Semaphore(1)
     options = ("--drain-timeout-secs", "0")
     async with (
@@ -199,17 +185,9 @@ async def _drain_limit(tmp_path: Path) -> None:
         await until(lambda: not d.active, "D's request is aborted")
 
 
-def test_requests_that_take_too_long_to_finish_are_told(tmp_path: Path) -> None:
-    _drain_limit(tmp_path)
-
-
-def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
-    @asynchronous
-    async def check() -> None:
-        network = Network()
-        p, d = Stub(network, "prefill", "p0"), Stub(network, "decode", "d0")
-        async with running(p, d), proxy_process(tmp_path, p, d, options=("--port", str(p.port))) as proxy:
-            assert await proxy.ended() == 1
-            assert "address already in use" in proxy.log.read_text()
-
-    check()
+@asynchronous
+async def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    p, d = pair()
+    async with running(p, d), proxy_process(tmp_path, p, d, options=("--port", str(p.port))) as proxy:
+        assert await proxy.ended() == 1
+        assert "address already in use" in proxy.log.read_text()

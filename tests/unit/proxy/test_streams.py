@@ -121,23 +121,18 @@ async def test_a_refusal_after_comments_is_an_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_by_d_is_passed_on(stream: bool) -> None:
-    @asynchronous
-    async def check() -> None:
-        async with world(decodes=2) as here:
-            for decode in here.decode:
-                decode.faults.append("400")
-            here.p.hold = asyncio.Event()
-            reply = await here.post(stream=stream)
-            assert reply.status == 400
-            assert json.loads(reply.body)["error"]["message"] in ("d0 says 400", "d1 says 400")
-            assert len(here.decode[0].seen + here.decode[1].seen) == 1
-            await until(lambda: here.p.cancelled == 1, "P's leg is cancelled")
-            assert (
-                await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="client_error"}') == 1
-            )
-
-    check()
+@asynchronous
+async def test_a_refusal_by_d_is_passed_on(stream: bool) -> None:
+    async with world(decodes=2) as here:
+        for decode in here.decode:
+            decode.faults.append("400")
+        here.p.hold = asyncio.Event()
+        reply = await here.post(stream=stream)
+        assert reply.status == 400
+        assert json.loads(reply.body)["error"]["message"] in ("d0 says 400", "d1 says 400")
+        assert len(here.decode[0].seen + here.decode[1].seen) == 1
+        await until(lambda: here.p.cancelled == 1, "P's leg is cancelled")
+        assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="client_error"}') == 1
 
 
 @asynchronous

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -100,27 +102,30 @@ async def world(
     prefills: int = 1,
     decodes: int = 1,
     *,
-    prepare: Callable[[list[Stub], list[Stub]], None] = lambda prefill, decode: None,
+    p0: Mapping[str, Any] = MappingProxyType({}),
+    d0: Mapping[str, Any] = MappingProxyType({}),
     wait: bool = True,
+    identity: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Engines p0, p1, ... and d0, d1, ..., as ``prepare`` wants them, and a proxy before them, ready if ``wait``."""
+    """Engines p0, p1, ... and d0, d1, ..., and a proxy before them, ready if ``wait``.
+
+    ``p0`` and ``d0``: attributes of these stubs. ``identity``: p0's, as the operator gives it.
+    """
     network = Network()
     prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
     decode = [Stub(network, "decode", f"d{index}") for index in range(decodes)]
-    prepare(prefill, decode)
+    for stub, attributes in ((prefill[0], p0), (decode[0], d0)):
+        for name, value in attributes.items():
+            setattr(stub, name, value)
     async with running(*prefill, *decode):
-        identities = settings.pop("identities", lambda _: {})(prefill)
-        proxy = Proxy(
-            Settings(
-                prefill=tuple(stub.url for stub in prefill),
-                decode=tuple(stub.url for stub in decode),
-                identities=identities,
-                **SOON | settings,
-            )
-        )
         port = free_port()
-        server = DrainingServer(proxy, "127.0.0.1", port, drain_timeout_s=2, log_level="warning")
+        own: dict[str, Any] = {"port": port, "drain_timeout_s": 2, "log_level": "warning"}
+        urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
+        if identity is not None:
+            own["prefill_identity"] = [f"{prefill[0].url}={json.dumps(identity)}"]
+        proxy = Proxy(Settings(**urls, **own, **SOON | settings))
+        server = DrainingServer(proxy)
         serving = asyncio.create_task(server.serve())
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
         try:
