@@ -4,7 +4,8 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
-from tests.e2e.enginehost import EngineHost, free_ports
+from layerpush.apps.demo.ports import PortAllocator
+from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 
@@ -18,12 +19,12 @@ class Fleet:
     """
 
     def __init__(
-        self, models: ModelShelf, scratch: pathlib.Path, ports: tuple[int, int], favourites: Collection[EngineSpec]
+        self, models: ModelShelf, scratch: pathlib.Path, ports: PortAllocator, favourites: Collection[EngineSpec]
     ) -> None:
         self._models = models
         self._favourites = favourites
         self._scratch = scratch
-        self._take_port = free_ports(*ports)
+        self._take_port = ports.take
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
         self._guests: list[EngineHost] = []
 
