@@ -9,7 +9,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 
-MAX_LIVE = 6
+MAX_LIVE = 10
 
 
 class Fleet:

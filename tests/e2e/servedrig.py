@@ -63,11 +63,13 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(scratch: Path) -> Iterator[Served]:
-    """Both ready, P with two API servers; leaving takes them down."""
+def served(scratch: Path, api_servers: int) -> Iterator[Served]:
+    """Both ready, P with so many API servers; leaving takes them down."""
     model = write_model(scratch / "model", SHAPE)
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
-        prefill = group.start(_spec(ServeSpec, "prefill", model, "--api-server-count", "2"))
+        several = ("--api-server-count", str(api_servers))
+        kind, options = (ForkedSpec, ()) if api_servers == 1 else (ServeSpec, several)
+        prefill = group.start(_spec(kind, "prefill", model, *options))
         decode = group.start(_spec(ForkedSpec, "decode", model))
         group.wait_ready([prefill, decode])
         yield Served(prefill, decode)

@@ -1,4 +1,4 @@
-"""What an operator sees: ``GET /metrics`` and the log of `vllm serve`, of a P with two API servers and of a D."""
+"""What an operator sees: ``GET /metrics`` and the log of `vllm serve`, of a P with one or two API servers and a D."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TOKENS = 1200
 patient = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("served")) as running:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="API servers: {}".format)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("served"), request.param) as running:
         yield running
 
 

@@ -63,21 +63,23 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         patch.setenv("NO_PROXY", "127.0.0.1")
         taken = stack.enter_context(collector(ports.take()))
-        group = stack.enter_context(EngineGroup(scratch, stack.enter_context(Interrupts()), ports))
+        interrupts = stack.enter_context(Interrupts())
+        here = stack.enter_context(EngineGroup(scratch, interrupts, ports))
+        there = stack.enter_context(EngineGroup(scratch, interrupts, ports, forks=True))
         model = write_model(scratch / "model", SHAPE)
         place = Place(command_prefix=ANOTHER_CLOCK) if has_time_namespaces() else LOOPBACK
-        specs = [
-            spec(*names, model, scratch, taken.url) for names in (("P", "prefill", place), ("D", "decode", LOOPBACK))
-        ]
-        engines = [group.start(one) for one in specs]
-        group.wait_ready(engines)
-        p, d = engines
+        there.preload(place)
+        d = here.start(spec(ForkedSpec, "D", "decode", LOOPBACK, model, scratch, taken.url))
+        p = there.start(spec(ColdSpec, "P", "prefill", place, model, scratch, taken.url))
+        there.wait_ready([p])
+        here.wait_ready([d])
         url = stack.enter_context(proxy(scratch, ports.take(), p, [d])).url
         yield Servers(url, taken, [scratch / "trace-P", scratch / "trace-D"])
 
 
-def spec(name: str, role: Role, place: Place, model: Path, scratch: Path, endpoint: str) -> EngineSpec:
-    kind = ForkedSpec if place is LOOPBACK else ColdSpec  # who is forked stays in the fork server's namespace
+def spec(
+    kind: type[EngineSpec], name: str, role: Role, place: Place, model: Path, scratch: Path, endpoint: str
+) -> EngineSpec:
     return kind(
         name=name,
         role=role,

@@ -26,6 +26,9 @@ THREADS = {
     "tqdm_monitor",
     "vllm-nixl-handshake-initiator_",
 }
+FEW = 2
+"""WRITEs or messages before a fault in the middle of a push. On a busy machine a push has few: layers that are ready at
+the same time go in one WRITE."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
