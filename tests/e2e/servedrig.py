@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +13,12 @@ import aiohttp
 from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
-from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ColdSpec, ForkedSpec
+from tests.e2e.proxyrig import CONNECTOR, SHAPE, get, until
 from tests.metrics_scrape import Scrape
 
-SHAPE = ModelShape(layers=6)
-DEADLINE_S = 60.0
 PORTS = range(19300, 19400)
 
 
@@ -76,19 +73,11 @@ def served(scratch: Path, api_servers: int) -> Iterator[Served]:
 
 
 def scrape(engine: Engine) -> Scrape:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{engine.url}/metrics", timeout=30) as page:
-        return Scrape(page.read().decode())
-
-
-def until(what: str, look: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not look():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
-        time.sleep(0.1)
+    return Scrape(get(f"{engine.url}/metrics")[1])
 
 
 def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
-    until(f"{name} {labels} is {wanted} on {engine.name}", lambda: scrape(engine).value(name, **labels) == wanted)
+    until(lambda: scrape(engine).value(name, **labels) == wanted, f"{name} {labels} is {wanted} on {engine.name}")
 
 
 def _spec(kind: type[EngineSpec], role: Role, model: Path, *options: str) -> EngineSpec:
@@ -96,7 +85,7 @@ def _spec(kind: type[EngineSpec], role: Role, model: Path, *options: str) -> Eng
         name=role,
         role=role,
         model=model,
-        connector="LayerwisePushConnector",
+        connector=CONNECTOR,
         tokens_per_step=256,
         max_model_len=4096,
         kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e import engines
 from tests.e2e.enginehost import HostDied
-from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
+from tests.e2e.enginespec import LAYERWISE, EngineSpec, Role, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
 from tests.e2e.streamchecks import check_completed, check_streamed
@@ -84,12 +84,14 @@ def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int)
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
-    [({"granularity": "block"}, "'granularity' is 'block'"), ({"layer_wise": True}, "unknown key 'layer_wise'")],
+    ("role", "extra", "message"),
+    [
+        ("P", {"granularity": "block"}, "'granularity' is 'block'"),
+        ("D", {"layer_wise": True}, "unknown key 'layer_wise'"),
+    ],
 )
-@pytest.mark.parametrize("role", ["P", "D"])
-def test_bad_configuration_stops_the_engine(fleet: Fleet, role: str, extra: dict[str, Any], message: str) -> None:
-    spec = EngineSpec("bad-config", "P" if role == "P" else "D", transfer(LAYERWISE, **extra))
+def test_bad_configuration_stops_the_engine(fleet: Fleet, role: Role, extra: dict[str, Any], message: str) -> None:
+    spec = EngineSpec("bad-config", role, transfer(LAYERWISE, **extra))
     with pytest.raises(HostDied, match=message) as death:
         fleet.get(spec)
     assert "ConfigError" in str(death.value)

@@ -7,16 +7,16 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
 from tests.e2e.streamchecks import check_completed, check_streamed
 
-AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 223, 224, 225)
-AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 543, 544, 545, 767, 768, 769)
-LONG = (1000, 1023, 1024, 1025, 1500, 1999, 2000, 2048, 2049, 3001)
+AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 223, 224, 225)
+AROUND_CHUNKS = (255, 256, 257, 287, 288, 289, 511, 512, 513, 767, 768, 769)
+LONG = (1000, 1023, 1024, 1025, 2049, 3001)
 LENGTHS = AROUND_BLOCKS + AROUND_CHUNKS + LONG
 STREAMS_FOR_SURE = 600  # tokens; shorter prompts may be computed before P has read D's registration
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
 def test_tokens_and_bytes(fleet: Fleet, reference: Reference, order: Order) -> None:
-    """47 lengths in each order: the plain engine's tokens, and P's bytes on D."""
+    """34 lengths in each order: the plain engine's tokens, and P's bytes on D."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     for length in LENGTHS:
         handoff = send(p, d, prompt(length), order)
