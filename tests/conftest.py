@@ -34,6 +34,10 @@ def group(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(("tests/e2e/", "tests/faults/")):
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(300))
     if hasattr(config, "workerinput"):
         ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(group(item.nodeid), len(ranks)))

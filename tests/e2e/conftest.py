@@ -1,6 +1,5 @@
 """Clean-up checks that all end-to-end tests share."""
 
-import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -15,14 +14,6 @@ BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._bad_e
 
 CLEAN_UP_S = 10.0
 """Seconds that another thread may take to clean up on a busy machine."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = pathlib.Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(autouse=True)

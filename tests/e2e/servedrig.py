@@ -10,13 +10,13 @@ from pathlib import Path
 
 import aiohttp
 
-from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.engines import Engine, EngineGroup
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
-from tests.e2e.forkedservers import ColdSpec, ForkedSpec
-from tests.e2e.proxyrig import CONNECTOR, SHAPE, get, until
+from tests.e2e.forkedservers import ColdSpec
+from tests.e2e.proxyrig import SHAPE, get, server_spec, until
 from tests.metrics_scrape import Scrape
 
 PORTS = range(19300, 19400)
@@ -64,10 +64,11 @@ def served(scratch: Path, api_servers: int) -> Iterator[Served]:
     """Both ready, P with so many API servers; leaving takes them down."""
     model = write_model(scratch / "model", SHAPE)
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
-        several = ("--api-server-count", str(api_servers))
-        kind, options = (ForkedSpec, ()) if api_servers == 1 else (ServeSpec, several)
-        prefill = group.start(_spec(kind, "prefill", model, *options))
-        decode = group.start(_spec(ForkedSpec, "decode", model))
+        if api_servers == 1:
+            spec = server_spec("prefill", "prefill", model)
+        else:
+            spec = server_spec("prefill", "prefill", model, "--api-server-count", str(api_servers), kind=ServeSpec)
+        prefill, decode = group.start(spec), group.start(server_spec("decode", "decode", model))
         group.wait_ready([prefill, decode])
         yield Served(prefill, decode)
 
@@ -78,16 +79,3 @@ def scrape(engine: Engine) -> Scrape:
 
 def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
     until(lambda: scrape(engine).value(name, **labels) == wanted, f"{name} {labels} is {wanted} on {engine.name}")
-
-
-def _spec(kind: type[EngineSpec], role: Role, model: Path, *options: str) -> EngineSpec:
-    return kind(
-        name=role,
-        role=role,
-        model=model,
-        connector=CONNECTOR,
-        tokens_per_step=256,
-        max_model_len=4096,
-        kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
-        options=options,
-    )
