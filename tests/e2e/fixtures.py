@@ -23,7 +23,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     scratch = tmp_path_factory.mktemp("e2e")
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ports = PortAllocator(PORTS[worker % WORKERS :: WORKERS])
-    hosts = Fleet(ModelShelf(scratch), scratch, ports, engines.FAVOURITES)
+    hosts = Fleet(ModelShelf(scratch), scratch, ports)
     yield hosts
     hosts.stop()
 

@@ -23,11 +23,6 @@ def log() -> LogView:
     return LogView()
 
 
-@pytest.fixture(autouse=True, scope="package")
-def _our_engines_stay(fleet: Fleet) -> None:
-    fleet.prefer(engines.FAVOURITES)
-
-
 @pytest.fixture(autouse=True)
 def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
     """Engines of `fleet.spawn` live for one test only; those of `fleet.get` go on to the next one."""
