@@ -1,6 +1,7 @@
 """What all tests share: GPU tests are skipped where there is no GPU, saying so.
 
-The summary says how many tests, seconds and engine starts each folder had.
+With workers (pytest-xdist), the tests of one group run in one worker, in their order. The groups with engines start
+first, because they take longest. The summary says how many tests, seconds and engine starts each folder had.
 """
 
 from __future__ import annotations
@@ -8,20 +9,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.starts import engine_starts
+from tests.support.starts import new_starts
 
 pytest_plugins = ["tests.e2e.fixtures"]
 TESTS = Path(__file__).parent
-STARTS: Counter[str] = Counter()
-"""Engines that each folder and each file has started."""
+SERVERS = tuple(f"tests/e2e/test_{name}.py" for name in ("docs_commands", "metrics_served", "proxy", "spans"))
+"""Files whose engines are API servers in processes of their own; the other files of tests/e2e step theirs."""
+LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector")
 SLOWEST_FILES = 15
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def group(nodeid: str) -> str:
+    """Tests of one group share engines, or are in one file."""
+    path = nodeid.split("::")[0]
+    if path in SERVERS:
+        return "servers"
+    folder = path.rpartition("/")[0]
+    return folder if folder in LONGEST_FIRST else path
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(("tests/e2e/", "tests/faults/")):
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(300))
+    if hasattr(config, "workerinput"):
+        ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: ranks.get(group(item.nodeid), len(ranks)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -33,13 +52,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        """Gives a worker one group at a time, in the order of `pytest_collection_modifyitems`."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    before = engine_starts()
-    result = yield
-    STARTS[place(item.nodeid)[0]] += engine_starts() - before
-    STARTS[place(item.nodeid)[1]] += engine_starts() - before
-    return result
+def pytest_runtest_makereport() -> Iterator[None]:
+    """A worker's reports go to the process that prints the summary."""
+    report = yield
+    report.engine_starts = new_starts()
+    return report
 
 
 def place(nodeid: str) -> tuple[str, str]:
@@ -51,20 +83,21 @@ def place(nodeid: str) -> tuple[str, str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     folders: dict[str, Counter[str]] = {}
     seconds: Counter[str] = Counter()
-    for outcome in OUTCOMES:
-        for report in terminalreporter.stats.get(outcome, []):
-            folders.setdefault(place(report.nodeid)[0], Counter())[outcome] += 1
-    for reports in terminalreporter.stats.values():
+    starts: Counter[str] = Counter()
+    for outcome, reports in terminalreporter.stats.items():
         for report in reports:
+            if outcome in OUTCOMES:
+                folders.setdefault(place(report.nodeid)[0], Counter())[outcome] += 1
             if isinstance(report, pytest.TestReport):
                 for name in place(report.nodeid):
                     seconds[name] += report.duration
+                    starts[name] += report.engine_starts
     terminalreporter.section("slowest files")
     for path, spent in [one for one in seconds.most_common() if "/" in one[0]][:SLOWEST_FILES]:
-        terminalreporter.write_line(f"{spent:6.0f} s  {STARTS[path]:3} engine starts  {path}")
+        terminalreporter.write_line(f"{spent:6.0f} s  {starts[path]:3} engine starts  {path}")
     terminalreporter.section("folders")
     for folder, counts in sorted(folders.items()):
         words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
-        terminalreporter.write_line(f"{folder:12}{words}  ({seconds[folder]:.0f} s, {STARTS[folder]} engine starts)")
-    total = sum(seconds[folder] for folder in folders)
-    terminalreporter.write_line(f"{'all':12}({total:.0f} s, {engine_starts()} engine starts)")
+        terminalreporter.write_line(f"{folder:12}{words}  ({seconds[folder]:.0f} s, {starts[folder]} engine starts)")
+    total = sum(seconds[folder] for folder in folders), sum(starts[folder] for folder in folders)
+    terminalreporter.write_line(f"{'all':12}({total[0]:.0f} s, {total[1]} engine starts)")

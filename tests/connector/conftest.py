@@ -24,7 +24,7 @@ PORTS = PortAllocator(range(26700, 27000))
 """Below the ports that the system gives to sockets that connect: vLLM waits for ever when its own is taken."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from layerpush.apps.demo.model import build_model
     from tests.connector.engine import HEAD_SIZE, HEADS, LAYERS
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def world(model: Path) -> Iterator[None]:
     """vLLM's process groups, of one rank. The environment and the main thread's cores are put back."""
     before, cores = dict(os.environ), os.sched_getaffinity(0)

@@ -18,6 +18,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.docblocks import Block, command_blocks
 from tests.e2e.forkedservers import server_command
 from tests.e2e.proxyrig import get, until
+from tests.metrics_scrape import Scrape
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
@@ -164,18 +165,12 @@ def block(page: str, first: str, number: int = 0) -> Block:
     return found[number]
 
 
-def samples(url: str, name: str, label: str = "") -> float:
-    """The sum of a metric's samples that have ``label``, e.g. ``outcome="loaded"``."""
-    lines = get(f"{url}/metrics")[1].splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{") and label in line)
-
-
 @contextlib.contextmanager
 def loads(url: str, count: int) -> Iterator[None]:
     """That many prompts come to this D by a push meanwhile."""
 
     def loaded() -> float:
-        return samples(url, "vllm:layerpush_loads_total", 'outcome="loaded"')
+        return Scrape(get(f"{url}/metrics")[1]).value("loads_total", outcome="loaded")
 
     before = loaded()
     yield

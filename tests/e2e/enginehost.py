@@ -3,14 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import multiprocessing.context
 import os
 import pathlib
-import random
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -288,27 +285,3 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
         else:
             os.environ["PYTHONPATH"] = before
     return context
-
-
-def free_ports(first: int, last: int) -> Callable[[], int]:
-    """A function that hands out free loopback ports, each once, from a random start so that sessions rarely meet.
-
-    The range should lie outside the system's ephemeral ports, which NIXL's own listeners take at any moment.
-    """
-    start = random.randrange(first, last + 1)
-    candidates = itertools.chain(range(start, last + 1), range(first, start))
-
-    def take() -> int:
-        for port in candidates:
-            with socket.socket() as probe:
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError:
-                    continue
-                return port
-        raise AssertionError(f"no free port left between {first} and {last}")
-
-    return take
-
-
-__all__ = ["EngineHost", "HostDied", "HostTimeout", "Request", "free_ports"]

@@ -47,7 +47,6 @@ D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
-FAVOURITES = (R, P_LAYER, D_LAYER)
 LAYERS = 8
 CORRUPTED_LAYER = 5
 KV_BYTES_PER_BLOCK_AND_LAYER = 32 * 2 * 2 * 32 * 4  # tokens, K and V, KV heads, head size, float32

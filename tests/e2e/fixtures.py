@@ -1,23 +1,29 @@
 """Fixtures that all tests with real engines share, wherever they live (a pytest plugin)."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference
 from tests.e2e.models import ModelShelf
 
-PORTS = (20000, 29999)
+PORTS = range(20000, 26000)
+WORKERS = 8
+"""At most: each has ports of its own."""
 COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     scratch = tmp_path_factory.mktemp("e2e")
-    hosts = Fleet(ModelShelf(scratch), scratch, PORTS, engines.FAVOURITES)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = PortAllocator(PORTS[worker % WORKERS :: WORKERS])
+    hosts = Fleet(ModelShelf(scratch), scratch, ports)
     yield hosts
     hosts.stop()
 

@@ -2,28 +2,23 @@
 
 import pathlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from tests.e2e.enginehost import EngineHost, free_ports
+from layerpush.apps.demo.ports import PortAllocator
+from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 
-MAX_LIVE = 6
+MAX_LIVE = 10
 
 
 class Fleet:
-    """Hosts by spec. A host that broke is replaced; beyond `MAX_LIVE` the least recently used ones are stopped.
+    """Hosts by spec. A host that broke is replaced; beyond `MAX_LIVE` the least recently used ones are stopped."""
 
-    `favourites` are stopped last: they serve most of the tests.
-    """
-
-    def __init__(
-        self, models: ModelShelf, scratch: pathlib.Path, ports: tuple[int, int], favourites: Collection[EngineSpec]
-    ) -> None:
+    def __init__(self, models: ModelShelf, scratch: pathlib.Path, ports: PortAllocator) -> None:
         self._models = models
-        self._favourites = favourites
         self._scratch = scratch
-        self._take_port = free_ports(*ports)
+        self._take_port = ports.take
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
         self._guests: list[EngineHost] = []
 
@@ -40,10 +35,6 @@ class Fleet:
             self._hosts.move_to_end(spec)
             self._hosts[spec].wait_ready()
         return [self._hosts[spec] for spec in specs]
-
-    def prefer(self, favourites: Collection[EngineSpec]) -> None:
-        """Other tests begin: stop these last from now on."""
-        self._favourites = favourites
 
     def spawn(self, *specs: EngineSpec) -> list[EngineHost]:
         """Ready hosts that nobody else gets, for tests that end or damage them. `discard` them."""
@@ -92,7 +83,7 @@ class Fleet:
         return EngineHost(spec, self._models.path(spec.model), self._scratch, port, engine_id)
 
     def _make_room(self, count: int, keep: set[EngineSpec]) -> None:
-        idle = sorted((spec for spec in self._hosts if spec not in keep), key=self._favourites.__contains__)
+        idle = [spec for spec in self._hosts if spec not in keep]
         excess = idle[: max(0, len(self._hosts) + len(self._guests) + count - MAX_LIVE)]
         for spec in excess:
             self._hosts[spec].begin_stop()

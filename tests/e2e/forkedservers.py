@@ -17,7 +17,7 @@ START_S = 120.0
 
 
 class ForkedSpec(EngineSpec):
-    """A server that is forked. Not for one that has several API servers, or a namespace of its own."""
+    """A server from the session's fork server. Not for one that has several API servers, or a namespace of its own."""
 
     def command(self, port: int) -> list[str]:
         words = super().command(port)
@@ -27,7 +27,7 @@ class ForkedSpec(EngineSpec):
 
 
 class ColdSpec(EngineSpec):
-    """A server that imports vLLM itself, three times."""
+    """A server that imports vLLM itself, three times; in an `EngineGroup` that forks, its fork server does so once."""
 
     def command(self, port: int) -> list[str]:
         starts.count_start()

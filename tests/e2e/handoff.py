@@ -158,6 +158,11 @@ def send(
     return handoff
 
 
+def introduce(p: EngineHost, d: EngineHost) -> None:
+    """The first push between two engines waits for their handshake; the next one streams, on a busy machine as well."""
+    send(p, d, prompt(33, seed=1 << 20), "late").outcome()
+
+
 def check(outcome: Outcome, reference: Reference) -> None:
     """The tokens are the plain engine's, and every byte of the prompt's KV on D is P's."""
     differing = outcome.handoff.differing_cells()

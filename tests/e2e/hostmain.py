@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -29,6 +28,8 @@ from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
 from tests.e2e.wirefaults import WireFaults
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
 
 def prepare_process(log_path: str, port: int) -> None:
@@ -119,6 +120,7 @@ class HostedEngine:
     # Loop
 
     def serve(self) -> None:
+        pause = SHORTEST_PAUSE_S
         while True:
             busy = self.free_running and self.scheduler.has_requests()
             while self.pipe.poll(0 if busy else None):
@@ -126,12 +128,15 @@ class HostedEngine:
                 if method == "stop":
                     return
                 self._obey(seq, method, args)
+                pause = SHORTEST_PAUSE_S
                 busy = self.free_running and self.scheduler.has_requests()
                 if not busy:
                     self._answer_idle_waiters()
             self._step()
+            # While requests only wait for a peer, look less and less often; a command ends the pause.
+            pause = SHORTEST_PAUSE_S if self.scheduler.running else min(1.1 * pause, LONGEST_PAUSE_S)
             if not self.scheduler.running:
-                time.sleep(0.001)
+                self.pipe.poll(pause)
             if not self.scheduler.has_requests():
                 self._answer_idle_waiters()
 

@@ -19,7 +19,7 @@ import openai
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup, EngineSpec, Place, Role
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.ports import PortAllocator
@@ -31,6 +31,7 @@ PROXY = "layerpush"
 CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
+WORDS = "--no-skip-tokenizer-init"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 """None of them is part of a word: a tokenizer looks for these first."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -157,11 +158,11 @@ def rig(scratch: Path) -> Iterator[Rig]:
 
         def start_prefill(engine_id: str) -> Engine:
             group = groups.enter_context(EngineGroup(scratch, interrupts, ReservedPorts(at_p)))
-            return group.start(_spec(engine_id, "prefill", model, tracing))
+            return group.start(server_spec(engine_id, "prefill", model, WORDS, extra=tracing))
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
-        plain = others.start(_spec("plain", "plain", model))
-        decodes = [others.start(_spec(f"decode-{index}", "decode", model)) for index in range(2)]
+        plain = others.start(server_spec("plain", "plain", model, WORDS))
+        decodes = [others.start(server_spec(f"decode-{index}", "decode", model, WORDS)) for index in range(2)]
         prefill = start_prefill("prefill-first")
         others.wait_ready([plain, *decodes])
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
@@ -200,8 +201,16 @@ def proxy(
         process.wait()
 
 
-def _spec(name: str, role: Role, model: Path, extra: dict[str, object] | None = None) -> EngineSpec:
-    return ForkedSpec(
+def server_spec(
+    name: str,
+    role: Role,
+    model: Path,
+    *options: str,
+    extra: dict[str, object] | None = None,
+    kind: type[EngineSpec] = ForkedSpec,
+    place: Place = LOOPBACK,
+) -> EngineSpec:
+    return kind(
         name=name,
         role=role,
         model=model,
@@ -210,7 +219,8 @@ def _spec(name: str, role: Role, model: Path, extra: dict[str, object] | None = 
         tokens_per_step=256,
         max_model_len=4096,
         kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
-        options=("--no-skip-tokenizer-init",),
+        place=place,
+        options=options,
     )
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
-from layerpush.apps.demo.engines import Engine, EngineGroup, EngineSpec, Role
+from layerpush.apps.demo.engines import Engine, EngineGroup
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
-from layerpush.apps.demo.model import ModelShape, write_model
+from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
-from tests.e2e.forkedservers import ColdSpec, ForkedSpec
+from tests.e2e.forkedservers import ColdSpec
+from tests.e2e.proxyrig import SHAPE, get, server_spec, until
 from tests.metrics_scrape import Scrape
 
-SHAPE = ModelShape(layers=6)
-DEADLINE_S = 60.0
 PORTS = range(19300, 19400)
 
 
@@ -63,40 +60,22 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(scratch: Path) -> Iterator[Served]:
-    """Both ready, P with two API servers; leaving takes them down."""
+def served(scratch: Path, api_servers: int) -> Iterator[Served]:
+    """Both ready, P with so many API servers; leaving takes them down."""
     model = write_model(scratch / "model", SHAPE)
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
-        prefill = group.start(_spec(ServeSpec, "prefill", model, "--api-server-count", "2"))
-        decode = group.start(_spec(ForkedSpec, "decode", model))
+        if api_servers == 1:
+            spec = server_spec("prefill", "prefill", model)
+        else:
+            spec = server_spec("prefill", "prefill", model, "--api-server-count", str(api_servers), kind=ServeSpec)
+        prefill, decode = group.start(spec), group.start(server_spec("decode", "decode", model))
         group.wait_ready([prefill, decode])
         yield Served(prefill, decode)
 
 
 def scrape(engine: Engine) -> Scrape:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{engine.url}/metrics", timeout=30) as page:
-        return Scrape(page.read().decode())
-
-
-def until(what: str, look: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not look():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
-        time.sleep(0.1)
+    return Scrape(get(f"{engine.url}/metrics")[1])
 
 
 def wait_for(engine: Engine, name: str, wanted: float, **labels: str) -> None:
-    until(f"{name} {labels} is {wanted} on {engine.name}", lambda: scrape(engine).value(name, **labels) == wanted)
-
-
-def _spec(kind: type[EngineSpec], role: Role, model: Path, *options: str) -> EngineSpec:
-    return kind(
-        name=role,
-        role=role,
-        model=model,
-        connector="LayerwisePushConnector",
-        tokens_per_step=256,
-        max_model_len=4096,
-        kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
-        options=options,
-    )
+    until(lambda: scrape(engine).value(name, **labels) == wanted, f"{name} {labels} is {wanted} on {engine.name}")

@@ -23,8 +23,15 @@ def test_chunks_that_end_inside_a_block(fleet: Fleet, reference: Reference, orde
         check_completed(handoff.push(), length, chunks=math.ceil(length / TOKENS_PER_STEP))
 
 
-@pytest.mark.parametrize("stock_d", [False, True], ids=["layerwise-D", "stock-D"])
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize(
+    ("block_size", "stock_d"),
+    [
+        (64, False),
+        (128, True),
+        pytest.param(64, True, marks=pytest.mark.exhaustive),
+        pytest.param(128, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_other_block_sizes(fleet: Fleet, reference: Reference, block_size: int, stock_d: bool) -> None:
     options = (("block_size", block_size),)
     connector = transfer(STOCK) if stock_d else transfer(LAYERWISE)

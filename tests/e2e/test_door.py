@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from layerpush.apps.demo.ports import PortAllocator
-from tests.e2e import doorprobes, engines
+from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost, HostDied, Request
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
 from tests.e2e.fixtures import LogReader
@@ -119,10 +119,10 @@ def test_past_the_front_end_it_is_computed_without_a_transfer(
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     expected = reference.tokens(TOKENS)
     for host in (p, d):
-        host.call(doorprobes.open_front_door)
+        host.call(probes.open_front_door)
     try:
         for host, key, request in bad_requests(p, d):
-            host.call(doorprobes.report_refused, new_id(), request.kv_transfer_params)
+            host.call(probes.report_refused, new_id(), request.kv_transfer_params)
             if key in ("remote_prefill_cached_tokens", "must be an object"):
                 continue  # what they break is the front end itself
             host.add(request)
@@ -133,14 +133,14 @@ def test_past_the_front_end_it_is_computed_without_a_transfer(
             assert all("request " in line and ": kv_transfer_params: " in line for line in lines)
     finally:
         for host in (p, d):
-            host.call(doorprobes.close_front_door)
+            host.call(probes.close_front_door)
     check_serving(p, d, reference)
 
 
 def test_a_good_request_that_the_front_end_refuses_leaves_nothing(fleet: Fleet, reference: Reference) -> None:
     """Its prompt may have been too long: vLLM tells D's connector, which has nothing to give back."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
-    d.call(doorprobes.report_refused, new_id(), Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params)
+    d.call(probes.report_refused, new_id(), Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params)
     d.wait_idle()
     check_serving(p, d, reference)
 
@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_be_reached_fails_its_request_only(
     (internal,) = d.add(handoff.to_d(params))
     check_serving(p, d, reference)  # meanwhile
     check_failed(d, handoff, internal, policy, reference)
-    d.poll_until(doorprobes.handshakes_over)  # a heartbeat may have begun one more
+    d.poll_until(probes.handshakes_over)  # a heartbeat may have begun one more
     lines = [line for line in logs.new_text(d).splitlines() if f"KV load of {internal}" in line]
     assert len(lines) == 1, lines
     assert place["remote_engine_id"] in lines[0]
@@ -248,6 +248,6 @@ def test_a_hostile_side_channel_fails_its_request_only(
         (internal,) = d.add(handoff.to_d(params))
         check_failed(d, handoff, internal, "recompute", reference)
         assert asked()
-        d.poll_until(doorprobes.handshakes_over)
+        d.poll_until(probes.handshakes_over)
     assert f"KV load of {internal}" in logs.new_text(d)
     check_serving(p, d, reference)

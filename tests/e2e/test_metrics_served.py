@@ -1,4 +1,4 @@
-"""What an operator sees: ``GET /metrics`` and the log of `vllm serve`, of a P with two API servers and of a D."""
+"""What an operator sees: ``GET /metrics`` and the log of `vllm serve`, of a P with one or two API servers and a D."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import yaml
 
 from layerpush.apps.demo.engines import Engine
 from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, Kind
-from tests.e2e.servedrig import SHAPE, Served, scrape, served, until, wait_for
+from tests.e2e.proxyrig import SHAPE, until
+from tests.e2e.servedrig import Served, scrape, served, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 
 TOKENS = 1200
 patient = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("served")) as running:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="API servers: {}".format)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("served"), request.param) as running:
         yield running
 
 
@@ -51,7 +52,7 @@ def test_everything_that_the_dashboard_and_the_alerts_name_is_there_before_any_r
 def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Served) -> None:
     p, d = both(servers)
     servers.push(TOKENS, seed=1)  # the two get to know each other: the registration may come late
-    until("its push is over", lambda: sum(outcomes(p).values()) == 1)
+    until(lambda: sum(outcomes(p).values()) == 1, "its push is over")
     before, pushes = scrape(p), 3
     first = outcomes(p)
     exposed, size = before.value("exposed_seconds_count"), before.value("write_bytes_sum")
@@ -59,7 +60,7 @@ def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Serve
     loaded = scrape(d).value("loads_total", outcome="loaded")
     for number in range(pushes):
         servers.push(TOKENS, seed=10 + number)
-    until("all are counted", lambda: sum(outcomes(p).values()) == sum(first.values()) + pushes)
+    until(lambda: sum(outcomes(p).values()) == sum(first.values()) + pushes, "all are counted")
     counted = {outcome: count - first[outcome] for outcome, count in outcomes(p).items() if count != first[outcome]}
     assert counted.keys() <= {"layerwise", "late_registration"}, "a busy machine may bring D's registration late"
     wait_for(d, "loads_total", loaded + pushes, outcome="loaded")
@@ -88,4 +89,4 @@ def test_the_periodic_log_line_tells_of_loads(servers: Served) -> None:
     """Of an engine with one API server: with several, vLLM logs no statistics at all."""
     servers.push(TOKENS, seed=60)
     log = servers.decode.log_path
-    until("D's log line", lambda: "KV Transfer metrics: Loads=" in log.read_text(errors="replace"))
+    until(lambda: "KV Transfer metrics: Loads=" in log.read_text(errors="replace"), "D's log line")

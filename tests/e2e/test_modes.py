@@ -6,9 +6,9 @@ import pytest
 
 from tests.e2e import engines
 from tests.e2e.enginehost import HostDied
-from tests.e2e.enginespec import LAYERWISE, EngineSpec, transfer
+from tests.e2e.enginespec import LAYERWISE, EngineSpec, Role, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 LENGTHS = (1, 32, 33, 256, 257, 513, 1500)
@@ -61,6 +61,7 @@ def test_requests_choose_their_mode(fleet: Fleet, reference: Reference, configur
 def test_small_layers_are_merged_up_to_the_floor(fleet: Fleet, reference: Reference) -> None:
     """A chunk's layer is 128 KiB here, so a floor of 256 KiB joins two at least."""
     p, d = fleet.get(engines.P_MERGING, engines.D_LAYER)
+    introduce(p, d)
     handoff = send(p, d, prompt(2000, seed=22), "early")
     check(handoff.outcome(), reference)
     push = check_streamed(handoff)
@@ -72,6 +73,7 @@ def test_small_layers_are_merged_up_to_the_floor(fleet: Fleet, reference: Refere
 @pytest.mark.parametrize("length", [599, 600])
 def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int) -> None:
     p, d = fleet.get(engines.P_LONG_ONLY, engines.D_LAYER)
+    introduce(p, d)
     handoff = send(p, d, prompt(length, seed=23), "early")
     check(handoff.outcome(), reference)
     push = handoff.push()
@@ -84,12 +86,14 @@ def test_short_prompts_go_whole(fleet: Fleet, reference: Reference, length: int)
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
-    [({"granularity": "block"}, "'granularity' is 'block'"), ({"layer_wise": True}, "unknown key 'layer_wise'")],
+    ("role", "extra", "message"),
+    [
+        ("P", {"granularity": "block"}, "'granularity' is 'block'"),
+        ("D", {"layer_wise": True}, "unknown key 'layer_wise'"),
+    ],
 )
-@pytest.mark.parametrize("role", ["P", "D"])
-def test_bad_configuration_stops_the_engine(fleet: Fleet, role: str, extra: dict[str, Any], message: str) -> None:
-    spec = EngineSpec("bad-config", "P" if role == "P" else "D", transfer(LAYERWISE, **extra))
+def test_bad_configuration_stops_the_engine(fleet: Fleet, role: Role, extra: dict[str, Any], message: str) -> None:
+    spec = EngineSpec("bad-config", role, transfer(LAYERWISE, **extra))
     with pytest.raises(HostDied, match=message) as death:
         fleet.get(spec)
     assert "ConfigError" in str(death.value)

@@ -6,7 +6,7 @@ from tests.e2e import engines, probes
 from tests.e2e.conftest import check_nothing_left
 from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
 from tests.e2e.streamchecks import check_streamed
 
 LENGTH = 700
@@ -14,6 +14,7 @@ LENGTH = 700
 
 def test_wrong_bytes_on_the_wire_change_kv_and_tokens(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_WRONG_BYTES, engines.D_LAYER)
+    introduce(p, d)
     handoff = send(p, d, prompt(LENGTH, seed=70), "early", max_tokens=24)
     outcome = handoff.outcome()
     check_streamed(handoff)

@@ -53,7 +53,7 @@ def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference, packing: st
     """One block in P's ring, or in D's, is one wrong block of one layer on D, and other tokens."""
     p, d = fleet.get(prefill(packing), engines.D_LAYER)
     spoiled = p if copying == "gather" else d
-    with damaged(spoiled, copying, number=5):
+    with damaged(spoiled, copying, number=1):
         handoff = send(p, d, prompt(700, seed=71), "early", max_tokens=24)
         outcome = handoff.outcome()
     assert plans(handoff.push()) == {PLANS[packing]}

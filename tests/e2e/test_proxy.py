@@ -10,13 +10,14 @@ import signal
 import subprocess
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from layerpush.apps.demo.engines import Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
@@ -210,21 +211,19 @@ def test_a_proxy_that_is_told_to_stop_finishes_its_stream(servers: Rig) -> None:
 
 @patient
 @pytest.mark.parametrize("example", [concurrent_example, sequential_example])
-@pytest.mark.parametrize("prompt", [None, words(TOKENS, seed=63)], ids=["as it is", "long"])
-def test_the_examples_of_the_contract(servers: Rig, example: Any, prompt: str | None) -> None:
-    """The commands of docs/kv-transfer-params.md, with this machine's addresses; with a long prompt too."""
-    script = example(servers.prefill, servers.decodes[0], MODEL, prompt)
-    done = subprocess.run(
-        ["bash", "-euc", script.commands], capture_output=True, text=True, check=True, timeout=DEADLINE_S
-    )
+def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, Engine, str], str]) -> None:
+    """The commands of docs/kv-transfer-params.md with a long prompt; test_docs_commands.py runs them as they are."""
+    prompt = words(TOKENS, seed=63)
+    commands = example(servers.prefill, servers.decodes[0], prompt)
+    done = subprocess.run(["bash", "-euc", commands], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     answer = json.loads(done.stdout)
-    right = servers.expected.completions.create(model=MODEL, prompt=script.prompt, max_tokens=64, temperature=0)
+    right = servers.expected.completions.create(model=MODEL, prompt=prompt, max_tokens=64, temperature=0)
     assert answer["choices"][0]["text"] == right.choices[0].text
     push = push_of(servers, id_of(answer["id"]))
     assert push.outcome == "completed"
     if example is sequential_example:
         assert push.fallback == NOBODY_YET
-    elif prompt is not None:
+    else:
         assert push.mode == "layer"
     servers.await_idle()
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, EngineSpec, Place, Role
+from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, Place
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.load import make_prompt
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
-from tests.e2e.forkedservers import ColdSpec, ForkedSpec
-from tests.e2e.proxyrig import CONNECTOR, DEADLINE_S, MODEL, SHAPE, proxy, until
+from tests.e2e.forkedservers import ColdSpec
+from tests.e2e.proxyrig import DEADLINE_S, MODEL, SHAPE, proxy, server_spec, until
 from tests.trace_command import arrows, end, lines, merged, parts_add_up, slices, summary, trace
 from tests.unit.test_trace_perfetto import check
 
@@ -63,33 +63,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         patch.setenv("NO_PROXY", "127.0.0.1")
         taken = stack.enter_context(collector(ports.take()))
-        group = stack.enter_context(EngineGroup(scratch, stack.enter_context(Interrupts()), ports))
+        interrupts = stack.enter_context(Interrupts())
+        here = stack.enter_context(EngineGroup(scratch, interrupts, ports))
+        there = stack.enter_context(EngineGroup(scratch, interrupts, ports, forks=True))
         model = write_model(scratch / "model", SHAPE)
         place = Place(command_prefix=ANOTHER_CLOCK) if has_time_namespaces() else LOOPBACK
-        specs = [
-            spec(*names, model, scratch, taken.url) for names in (("P", "prefill", place), ("D", "decode", LOOPBACK))
-        ]
-        engines = [group.start(one) for one in specs]
-        group.wait_ready(engines)
-        p, d = engines
+        there.preload(place)
+        options = ("--otlp-traces-endpoint", taken.url)
+        folders = [scratch / "trace-P", scratch / "trace-D"]
+        extra: list[dict[str, object]] = [{"trace_dir": str(folder), "min_write_bytes": 0} for folder in folders]
+        d = here.start(server_spec("D", "decode", model, *options, extra=extra[1]))
+        p = there.start(server_spec("P", "prefill", model, *options, extra=extra[0], kind=ColdSpec, place=place))
+        there.wait_ready([p])
+        here.wait_ready([d])
         url = stack.enter_context(proxy(scratch, ports.take(), p, [d])).url
-        yield Servers(url, taken, [scratch / "trace-P", scratch / "trace-D"])
-
-
-def spec(name: str, role: Role, place: Place, model: Path, scratch: Path, endpoint: str) -> EngineSpec:
-    kind = ForkedSpec if place is LOOPBACK else ColdSpec  # who is forked stays in the fork server's namespace
-    return kind(
-        name=name,
-        role=role,
-        model=model,
-        connector=CONNECTOR,
-        extra_config={"trace_dir": str(scratch / f"trace-{name}"), "min_write_bytes": 0},
-        tokens_per_step=256,
-        max_model_len=2048,
-        kv_cache_bytes=8192 * SHAPE.kv_bytes_per_token,
-        place=place,
-        options=("--otlp-traces-endpoint", endpoint),
-    )
+        yield Servers(url, taken, folders)
 
 
 def has_time_namespaces() -> bool:

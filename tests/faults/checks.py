@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from tests.e2e import probes, stagingfaults, wirefaults
+from tests.e2e.conftest import BOUNDED_MEMORIES, CLEAN_UP_S, check_nothing_left
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
@@ -15,8 +16,6 @@ from tests.e2e.pushtrace import Push
 from tests.e2e.results import Finished
 from tests.faults import engines
 
-# Attributes that remember finished requests on purpose, bounded in number and in time.
-BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._bad_ends", "._cancelled_early", "._early")
 THREADS = {
     "MainThread",
     "layerpush-probe",
@@ -26,6 +25,9 @@ THREADS = {
     "tqdm_monitor",
     "vllm-nixl-handshake-initiator_",
 }
+FEW = 2
+"""WRITEs or messages before a fault in the middle of a push. On a busy machine a push has few: layers that are ready at
+the same time go in one WRITE."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
@@ -139,15 +141,10 @@ class LogView:
 def check_clean(host: EngineHost, log: LogView) -> None:
     """Idle, nothing held, nothing remembered, no thread or handle more than before, no traceback."""
     host.wait_idle(timeout=20)
-    assert host.call(probes.request_statuses) == {}
-    assert host.call(probes.free_blocks) == host.idle_blocks, f"{host.engine_id} has not freed all its blocks"
-    left = host.call(probes.wait_until_forgotten, host.request_ids(), BOUNDED_MEMORIES, 3.0)
-    assert left == [], f"{host.engine_id} still mentions finished requests at {left}"
-    eventually(lambda: host.call(wirefaults.open_handles) == 0, 3.0, f"{host.engine_id} gives its handles back")
+    check_nothing_left(host, (*BOUNDED_MEMORIES, "._early"))
+    eventually(lambda: host.call(wirefaults.open_handles) == 0, CLEAN_UP_S, f"{host.engine_id} gives its handles back")
     assert host.call(stagingfaults.block_writes) == 0
-    eventually(lambda: host.call(stagingfaults.timing_writes) == 0, 3.0, f"{host.engine_id} has timed its link")
-    held = host.call(stagingfaults.wait_until_free, 3.0)
-    assert held == [], f"{host.engine_id} has not given back of its staging memory: {held}"
+    eventually(lambda: host.call(stagingfaults.timing_writes) == 0, CLEAN_UP_S, f"{host.engine_id} has timed its link")
     threads = host.call(probes.threads)
     assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
     assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads

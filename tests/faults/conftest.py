@@ -1,6 +1,5 @@
 """What every fault test gets, and what every engine that is still alive after it must have got rid of."""
 
-import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -10,14 +9,6 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
 from tests.faults import engines
 from tests.faults.checks import LogView, check_clean
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = pathlib.Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.timeout(180))
 
 
 @pytest.fixture(scope="module", params=engines.PACKINGS)
@@ -30,11 +21,6 @@ def packing(request: pytest.FixtureRequest) -> engines.Packing:
 @pytest.fixture
 def log() -> LogView:
     return LogView()
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _our_engines_stay(fleet: Fleet) -> None:
-    fleet.prefer(engines.FAVOURITES)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e import engines
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
 
 Packing = Literal["auto", "packed", "gather"]
@@ -44,7 +43,6 @@ D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
 DECODERS = (D, D_FAIL)
-FAVOURITES = (engines.R, P, D)
 
 PLANS = {"packed": "packed", "gather": "gathered"}
 

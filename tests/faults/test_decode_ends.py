@@ -7,6 +7,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
+    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -55,7 +56,7 @@ def test_client_disconnects_with_writes_in_flight(
 ) -> None:
     """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    p.call(wirefaults.on_posts, "hold", 10)
+    p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=324)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -94,9 +95,9 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
     ("held", "packing"),
     [
         (0, "auto"),
-        (20, "auto"),
-        pytest.param(20, "packed", marks=pytest.mark.exhaustive),
-        pytest.param(20, "gather", marks=pytest.mark.exhaustive),
+        (FEW, "auto"),
+        pytest.param(FEW, "packed", marks=pytest.mark.exhaustive),
+        pytest.param(FEW, "gather", marks=pytest.mark.exhaustive),
     ],
     ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, packed", "later WRITEs held, gather"],
 )
@@ -157,7 +158,7 @@ def test_d_restarted_mid_transfer(
     """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.spawn(engines.D)
-    p.call(wirefaults.on_posts, "hold", 10)
+    p.call(wirefaults.on_posts, "hold", FEW)
     lost = early(p, d, LENGTH, seed=335)
     p.add(lost.to_p())
     p.poll_until(wirefaults.held_posts)

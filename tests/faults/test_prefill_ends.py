@@ -12,6 +12,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 from tests.faults import engines
 from tests.faults.checks import (
+    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -29,9 +30,9 @@ from tests.faults.checks import (
 LENGTH = 1500
 MOMENTS = {
     "before the first WRITE": ("post", 0),
-    "between layers": ("landed", 20),
+    "between layers": ("landed", FEW),
     "after the last WRITE": ("send:completion", 0),
-    "before D unpacks": ("send:unpack", 20),
+    "before D unpacks": ("send:unpack", FEW),
 }
 UNDER_WAY = ("between layers", "before D unpacks")
 """Moments at which a WRITE has not ended."""
@@ -59,7 +60,7 @@ def test_aborted_on_p_with_writes_in_flight(
     """D's blocks are its own again only when the WRITEs have ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     p.hold()
-    p.call(wirefaults.on_posts, "hold", 5)
+    p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=302)
     p.add(handoff.to_p())
     p.step(3)
@@ -169,7 +170,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
-    p.call(wirefaults.on_posts, "hold", 20)
+    p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=312)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)

@@ -9,7 +9,7 @@ from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference, check, prompt, send
 from tests.faults import engines
-from tests.faults.checks import LogView, check_load_failed, early
+from tests.faults.checks import FEW, LogView, check_load_failed, early
 from tests.trace_command import lines, merged, slices, summary, trace, wait_for
 from tests.unit.test_trace_perfetto import check as check_events
 
@@ -28,7 +28,7 @@ def test_p_killed(fleet: Fleet, reference: Reference, log: LogView, tmp_path: pa
     check(before.outcome(), reference)
     folders = [p.trace_dir, d.trace_dir]
     wait_for(lambda: len(lines(folders, "push")) == len(lines(folders, "load")) == 1, "the records of the first one")
-    p.call(wirefaults.gate, "landed", 20)
+    p.call(wirefaults.gate, "landed", FEW)
     handoff = early(p, d, 1500, seed=391)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.is_at_gate)

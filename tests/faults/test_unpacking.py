@@ -10,6 +10,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference, check
 from tests.faults import engines
 from tests.faults.checks import (
+    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -93,7 +94,7 @@ def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     """It finds each question several times, and goes on where it was."""
     p, d = fleet.get(P_PACKED, engines.D)
     p.call(wirefaults.watch)
-    d.call(wirefaults.gate, "send:unpacked", 5)
+    d.call(wirefaults.gate, "send:unpacked", FEW)
     handoff = early(p, d, LENGTH, seed=406)
     p.add(handoff.to_p())
     p.peek_output(handoff.request_id)
@@ -125,7 +126,7 @@ def test_blocks_cannot_be_copied(
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=408)
-    copies(p, d, copying).call(stagingfaults.fail_copies, copying, 7)
+    copies(p, d, copying).call(stagingfaults.fail_copies, copying, FEW)
     p.add(handoff.to_p())
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)

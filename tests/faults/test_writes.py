@@ -11,6 +11,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
+    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -56,7 +57,7 @@ def test_one_write_fails(
 ) -> None:
     """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
-    p.call(wirefaults.on_posts, fault, 7 if order == "early" else 0, 1)
+    p.call(wirefaults.on_posts, fault, FEW if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=370), order)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
@@ -86,7 +87,7 @@ def test_write_does_not_end(
     """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
     p, d = fleet.get(engines.with_packing(engines.P_IMPATIENT, packing), d_spec)
     d.call(wirefaults.watch)
-    p.call(wirefaults.on_posts, "hold", 7 if order == "early" else 0, 1)
+    p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=372), order)
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
@@ -109,7 +110,7 @@ def test_write_does_not_end(
 def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """P's blocks are read until the last WRITE has ended, though the lease would be over."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
-    p.call(wirefaults.on_posts, "hold", 7 if order == "early" else 0)
+    p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0)
     d.call(wirefaults.on_messages, "drop", "heartbeat")
     handoff = send(p, d, prompt(LENGTH, seed=374), order)
     p.peek_output(handoff.request_id)
@@ -130,7 +131,7 @@ def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
     d.call(wirefaults.on_messages, "drop", kind, "", 1, "in")
     handoff = early(p, d, LENGTH, seed=375)
     if kind == "fail":
-        p.call(wirefaults.on_posts, "fail", 5, 1)
+        p.call(wirefaults.on_posts, "fail", FEW, 1)
     p.add(handoff.to_p())
     if kind == "cancelled":
         d.abort(handoff.request_id)
@@ -172,7 +173,7 @@ def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogVie
     p.call(wirefaults.on_messages, "duplicate", kind)
     handoff = early(p, d, LENGTH, seed=379)
     if kind == "fail":
-        p.call(wirefaults.on_posts, "fail", 5, 1)
+        p.call(wirefaults.on_posts, "fail", FEW, 1)
     p.add(handoff.to_p())
     if kind == "fail":
         check_load_failed(handoff, reference, timeout=engines.GRACE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _sources: list[Callable[[], int]] = []
-_started = 0
+_started = _reported = 0
 
 
 def count_start() -> None:
@@ -15,10 +15,13 @@ def count_start() -> None:
 
 
 def add_source(started: Callable[[], int]) -> None:
-    """Somebody else counts, too."""
+    """Somebody else counts, too: `started` returns the starts so far."""
     _sources.append(started)
 
 
-def engine_starts() -> int:
-    """So far."""
-    return _started + sum(started() for started in _sources)
+def new_starts() -> int:
+    """Starts since the last call."""
+    global _reported
+    started = _started + sum(started() for started in _sources)
+    before, _reported = _reported, started
+    return started - before

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import OUTPUT
-from tests.e2e.enginehost import free_ports
+from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display
@@ -29,7 +29,7 @@ from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.specs import REFERENCE, decoders, prefills
 from tests.faults.soak.tally import Tally
 
-PORTS = (26000, 26399)
+PORTS = range(26000, 26400)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -109,7 +109,7 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
         f"{', '.join(spec.name for spec in specs)}. Logs: {folder}",
         highlight=False,
     )
-    seats = Seats({spec.name: partial(_make, spec, model) for spec in specs}, folder, free_ports(*PORTS))
+    seats = Seats({spec.name: partial(_make, spec, model) for spec in specs}, folder, PortAllocator(PORTS).take)
     broken = False
     with Display(console, seats, tally, 60 * settings.minutes) as display:
         run = Soak(settings, seats, tally, display.update)
