@@ -92,7 +92,7 @@ def main(
 
     Real NIXL connects two processes, P and D, each with a KV cache of a known model's geometry. There is no vLLM and no
     model. P's main thread computes layers of matrix products, writes KV into its blocks and calls the connector's
-    hooks. Its writer thread pushes with the same session, outbox and packing as an engine's:
+    hooks. Its writer thread pushes with the same session, WRITEs and packing as an engine's:
 
     - **layer**: each layer once it is computed;
 

@@ -60,7 +60,7 @@ class Kept(PushMeter):
 
 
 class Lane:
-    """``stager`` is shared by all lanes of a geometry: its costs hold for each lane."""
+    """``strategy`` is shared by all lanes of a geometry: its costs hold for each lane."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Lane:
         self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         waker = pusher.waker
-        self.capture = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
+        self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
         policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
@@ -85,7 +85,7 @@ class Lane:
             layout,
             policy,
             transport,
-            self.capture,
+            self.step_events,
             self.host,
             TraceFile(None, "P", 0),
             write_timeout_s=math.inf,

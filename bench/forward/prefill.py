@@ -141,7 +141,7 @@ class PrefillEnd(PrefillSide):
         """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
         that pushes whole requests plans nothing. Returns when the last hook was called.
         """
-        capture, products, turn = lane.capture, self._products, self._turn
+        events, products, turn = lane.step_events, self._products, self._turn
         layers = [layer.name for layer in lane.layout.layers]
         planned = names if lane.streams else ()
         progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
@@ -156,21 +156,21 @@ class PrefillEnd(PrefillSide):
             places = prompts.place(first, -(-done // BLOCK_TOKENS))
             plan = StepPlan(tuple(chunk for chunk in chunks if chunk is not None))
             before = clock()
-            capture.arm(plan)
+            events.arm(plan)
             arm_s += clock() - before
             for index, layer in enumerate(layers):
                 prompts.store(turn, index, places)
                 products.attention()
                 before = clock()
-                capture.layer_saved(layer)
+                events.layer_saved(layer)
                 ready = clock()
                 series.hooks_us.append(1e6 * (ready - before))
                 products.mlp()
             settle(self._end.device)
-            capture.sweep()
+            events.sweep()
         series.arm_s.append(arm_s)
         for name, draw in zip(names, draws, strict=bool(names)):
-            capture.finish(name, (list(draw.sources),))
+            events.finish(name, (list(draw.sources),))
         return ready
 
     def _account(self, lane: Lane, series: Series, start: float, hooked: float) -> None:

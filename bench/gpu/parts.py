@@ -78,7 +78,7 @@ OVERHEAD_BYTES = 4_000 * MIB
 KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 """K and V of 32 layers, 8 heads of 128 in bf16."""
 PROMPTS_IN_CACHE = 1.25
-"""Room for the next prompt while D still reads the last one."""
+"""Room for the next prompt before the blocks of the last one are free."""
 USABLE = 0.94
 """Of the GPU's memory."""
 LONG = 65536

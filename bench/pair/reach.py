@@ -21,7 +21,7 @@ OWN = "NIXL_INIT_AGENT"
 
 
 class Reach:
-    """``link`` goes to D's cache, ``ring`` to D's ring in pieces. All stagers of one reach share its packer."""
+    """``link`` goes to D's cache, ``ring`` to D's ring in pieces. All strategies of one reach share its packer."""
 
     def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int) -> None:
         self._end = end

@@ -35,8 +35,8 @@ def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
     parts.append(
         f"Each cell: the plan with the lowest median of {result['rounds']} rounds, its time as a share of direct's, "
         "and, after the comma, auto's time as a share of that plan's. **Bold**: auto takes more than "
-        f"{LIMIT:g} times as long as the best plan or as direct; with an exclamation mark, so is the whole "
-        "95 % interval."
+        f"{LIMIT:g} times as long as the best plan or as direct; with an exclamation mark, the whole "
+        "95 % interval is above that."
     )
     return "\n\n".join(parts)
 

@@ -36,8 +36,8 @@ DRAWS = 2
 LAND_TIMEOUT_S = 20.0
 
 
-class Desk:
-    """One geometry: the ways to D, and `Writes` for each plan."""
+class Plans:
+    """`Writes` for each plan of one geometry."""
 
     def __init__(self, end: End, decode: Introduction, block_bytes: int, layers: int, pause: float) -> None:
         self.reach = Reach(end, decode, block_bytes, layers)
@@ -60,7 +60,7 @@ class PrefillEnd(PrefillSide):
         self._pause = WRITE_POLL_S if settings.polls == "engine" else 0.0
         fill_with_noise(self._end.memory, settings.seed)
         self._other = self._meet(digest_of(self._end.memory))
-        self._desk: Desk | None = None
+        self._plans: Plans | None = None
         self._writes = 0
         self._orders = list(permutations(WAYS))  # the plan before a WRITE affects its time, so the order changes
         random.Random(settings.seed).shuffle(self._orders)
@@ -68,14 +68,14 @@ class PrefillEnd(PrefillSide):
     def obey(self, order: Measure) -> Cell:
         """Raises ``WrongBytesError`` when a byte is not where it must be."""
         point = order.point
-        desk = self._desk_for(point)
-        draws = [draw(point, desk.cache.blocks, self._settings.seed, number) for number in range(DRAWS)]
-        windows = [self._expect(desk, each) for each in draws]
+        plans = self._plans_for(point)
+        draws = [draw(point, plans.cache.blocks, self._settings.seed, number) for number in range(DRAWS)]
+        windows = [self._expect(plans, each) for each in draws]
         ways = {way: Series() for way in WAYS}
         for turn in range(-DRAWS, order.rounds):
             chosen, window = draws[turn % DRAWS], windows[turn % DRAWS]
             for way in self._orders[turn % len(self._orders)]:
-                sample = self._sample(desk, way, point, chosen, window)
+                sample = self._sample(plans, way, point, chosen, window)
                 if turn >= 0:
                     series = ways[way]
                     for values, value in zip((series.seconds, series.posted_s, series.plans), sample, strict=True):
@@ -83,10 +83,10 @@ class PrefillEnd(PrefillSide):
         for window in windows:
             if window is not None:
                 self._ask(Forget(window.request_id))
-        self._check_rest(desk.cache, f"after {point}")
-        pairs = DirectPlanner(desk.cache.layout).descriptors(self._write(point, draws[0]), desk.link)
+        self._check_rest(plans.cache, f"after {point}")
+        pairs = DirectPlanner(plans.cache.layout).descriptors(self._write(point, draws[0]), plans.link)
         transfer = transfer_size(*pairs, point.block_bytes)
-        costs = desk.strategy.costs_to(DECODE)
+        costs = plans.strategy.costs_to(DECODE)
         return Cell(
             self._link,
             point,
@@ -96,16 +96,16 @@ class PrefillEnd(PrefillSide):
             asdict(costs),
         )
 
-    def _desk_for(self, point: Point) -> Desk:
-        if self._is_new(point.block_bytes, point.layers) or self._desk is None:
-            if self._desk is not None:
-                self._desk.reach.close()
-            self._desk = Desk(self._end, self._other, point.block_bytes, point.layers, self._pause)
-        return self._desk
+    def _plans_for(self, point: Point) -> Plans:
+        if self._is_new(point.block_bytes, point.layers) or self._plans is None:
+            if self._plans is not None:
+                self._plans.reach.close()
+            self._plans = Plans(self._end, self._other, point.block_bytes, point.layers, self._pause)
+        return self._plans
 
-    def _expect(self, desk: Desk, chosen: Draw) -> PushWindow | None:
+    def _expect(self, plans: Plans, chosen: Draw) -> PushWindow | None:
         (request_id,) = self._names(1)
-        return desk.reach.window(self._ask(Expect(request_id, chosen.targets)))
+        return plans.reach.window(self._ask(Expect(request_id, chosen.targets)))
 
     def _write(self, point: Point, chosen: Draw) -> Write:
         self._writes += 1
@@ -114,32 +114,32 @@ class PrefillEnd(PrefillSide):
         return Write(self._writes, 0, 0, point.bytes, (part,))
 
     def _sample(
-        self, desk: Desk, way: str, point: Point, chosen: Draw, window: PushWindow | None
+        self, plans: Plans, way: str, point: Point, chosen: Draw, window: PushWindow | None
     ) -> tuple[float, float, str]:
         """Seconds from the decision until all has landed, and until it was posted, and the plan that was taken."""
         self._decode.send(Poison())
         self._end.ring.fill_(POISON)
         settle(self._end.device)
         self._decode.recv()
-        write, link = self._write(point, chosen), replace(desk.link, window=window)
+        write, link = self._write(point, chosen), replace(plans.link, window=window)
         start = time.perf_counter()
-        (transfer,) = desk.writes[way].post(write, link)
-        state = self._state_at_end(desk, transfer, start)
-        desk.writes[way].release(transfer)
+        (transfer,) = plans.writes[way].post(write, link)
+        state = self._state_at_end(plans, transfer, start)
+        plans.writes[way].release(transfer)
         took = time.perf_counter() - start
         if state is not WriteState.LANDED:
             raise RuntimeError(f"{way}, {point}: a WRITE was lost")
         self._check(Check(chosen), f"{way}, {point}")
         return took, transfer.record.t_posted - start, transfer.record.plan
 
-    def _state_at_end(self, desk: Desk, transfer: Transfer, start: float) -> WriteState:
+    def _state_at_end(self, plans: Plans, transfer: Transfer, start: float) -> WriteState:
         """Poll as a writer does: sleep, read messages, check the WRITE."""
         while True:
             time.sleep(self._pause)
             for agent, payload in self._end.transport.notifications():
                 message = read(payload)
                 if isinstance(message, Unpacked):
-                    desk.strategy.unpacked(agent, message.number, message.done)
+                    plans.strategy.unpacked(agent, message.number, message.done)
             state = transfer.poll()
             if state is not WriteState.PENDING:
                 return state

@@ -27,7 +27,6 @@ from layerpush.apps.demo.display import Display
 from layerpush.apps.demo.engines import EngineFailedError, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.machine import machine
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.provenance import provenance, unplaced
 from layerpush.apps.demo.workspace import model_cache, work_directory
@@ -197,8 +196,10 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
 
 
 def _can_fork(choices: Choices) -> bool:
-    """A GPU cannot be used after a fork, and vLLM reads some variables and options before it."""
-    return not (choices.options or choices.variables or machine().get("gpus"))
+    """A device other than the CPU cannot be used after a fork, and vLLM reads some variables and options before it."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and not (choices.options or choices.variables)
 
 
 def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:

@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def streams(self) -> int:
-        """The most concurrent requests; with a rate, nobody limits them."""
+        """The most concurrent requests; a load with a rate counts as 4."""
         return max(load.concurrency or 4 for load in self.loads)
 
     def weight(self, call: Call) -> int:

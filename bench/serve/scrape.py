@@ -69,7 +69,7 @@ class Meter:
         self._before = self._look()
 
     def since(self, requests: int) -> dict[str, Histogram]:
-        """The observations since the last call; empty if the server has no metrics.
+        """The observations since the ``Meter`` was made; empty if the server has no metrics.
 
         Waits a little until there are so many observations: engines report from time to time.
         """

@@ -56,7 +56,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         ]
         return StagedRegistration(message, registered)
 
-    def withdraw_receive(self, request_id: str) -> None:
+    def cancel_receive(self, request_id: str) -> None:
         """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
         self._reqs_need_recv.pop(request_id, None)
 

@@ -15,8 +15,8 @@ Four phases, in the order of a push that goes well:
 
 ``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
 Three facts are no states, because they go with most of them: ``_finished`` (the scheduler holds the blocks under a
-lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its own back). They decide the last state, in
-``_drained``.
+lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
+in ``_drained``.
 
 The invariants, each enforced where it matters:
 
@@ -226,7 +226,7 @@ class Session(Machine[State, Event, Action]):
             self.outcome, self.failure = outcome, failure
 
     def _drained(self, actions: list[Action]) -> State:
-        """No completion will come. The report waits for the last WRITE."""
+        """No completion will come. The last report waits for the last WRITE."""
         if self.in_flight:
             return S.DRAINING
         self._report(self.failure or "", actions, drained=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SETTLE_S = 1.0
-"""How long an engine without requests steps on for their outcomes."""
+"""How long an engine without requests keeps stepping to report aborted pushes."""
 NEXT_REPORT_S = 0.1
 """A report asks for steps until this time has passed without another one."""
 

@@ -58,7 +58,7 @@ class AwaitedPushes:
         return taken
 
     def reported(self, received: Iterable[str], report: DecodeReport | None) -> None:
-        """``received``: requests whose loads all ranks have reported as over. ``report``: the ranks' own."""
+        """``received``: requests whose loads are over on all ranks. ``report``: the ranks' ``DecodeReport``."""
         if report is not None:
             for request_id, ranks in report.parked.items():
                 self.block_holds.parked(request_id, ranks)

@@ -185,7 +185,7 @@ class Loads:
             self.peers.remove(load.address.engine_id, load.session.agents)
 
     def _unpack(self, sender: str, message: Unpack, load: Load | None, now: float) -> None:
-        """Scatter the blocks that an agent has packed. The answer follows at the end, at once if they are refused."""
+        """Scatter the blocks that an agent has packed. Answers when they are copied, or at once to refuse them."""
         may_write = load is not None and sender in load.session.open_agents
         answer = self._unpacking.on_message(sender, message, load.registration if load and may_write else None)
         if answer.error is not None:

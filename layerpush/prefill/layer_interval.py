@@ -31,7 +31,7 @@ class LayerInterval:
 
     @property
     def seconds(self) -> float | None:
-        """The poll interval while a step is being computed; None before the first two layers of a step."""
+        """The poll interval while a step is being computed; None until a step has had two layers."""
         if self._layer_s is None:
             return None
         return min(max(POLLS_APART * self._layer_s, SHORTEST_S), LONGEST_S)

@@ -15,7 +15,7 @@ Who owns what:
 
 The end: ``fail`` is for errors outside the session, and may come at any time. When the session is ``CLOSED`` and no
 WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted before its blocks are
-released: after the release the engine may stop to step and to report.
+released: after the release the engine may stop stepping and reporting.
 
 Other threads may read ``in_flight`` and the session's ``state``, ``registration`` and ``outcome``.
 """
@@ -154,7 +154,7 @@ class Push:
         self._close_if_over()
 
     def fail(self, reason: str) -> None:
-        """End a push for good. Its session reports the failure to the decode engine, again after the last WRITE."""
+        """End a push for good. Its session reports the failure to D at once, and again after the last WRITE."""
         session = self.session
         if session.accepts(Failed):
             if session.failure is None and WHOLE.id not in self._losses:
@@ -389,7 +389,7 @@ class Push:
             self._shared.closed(self)
 
     def _account(self) -> None:
-        """Count a push that has ended, once. Comes before the report to the engine, which may then stop to step."""
+        """Count a push that has ended, once. Comes before the report to the engine, which may then stop stepping."""
         if self.record.outcome == "pending":
             self.record.outcome, self.record.reason = self.session.outcome, self.session.failure
             self._shared.meter.closed(self.record, self.exposed_s, self.transfer_s)

@@ -11,7 +11,7 @@ It only iterates; the push handles its events. A registration, a cancellation, a
 push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
-end a sleep that is no longer (``polls_layers``). A step's last layer, its end, and a revocation end any sleep.
+end a sleep of at most that length (``polls_layers``). A step's last layer, its end, and a revocation end any sleep.
 
 Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
@@ -143,9 +143,8 @@ class PushWriter:
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | LeaseExpired):
                 if revoked.started > self._current:
-                    push = self._open(
-                        request_id, streams=True
-                    )  # it ended before the writer saw its first step, and counts
+                    # It ended before the writer saw its first step, and counts.
+                    push = self._open(request_id, streams=True)
                 else:
                     self._host.ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):

@@ -21,8 +21,8 @@ class _Kind:
 
 
 class PeerErrors:
-    """Logs at most one line of a kind in ``quiet_s`` seconds. It has the number of errors of its kind without a line
-    since the last.
+    """Logs at most one line of a kind in ``quiet_s`` seconds. The line has the number of errors of its kind that were
+    not logged since the line before.
 
     Kinds beyond ``max_kinds`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one
     short line. One thread adds; any thread may read ``counts``.

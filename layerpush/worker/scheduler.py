@@ -124,7 +124,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         never_registered = awaits_scheduling(request)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if never_registered:
-            self.withdraw_receive(request.request_id)
+            self.cancel_receive(request.request_id)
         self.awaited.finished(request.request_id)
         return outcome
 

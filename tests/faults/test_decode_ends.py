@@ -73,7 +73,7 @@ def test_client_disconnects_with_writes_in_flight(
 
 
 def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P holds a finished prompt; D registers for it and withdraws at once."""
+    """P holds a finished prompt; D registers for it and cancels at once."""
     p, d = fleet.get(engines.P, engines.D)
     d.call(wirefaults.watch)
     handoff = Handoff(new_id(), prompt(LENGTH, seed=326), p, d)

@@ -67,7 +67,7 @@ class PushWorld:
     """Upstream's whole-request WRITE is on the wire."""
     upstream_posts: int = 0
     delivered: bool = False
-    withdrawn: bool = False
+    cancelled: bool = False
     retracts: list[push_protocol.ReportFailure] = field(default_factory=list)
     releases: int = 0
     outcome: Outcome = "pending"
@@ -100,7 +100,7 @@ class PushWorld:
 
     @property
     def withdrawable(self) -> bool:
-        """Registered, or registered and withdrawn before the request was there, which is heard of when it is over."""
+        """Registered, or registered and cancelled before the request was there, which is heard of when it is over."""
         return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.CancelledByD)
 
     @property
@@ -237,7 +237,7 @@ class PushWorld:
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
         if self.state is State.NOTIFYING:
-            self.tells -= 1  # withdrawn before it was sent
+            self.tells -= 1  # cancelled before it was sent
         if announced:
             self.send(push_protocol.Preempted())
 
@@ -304,8 +304,8 @@ class PushWorld:
         whole = push_protocol.WHOLE.id
         self.send(push_protocol.Landed(whole) if lost is None else push_protocol.Lost(whole, lost))
 
-    def withdraw(self) -> None:
-        self.disturbed = self.withdrawn = True
+    def cancel(self) -> None:
+        self.disturbed = self.cancelled = True
         self._ends("cancelled", "the decode engine cancelled its registration")
         self.send(push_protocol.CancelledByD())
         assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED)
@@ -361,7 +361,7 @@ class PushWorld:
         assert self.landed == self.wanted, "told although something is missing"
         assert not self.in_flight
         assert not self.retracts, "told after it was retracted"
-        assert not self.withdrawn
+        assert not self.cancelled
         self.tells += 1
 
     def _check_retract(self, action: push_protocol.ReportFailure) -> None:
@@ -376,8 +376,8 @@ class PushWorld:
         else:
             assert self.in_flight or self.upstream_busy, "nothing to warn of"
             assert not self.retracts
-            assert not self.withdrawn, "the decode engine asked for it, and waits for the end"
-        assert (action.reason, action.cancelled) == (self.failure, self.withdrawn)
+            assert not self.cancelled, "the decode engine asked for it, and waits for the end"
+        assert (action.reason, action.cancelled) == (self.failure, self.cancelled)
         assert action.epoch == self.session.epoch
         self.retracts.append(action)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve.parts import Parts, PartsError
-from bench.serve.plan import Plan, Setup
+from bench.serve.plan import AGGREGATED, Plan, Setup
 from bench.serve.results import by_cell
 from bench.serve.run import Run, WrongAnswersError
 from tests.unit.serve_rig import CELL, MODES, SETUP, Heard, StubClient, StubSite, plan
@@ -72,6 +72,12 @@ def test_a_wrong_answer_ends_the_run_and_every_run_that_resumes_it(tmp_path: Pat
     with pytest.raises(WrongAnswersError):
         run(out, again, resume=True)[0].measure()
     assert again.names == []
+
+
+def test_a_wrong_answer_is_found_whoever_answers_first(tmp_path: Path) -> None:
+    this = plan(modes=("layer", AGGREGATED), rounds=2)
+    with pytest.raises(WrongAnswersError):
+        run(tmp_path / "serve.json", StubClient(answers={AGGREGATED: ["other"]}), this)[0].measure()
 
 
 def test_settings_have_to_be_the_same(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def moves(diagram: str) -> list[tuple[str, str, str]]:
     return [(state, event, target) for state, target, events in arrows for event in events.split(", ")]
 
 
+@pytest.mark.parametrize("machine", [protocol.PREFILL, protocol.DECODE], ids=["P", "D"])
+def test_the_state_table_has_every_accepted_event(machine: protocol.Machine) -> None:
+    for line in machine.states().splitlines()[2:]:
+        state = re.match(r"\| `(\w+)`", line)
+        assert state is not None
+        (events,) = [exits for one, exits in machine.module.TRANSITIONS.items() if one.name == state[1]]
+        named = set(re.findall(r"`((?:[A-Z][a-z]*)+)`", line)) - set(machine.module.State.__members__)
+        assert named == {event.__name__ for event in events}
+
+
 def test_the_message_tables_have_every_message() -> None:
     named = re.findall(r"^\| `(\w+)`", f"{messages.upstream()}\n{messages.ours()}", re.MULTILINE)
     assert sorted(named) == sorted(kind.__name__ for kind in wire.Message.__args__)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, ch
 from tests.quotes import blank, is_said, ours, package
 
 PAGES = tuple(page for page in ALL_PAGES if page != "docs/contributing.md")  # which is CONTRIBUTING.md
-E2E, CI = "tests/e2e/test_docs_commands.py", ".ci/run"
+E2E, HERE, CI = "tests/e2e/test_docs_commands.py", "tests/unit/test_docs_commands.py", ".ci/run"
 QUICKSTART, DEPLOYMENT, PROXY = "docs/quickstart.md", "docs/deployment.md", "docs/proxy.md"
 CONTRACT, BENCHMARKS = "docs/kv-transfer-params.md", "docs/benchmarks.md"
 README_RUN, BY_HAND, DEPLOYED = (
@@ -51,13 +54,13 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
-    ("docs/soak.md", "scripts/soak --list"): ("tests/unit/test_soak_command.py::test_the_list_names_every_kind",),
+    ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
     ("docs/trace.md", "layerpush trace summary DIR"): (
         "tests/unit/test_trace_command.py::test_summary_is_for_people_or_programs",
         "tests/unit/test_trace_command.py::test_plot_draws_the_request_that_was_asked_for",
         "tests/unit/test_trace_command.py::test_merge_writes_one_file",
     ),
-    ("docs/troubleshooting.md", "layerpush doctor"): ("tests/unit/test_cli.py::test_doctor_of_this_installation",),
+    ("docs/troubleshooting.md", "layerpush doctor"): (f"{HERE}::test_quick_blocks",),
 }
 """(page, start of the first line) -> the runners of such a block. Blocks of equal text need one line."""
 
@@ -68,6 +71,13 @@ MISSPELT = json.dumps(
         "kv_connector_extra_config": {"layer_wise": True},
     }
 )
+QUICK = (("docs/soak.md", "scripts/soak --list"), ("docs/troubleshooting.md", "layerpush doctor"))
+AFTER_SETUP = {
+    "scripts/soak": f"{sys.executable} -m tests.faults.soak",
+    "layerpush ": f"{sys.executable} -m layerpush ",
+}
+"""What these are, once the environment is there."""
+
 OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
 _VARIABLE = re.compile(r"\b(?:VLLM|UCX|NIXL|LAYERPUSH|HF|OMP|PIP)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)")
@@ -274,3 +284,18 @@ def test_unknown_variables_are_found() -> None:
     text = "`VLLM_NIXL_SIDE_CHANNEL_HOTS`, `UCX_TLSS`, `LAYERPUSH_CALM`, `UCX_TLS`, `VLLM_PLUGINS`, `NIXL_PORT`"
     vllms = (package("vllm") / "envs.py").read_text()
     assert unknown_variables(text, vllms) == ["NIXL_PORT", "UCX_TLSS", "VLLM_NIXL_SIDE_CHANNEL_HOTS"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "first"), QUICK, ids=lambda value: value.split()[0])
+def test_quick_blocks(page: str, first: str) -> None:
+    (block,) = [one for one in command_blocks((page,)) if one.first == first]
+    text = block.text
+    for name, module in AFTER_SETUP.items():
+        text = re.sub(rf"^{name}", module, text, flags=re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), VARIABLE: "1"}
+    done = subprocess.run(
+        ["bash", "-euc", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout

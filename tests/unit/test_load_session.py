@@ -57,6 +57,12 @@ def test_fewer_agents_than_are_needed_end_it_badly() -> None:
     assert waiting("A").handle(Completed("A", 2), 1.0) == [ReportFailed("only 1 of 2 prefill ranks wrote their part")]
 
 
+def test_a_completion_cannot_lower_what_is_needed() -> None:
+    session = waiting("A", "B", "C")
+    assert session.handle(Completed("A", 3), 1.0) == []
+    assert session.handle(Completed("B", 1), 2.0) == []
+
+
 def test_a_failure_of_one_agent_cancels_the_others() -> None:
     session = waiting("A", "B")
     assert session.handle(Failed("A", "why", drained=True), 1.0) == [Cancel(("B",))]

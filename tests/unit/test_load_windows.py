@@ -83,7 +83,7 @@ def _refused(world: Unpacking) -> None:
 ENDINGS: dict[str, Callable[[Unpacking], None]] = {
     "completed": lambda world: world.hears(DONE),
     "failed": lambda world: world.hears(Fail("r", 0, "it broke", True)),
-    "withdrawn": _refused,
+    "cancelled": _refused,
     "gone": _gone,
 }
 
@@ -138,6 +138,14 @@ def test_what_is_packed_is_scattered_and_answered() -> None:
     assert world.answers() == [Unpacked(7, True)]
 
 
+def test_a_request_that_nobody_knows_is_refused_at_once() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.unpacks(world.packed(7, request_id="unknown"))
+    assert set(world.unpacked) == {0}
+    assert world.answers() == [Unpacked(7, False)]
+
+
 def test_a_stranger_unpacks_nothing() -> None:
     world = Unpacking()
     world.awaiting("p-0")
@@ -174,6 +182,22 @@ def test_the_outcome_waits_until_nothing_is_scattered() -> None:
     assert world.unpacked[1:3] == [7, 7]
     assert len(world.windows) == 0
     assert world.is_over()
+
+
+def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.loads.time_out("r", "late", world.now)
+    world.tick(1000.0)
+    world.tick()
+    assert world.told == ["parked", "failed"]
+    world.staging.looks.append(3)
+    world.unpacks(world.packed(7))
+    world.hears(Cancelled("r"))
+    assert world.told == ["parked", "failed"]
+    for _ in range(4):
+        world.tick()
+    assert world.told == ["parked", "failed", "cleared"]
 
 
 def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:

@@ -565,6 +565,15 @@ def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat()
     assert world.watch.lost_agents == ["p-0"]
 
 
+def test_an_agent_to_which_a_cancel_cannot_be_sent_is_lost() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.mail.lost = {"p-0"}
+    world.loads.abort("r", "aborted", world.now)
+    assert world.watch.lost_agents == ["p-0"]
+    assert world.told == []
+
+
 def test_whatever_an_agent_sends_it_is_heard_of() -> None:
     world = World(ranks=3)
     world.awaiting()

@@ -48,7 +48,7 @@ def test_of_one_base_id_the_newest_is_meant() -> None:
 
 
 def test_older_ones_of_stock_engines_end_with_it() -> None:
-    """These never withdraw what a router that tried again has left behind; others do."""
+    """These never cancel what a router that tried again has left behind; others do."""
     ours = registration("a/ours")
     pending = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
     pending.add(registration("a/new"), 0.0)

@@ -63,7 +63,7 @@ class ScriptedWriter:
         self.on_the_wire: set[str] = set()
         self.engines_in_flight: set[str] = set()
         self.pushes: list[tuple[str, Registration]] = []
-        self.withdrawn: list[tuple[str, tuple[str, str]]] = []
+        self.cancelled: list[tuple[str, tuple[str, str]]] = []
         self.failed: list[tuple[str, str]] = []
         self.live: dict[tuple[str, str], str] = {}
         """Which request serves a registration."""
@@ -80,7 +80,7 @@ class ScriptedWriter:
         return self.live.get(key)
 
     def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
-        self.withdrawn.append((request_id, key))
+        self.cancelled.append((request_id, key))
         return request_id not in self.on_the_wire
 
     def fail_engine(self, engine_id: str, reason: str) -> None:
@@ -121,9 +121,9 @@ class World(Town):
         self.registrations.on_cancel(sender, cancel, self.now)
         self.settle()
 
-    def fails(self, registration: Registration, reason: str, drained: bool = True, withdrawn: bool = False) -> None:
+    def fails(self, registration: Registration, reason: str, drained: bool = True, cancelled: bool = False) -> None:
         """The push that serves it has come to nothing."""
-        self.registrations.report_failure(ReportFailure(registration, 3, reason, drained, withdrawn), self.now)
+        self.registrations.report_failure(ReportFailure(registration, 3, reason, drained, cancelled), self.now)
         self.settle()
 
     def ends(self, request_id: str, failure: str | None = "aborted") -> None:
@@ -191,14 +191,14 @@ def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
     assert [world.takes(name) for name in ("b/p", "a/p", "a/p")] == [None, wanted, None]
 
 
-def test_what_its_request_has_taken_can_be_withdrawn_and_is_not_kept_again() -> None:
+def test_what_its_request_has_taken_can_be_cancelled_and_is_not_kept_again() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert world.takes() == wanted
     world.says(wanted, "d-1")
     assert world.takes("a/q") is None
     world.cancels(wanted)
-    assert world.writer.withdrawn == [("a/p", ("D", "a/d"))]
+    assert world.writer.cancelled == [("a/p", ("D", "a/d"))]
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -305,7 +305,7 @@ def test_digests_of_requests_that_are_over_are_forgotten() -> None:
 # What is taken back.
 
 
-def test_withdrawn_before_its_request_came_it_is_gone_and_unwanted_once() -> None:
+def test_cancelled_before_its_request_came_it_is_gone_and_unwanted_once() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert not world.is_unwanted()
@@ -333,7 +333,7 @@ def test_what_is_unwanted_is_forgotten(after: str) -> None:
         assert not world.is_unwanted("a/q")
 
 
-def test_withdrawn_before_it_was_registered_it_never_will_be() -> None:
+def test_cancelled_before_it_was_registered_it_never_will_be() -> None:
     """The cancel of one rank may overtake the registration of another."""
     world, wanted = World("a/p"), asks()
     world.cancels(wanted)
@@ -344,16 +344,16 @@ def test_withdrawn_before_it_was_registered_it_never_will_be() -> None:
     assert world.pushes == {}
 
 
-def test_withdrawn_with_nothing_on_the_wire_is_said_at_once_and_as_often_as_asked() -> None:
+def test_cancelled_with_nothing_on_the_wire_is_said_at_once_and_as_often_as_asked() -> None:
     world = World()
     wanted = world.served()
     for _ in range(2):
         world.cancels(wanted)
         assert world.heard() == [Cancelled("a/d")]
-    assert world.writer.withdrawn[0] == ("a/p", ("D", "a/d"))
+    assert world.writer.cancelled[0] == ("a/p", ("D", "a/d"))
 
 
-def test_withdrawn_under_a_write_nothing_is_said_until_it_has_ended() -> None:
+def test_cancelled_under_a_write_nothing_is_said_until_it_has_ended() -> None:
     """Whoever asks meanwhile, and whatever for: all ranks would believe the answer."""
     world = World()
     wanted = world.served()
@@ -363,24 +363,24 @@ def test_withdrawn_under_a_write_nothing_is_said_until_it_has_ended() -> None:
     world.says(wanted, "d-1")
     assert set(world.heard()) <= {Accepted("a/d")}
     world.writer.on_the_wire = set()
-    world.fails(wanted, "the decode engine cancelled its registration", withdrawn=True)
+    world.fails(wanted, "the decode engine cancelled its registration", cancelled=True)
     assert world.heard() == [Cancelled("a/d")]
     world.says(wanted, "d-1")
     assert world.heard() == [Cancelled("a/d")]
 
 
-def test_what_another_engine_registered_is_not_its_to_withdraw() -> None:
+def test_what_another_engine_registered_is_not_its_to_cancel() -> None:
     world = World()
     wanted = world.served()
     world.cancels(wanted, "e-0")
-    assert world.writer.withdrawn == []
+    assert world.writer.cancelled == []
     assert world.heard() == []
     assert world.peer_errors.counts == {"foreign cancel": 1}
     world.cancels(wanted, "d-1")
-    assert len(world.writer.withdrawn) == 1
+    assert len(world.writer.cancelled) == 1
 
 
-def test_a_rank_that_registered_when_all_was_over_may_withdraw() -> None:
+def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
     """Its answer may have been lost, and it asks on until it has one."""
     world = World()
     wanted = world.served()
@@ -405,9 +405,9 @@ def test_a_failure_under_a_write_is_said_twice_and_remembered_when_it_has_ended(
         assert world.heard() == [answer]
 
 
-def test_a_failure_of_a_withdrawn_push_that_has_not_drained_is_no_answer_to_it() -> None:
+def test_a_failure_of_a_cancelled_push_that_has_not_drained_is_no_answer_to_it() -> None:
     world = World()
-    world.fails(world.served(), "it hangs", drained=False, withdrawn=True)
+    world.fails(world.served(), "it hangs", drained=False, cancelled=True)
     assert world.heard() == [failure("it hangs", drained=False)]
 
 
@@ -547,13 +547,13 @@ def test_memory_is_bounded(crowded: World) -> None:
     assert all(len(memory) <= 10 for memory in (known._served, known._answers, known._senders))
 
 
-def test_a_push_that_outlives_thousands_of_others_can_still_be_withdrawn(crowded: World) -> None:
+def test_a_push_that_outlives_thousands_of_others_can_still_be_cancelled(crowded: World) -> None:
     """Else its cancel would be answered with a write on the wire."""
     wanted = crowded.served()
     crowded.writer.on_the_wire = {"a/p"}
     crowd(crowded)
     crowded.cancels(wanted)
-    assert crowded.writer.withdrawn == [("a/p", wanted.key)]
+    assert crowded.writer.cancelled == [("a/p", wanted.key)]
     assert crowded.heard() == []
     crowded.cancels(wanted, "e-0")
     assert crowded.peer_errors.counts == {"foreign cancel": 1}, "it is known whose it is"
@@ -618,7 +618,7 @@ def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() 
     world.says(FIRST, "d-1")
     assert world.heard() == [Accepted("a/d")], "the older one has not failed"
     world.cancels(FIRST)
-    assert world.writer.withdrawn == [("a/p", FIRST.key)]
+    assert world.writer.cancelled == [("a/p", FIRST.key)]
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
@@ -822,7 +822,7 @@ def test_a_cancel_is_not_answered_before_the_connection_has_been_dropped() -> No
         world.cancels(cancelled)
         assert world.heard() == []
     assert world.network.handshakes[1:] == []
-    assert world.writer.withdrawn == []
+    assert world.writer.cancelled == []
     drops(world)
     assert world.mail.sent == []
     world.cancels(wanted)

@@ -71,7 +71,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
     if world.registrable:
         yield PushWorld.register
     if world.withdrawable:
-        yield PushWorld.withdraw
+        yield PushWorld.cancel
     if world.state is State.CONNECTING:
         yield lambda w: w.send(push_protocol.Connected())
         yield lambda w: w.send(push_protocol.Refused("unequal blocks"))

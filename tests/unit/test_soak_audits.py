@@ -54,7 +54,7 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
     [request_id] = world.traffic.sent.ids()
     assert world.traffic.sent.orphans() == set()
     world.seats["P1"].incarnation += 1
-    assert world.traffic.sent.orphans() == set(), "P is not the one who withdraws"
+    assert world.traffic.sent.orphans() == set(), "P is not the one who cancels"
     if way == "replaced":
         world.seats["D1"].incarnation += 1
     else:

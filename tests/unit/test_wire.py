@@ -15,6 +15,7 @@ from layerpush.core.wire import (
     MAX_HEARTBEAT_IDS,
     MAX_NOTIFICATION_BYTES,
     PEER_PREFIX,
+    PROTOCOL_VERSION,
     QUIET_PREFIX,
     REGISTRATION_PREFIX,
     Accepted,
@@ -89,6 +90,10 @@ def packed(message: object) -> bytes:
 
 def said(kind: object, fields: dict[str, Any]) -> bytes:
     return PEER_PREFIX + msgspec.msgpack.encode({"kind": kind, **fields})
+
+
+def test_the_version_that_this_release_offers() -> None:
+    assert PROTOCOL_VERSION == 1
 
 
 def test_a_stock_decode_worker_is_understood() -> None:

@@ -124,7 +124,7 @@ def read_or_refused(notification: bytes) -> Message | None:
     if message is None:
         assert refusal is not None
         assert refusal.isprintable()
-        assert len(refusal) < 1500
+        assert len(refusal) < 400
         return None
     for field in message.__struct_fields__:
         value = getattr(message, field)

@@ -49,7 +49,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults) -> None:
     rig.settle()
     posted = len(rig.fabric.writes)
     assert rig.host.released == [], "the scheduler is not done with it"
-    (*warnings, (reason, drained, _)) = rig.host.retractions()
+    (*warnings, (reason, drained, _)) = rig.host.reported_failures()
     assert drained
     assert warnings in ([], [(reason, False, False)])
     rig.finish(prompt)
@@ -90,7 +90,7 @@ def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind
     assert not defects
     assert told(rig) == [[]]
     assert rig.host.released == ["p-1"]
-    assert rig.host.retractions()[-1][1], "D hears that nothing is on the wire"
+    assert rig.host.reported_failures()[-1][1], "D hears that nothing is on the wire"
     assert rig.host.endings == {"p-1": ["ValueError: a defect"]}
     assert len(rig.writer) == 0
 
@@ -117,7 +117,7 @@ def test_a_peer_that_dies_under_writes_ends_the_push() -> None:
     rig.assert_clean()
     assert rig.host.released == ["p-1"]
     assert set(rig.host.lost) == {"D"}
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
 
 
 def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
@@ -132,7 +132,7 @@ def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
     assert "completion could not be sent" in (record.reason or "")
     assert rig.host.released == ["p-1"]
     assert rig.host.lost == ["D"]
-    assert rig.host.retractions() == [(record.reason, True, False)]
+    assert rig.host.reported_failures() == [(record.reason, True, False)]
 
 
 @pytest.mark.parametrize("error", [HandshakeError("connection refused"), RuntimeError("a bug of the host")])
@@ -153,7 +153,7 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, handshake: str
     assert rig.fabric.writes == []
     rig.assert_clean()
     assert str(error) in (rig.trace.records[0].reason or "")
-    assert rig.host.retractions() == [(rig.trace.records[0].reason, True, False)]
+    assert rig.host.reported_failures() == [(rig.trace.records[0].reason, True, False)]
     assert rig.host.released == ["p-1"]
 
 
@@ -167,7 +167,7 @@ def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCapt
         rig.settle()
     (record,) = caplog.records
     assert record.exc_info is None
-    ((reason, drained, _),) = rig.host.retractions()
+    ((reason, drained, _),) = rig.host.reported_failures()
     assert "the registration wants [7] blocks of a prompt of [6]" in reason
     assert drained
     assert (rig.fabric.writes, rig.host.released) == ([], ["p-1"])
@@ -222,7 +222,7 @@ def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
     rig.settle()
 
     assert told(rig) == [[]]
-    assert rig.host.retractions() == [("aborted", True, False)]
+    assert rig.host.reported_failures() == [("aborted", True, False)]
     assert rig.host.endings == {"p-1": ["aborted"]}
     assert rig.host.released == [], "the scheduler has freed the blocks itself"
     assert len(rig.fabric.writes) == posted
@@ -236,7 +236,7 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
     rig.step((prompt, 9))
     rig.abort(prompt)
     rig.settle()
-    assert rig.host.retractions() == [("aborted", True, False)]
+    assert rig.host.reported_failures() == [("aborted", True, False)]
 
     again = Prompt("p-1", TOKENS, list(range(20, 28)))
     rig.decoders["D"].hand_out(wanted)
@@ -254,7 +254,7 @@ def test_only_an_unfinished_push_is_retracted(told_first: bool) -> None:
         rig.settle()
     rig.abort(prompt)
     rig.settle()
-    assert rig.host.retractions() == ([] if told_first else [("aborted", True, False)])
+    assert rig.host.reported_failures() == ([] if told_first else [("aborted", True, False)])
     assert told(rig) == [[b"d-p-1:1"] if told_first else []]
 
 
@@ -271,7 +271,7 @@ KEY = ("D", "d-p-1")
 
 
 @pytest.mark.parametrize("on_the_wire", [True, False])
-def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the_wire: bool) -> None:
+def test_cancelled_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the_wire: bool) -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
     if not on_the_wire:
@@ -279,11 +279,11 @@ def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     posted = len(rig.fabric.writes)
     assert not rig.writer.cancel("p-1", KEY)
     reason = "the decode engine cancelled its registration"
-    assert rig.host.retractions() == ([] if on_the_wire else [(reason, True, True)])
+    assert rig.host.reported_failures() == ([] if on_the_wire else [(reason, True, True)])
     assert rig.writer.cancel("p-1", KEY) is not on_the_wire
     rig.step((prompt, 9))
     rig.settle()
-    assert rig.host.retractions() == [(reason, True, True)]
+    assert rig.host.reported_failures() == [(reason, True, True)]
     assert rig.writer.cancel("p-1", KEY)
     rig.step((prompt, 9))
     rig.finish(prompt)
@@ -297,7 +297,7 @@ def test_withdrawn_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     rig.assert_clean()
 
 
-def test_withdrawn_before_the_request_was_there_it_is_released_when_prefill_is_over() -> None:
+def test_cancelled_before_the_request_was_there_it_is_released_when_prefill_is_over() -> None:
     rig, prompt = story()
     rig.host.pending.clear()
     rig.host.unwanted = {"p-1"}
@@ -310,7 +310,7 @@ def test_withdrawn_before_the_request_was_there_it_is_released_when_prefill_is_o
     rig.assert_clean()
 
 
-def test_withdrawn_before_but_registered_again_it_is_pushed() -> None:
+def test_cancelled_before_but_registered_again_it_is_pushed() -> None:
     rig, prompt = story()
     rig.host.unwanted = {"p-1"}
     rig.finish(prompt)
@@ -318,12 +318,12 @@ def test_withdrawn_before_but_registered_again_it_is_pushed() -> None:
     assert [outcome.outcome for outcome in rig.trace.records] == ["completed"]
 
 
-def test_withdrawn_while_the_handshake_runs() -> None:
+def test_cancelled_while_the_handshake_runs() -> None:
     rig, prompt = story()
     rig.host.links["D"] = [None]
     rig.step((prompt, 9))
     assert not rig.writer.cancel("p-1", KEY)
-    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
     rig.host.connecting["p-1"].reconnect(None)
     rig.step((prompt, 13))
     rig.finish(prompt)
@@ -338,7 +338,7 @@ def test_withdrawn_while_the_handshake_runs() -> None:
     [("p-1", ("D", "d-other")), ("p-1", ("E", "d-p-1")), ("p-other", KEY)],
     ids=["another request", "another engine", "no push"],
 )
-def test_a_withdrawal_of_something_else_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
+def test_a_cancellation_of_something_else_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
     assert rig.writer.cancel(request_id, key)
@@ -348,7 +348,7 @@ def test_a_withdrawal_of_something_else_disturbs_no_push(request_id: str, key: t
     assert rig.host.retracted == []
 
 
-def test_a_withdrawal_after_the_end_finds_nothing_on_the_wire() -> None:
+def test_a_cancellation_after_the_end_finds_nothing_on_the_wire() -> None:
     rig, prompt = story()
     rig.step((prompt, TOKENS))
     rig.settle()
@@ -360,7 +360,7 @@ def test_a_withdrawal_after_the_end_finds_nothing_on_the_wire() -> None:
     rig.assert_clean()
 
 
-def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
+def test_cancelled_under_upstreams_write_it_waits_for_it() -> None:
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
@@ -368,12 +368,12 @@ def test_withdrawn_under_upstreams_write_it_waits_for_it() -> None:
     assert not rig.writer.is_delegated("p-1")
     assert (rig.host.retracted, rig.host.released) == ([], [])
     rig.settle()
-    assert [(drained, withdrawn) for _, drained, withdrawn in rig.host.retractions()] == [(True, True)]
+    assert [(drained, cancelled) for _, drained, cancelled in rig.host.reported_failures()] == [(True, True)]
     assert rig.host.released == ["p-1"]
     rig.assert_clean()
 
 
-def test_withdrawn_before_upstream_found_the_decode_engine_it_is_never_written() -> None:
+def test_cancelled_before_upstream_found_the_decode_engine_it_is_never_written() -> None:
     rig, prompt = story()
     rig.host.posts_whole = False
     rig.finish(prompt)
@@ -391,7 +391,7 @@ def test_a_whole_push_that_cannot_be_made_ends_at_once() -> None:
     rig.host.posts_whole = False
     rig.finish(prompt)
     rig.writer.fail("p-1", "no route")
-    assert rig.host.retractions() == [("no route", True, False)]
+    assert rig.host.reported_failures() == [("no route", True, False)]
     assert rig.host.released == ["p-1"]
     rig.assert_clean()
 
@@ -401,17 +401,17 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     rig.writer.fail("p-1", "no route to rank 1")
-    assert rig.host.retractions() == [("no route to rank 1", False, False)]
+    assert rig.host.reported_failures() == [("no route to rank 1", False, False)]
     assert rig.host.released == []
     rig.settle()
-    assert rig.host.retractions()[1:] == [("no route to rank 1", True, False)]
+    assert rig.host.reported_failures()[1:] == [("no route to rank 1", True, False)]
     assert rig.host.released == ["p-1"]
     assert rig.trace.records[0].outcome == "failed"
     rig.assert_clean()
 
 
 @pytest.mark.parametrize(
-    "end", ["it fails", "it is withdrawn", "it is overdue", "it is aborted", "it is evicted", "it is aborted and fails"]
+    "end", ["it fails", "it is cancelled", "it is overdue", "it is aborted", "it is evicted", "it is aborted and fails"]
 )
 def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end: str) -> None:
     """What has drained is said over the connection, unless it is known to be lost."""
@@ -420,17 +420,17 @@ def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end
     wanted = rig.host.delegated["p-1"]
     if "fails" in end:
         rig.writer.fail("p-1", "no route to rank 1")
-    if "withdrawn" in end:
+    if "cancelled" in end:
         assert not rig.writer.cancel("p-1", wanted.key)
     if "aborted" in end:
         rig.abort(prompt)
     if "evicted" in end:
         rig.writer.evicted("p-1")
-    assert [drained for _, drained, _ in rig.host.retractions()] in ([], [False])
+    assert [drained for _, drained, _ in rig.host.reported_failures()] in ([], [False])
     rig.fabric.kill("D-0")
     rig.settle()
     assert rig.host.lost == ["D"]
-    assert rig.host.retractions()[-1][1]
+    assert rig.host.reported_failures()[-1][1]
     rig.assert_clean()
 
 
@@ -446,7 +446,7 @@ def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
 
     rig.host.take_registration = taken_as_the_push_ends  # type: ignore[method-assign]
     rig.finish(prompt)
-    assert rig.host.retractions() == [("it ends here", True, False)]
+    assert rig.host.reported_failures() == [("it ends here", True, False)]
     assert rig.host.released == ["p-1"]
     rig.assert_clean()
 
@@ -458,14 +458,14 @@ def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks(whole: bool) -> 
         rig.step((prompt, 9))
     rig.finish(prompt)
     rig.writer.turn()
-    (warning,) = rig.host.retractions()
+    (warning,) = rig.host.reported_failures()
     assert warning == ("a WRITE is on the wire for more than 0 s (write_timeout_s)", False, False)
     posted = len(rig.fabric.writes)
     while rig.writer.writes_in_flight("p-1"):
         assert rig.host.released == []
         assert len(rig.host.retracted) == 1
         rig.writer.turn()
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
     assert rig.host.released == ["p-1"]
     assert len(rig.fabric.writes) == posted
     assert told(rig) == [[]]
@@ -494,8 +494,8 @@ def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
     rig.writer.fail_engine("D", "it is gone")
     rig.settle()
 
-    assert rig.host.retractions("p-D")[-1] == ("it is gone", True, False)
-    assert rig.host.retractions("p-E") == rig.host.retractions("p-told") == []
+    assert rig.host.reported_failures("p-D")[-1] == ("it is gone", True, False)
+    assert rig.host.reported_failures("p-E") == rig.host.reported_failures("p-told") == []
     assert rig.decoders["E"].told() == [[b"d-p-E:1"]]
     assert rig.writer._pushes["p-D"].session.failure == "it is gone"
     assert rig.writer._pushes["p-E"].session.failure is None
@@ -523,7 +523,7 @@ def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
     rig.settle()
     assert told(rig) == [[]]
     assert rig.host.released == []
-    assert rig.host.retractions() == [("its lease ran out", True, False)]
+    assert rig.host.reported_failures() == [("its lease ran out", True, False)]
     rig.assert_clean()
     assert [record.outcome for record in rig.trace.records] == ["failed"]
 
@@ -551,7 +551,7 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
     rig.finish(prompt)
     rig.settle()
     assert rig.host.whole_writes_ended == [("p-1", False)]
-    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
     assert rig.host.released == ["p-1"]
     rig.assert_clean()
     assert rig.trace.records[0].outcome == "failed"
@@ -559,7 +559,7 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
-    """Random faults, preemptions, aborts, withdrawals and merging over several requests."""
+    """Random faults, preemptions, aborts, cancellations and merging over several requests."""
     draw = random.Random(seed)
     policy = Policy(draw.random() < 0.7, draw.choice([0, 40, 10_000]), draw.randint(1, 8), draw.random() < 0.8)
     rig = Rig(Faults.seeded(seed, rate=draw.choice([0.0, 0.02, 0.1])), policy=policy, seed=seed)
@@ -579,7 +579,7 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
         rig.step(*work, preempted=preempted, hooked=draw.sample(range(3), draw.randint(0, 3)))
         for prompt in list(running):
             if draw.random() < 0.05:
-                _withdraw(rig, prompt, wishes[prompt.name])
+                _cancel(rig, prompt, wishes[prompt.name])
             if draw.random() < 0.03:
                 running.remove(prompt)
                 rig.abort(prompt)
@@ -591,7 +591,7 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
     for _ in range(100):
         for prompt in finished:
             if draw.random() < 0.02:
-                _withdraw(rig, prompt, wishes[prompt.name])
+                _cancel(rig, prompt, wishes[prompt.name])
         rig.writer.turn()
         _check_told(rig, prompts, wishes)
     unclaimed = set(rig.writer.waiting())
@@ -603,7 +603,7 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
     rig.assert_clean()
 
 
-def _withdraw(rig: Rig, prompt: Prompt, wish: Registration) -> None:
+def _cancel(rig: Rig, prompt: Prompt, wish: Registration) -> None:
     """D wants its blocks back; once it may have them it uses them."""
     if rig.writer.cancel(prompt.name, wish.key) and prompt.name not in rig.host.pending:
         assert not rig.decoders["D"].is_written(wish)
@@ -629,5 +629,5 @@ def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     assert not rig.writer.cancel("p-1", KEY)
     assert rig.host.retracted == [], "the decode engine's blocks are still written to"
     rig.settle()
-    assert [drained for _, drained, _ in rig.host.retractions()] == [True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
     rig.assert_clean()

@@ -181,7 +181,7 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
     if how != "preempted":
         rig.settle()
         reason = "aborted" if how == "aborted" else "its lease ran out"
-        assert rig.host.retractions() == [(reason, True, False)]
+        assert rig.host.reported_failures() == [(reason, True, False)]
         rig.assert_clean()
         return
     for layer in range(rig.layers):

@@ -168,7 +168,7 @@ def test_preempted_the_new_epoch_waits_for_the_old_writes(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
-@pytest.mark.parametrize("how", ["aborted", "withdrawn"])
+@pytest.mark.parametrize("how", ["aborted", "cancelled"])
 def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) -> None:
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes=dict.fromkeys(range(9), 5)))
     rig.staging.looks.extend([5] * 9)
@@ -182,14 +182,14 @@ def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) 
         assert not rig.writer.cancel("p-1", wanted.key)
     rig.writer.turn()
     while rig.staged:
-        assert not [drained for _, drained, _ in rig.host.retractions() if drained]
+        assert not [drained for _, drained, _ in rig.host.reported_failures() if drained]
         rig.round()
     rig.settle()
-    ((_, drained, withdrawn),) = rig.host.retractions()
+    ((_, drained, cancelled),) = rig.host.reported_failures()
     assert drained
-    assert withdrawn == (how == "withdrawn")
+    assert cancelled == (how == "cancelled")
     assert decoder.told() == [[]]
-    if how == "withdrawn":
+    if how == "cancelled":
         rig.finish(prompt)
     rig.settle()
     rig.assert_clean()
@@ -207,7 +207,7 @@ def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> No
     rig.step((prompt, 13))
     rig.settle()
     assert decoder.told() == [[]]
-    reason, drained, _ = rig.host.retractions()[-1]
+    reason, drained, _ = rig.host.reported_failures()[-1]
     assert drained
     assert ("gathered" if side == "P" else "did not unpack") in reason
     over(rig, prompt, decoder, wanted)
@@ -219,7 +219,7 @@ def test_a_refusal_ends_the_push() -> None:
     rig.until(Stage.UNPACKING)
     decoder.awaited.clear()
     rig.settle()
-    assert rig.host.retractions()[-1][1]
+    assert rig.host.reported_failures()[-1][1]
     decoder.awaited[wanted.request_id] = wanted
     over(rig, prompt, decoder, wanted)
     assert "did not unpack" in (rig.trace.records[0].reason or "")
@@ -249,12 +249,12 @@ def test_an_answer_that_does_not_come_makes_it_overdue() -> None:
     decoder.answers = False
     rig.step((prompt, 9))
     rig.settle()
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [False]
     assert rig.writer.writes_in_flight("p-1")
     decoder.answers = True
     rig.now += UNPACK_RETRY_S
     rig.settle()
-    assert [drained for _, drained, _ in rig.host.retractions()] == [False, True]
+    assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
     over(rig, prompt, decoder, wanted)
 
 
@@ -291,7 +291,7 @@ def test_at_shutdown_it_waits_for_what_is_unpacked() -> None:
         rig.hear()
 
     assert rig.writer.drain(30.0, listen) == 0
-    assert rig.host.retractions()[-1][1]
+    assert rig.host.reported_failures()[-1][1]
     over(rig, prompt, decoder, wanted)
 
 
@@ -340,7 +340,7 @@ def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
     assert rig.writer.engines_in_flight == {"E"}
 
 
-@pytest.mark.parametrize("how", ["aborted", "withdrawn", "failed"])
+@pytest.mark.parametrize("how", ["aborted", "cancelled", "failed"])
 @pytest.mark.parametrize("packing", ["packed", "gather"])
 def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
     packing: Literal["gather", "packed"], how: str
@@ -353,7 +353,7 @@ def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
     if how == "aborted":
         rig.abort(prompt)
         rig.scribble(prompt.table)
-    elif how == "withdrawn":
+    elif how == "cancelled":
         rig.writer.cancel("p-1", wanted.key)
     else:
         rig.writer.fail("p-1", "something else")
@@ -361,7 +361,7 @@ def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
     assert rig.writer.writes_in_flight("p-1"), "its blocks are still read"
     rig.settle()
     assert rig.fabric.writes == []
-    assert rig.host.retractions()[-1][1]
+    assert rig.host.reported_failures()[-1][1]
     assert rig.totals.lost_writes == 0
     if how != "aborted":
         rig.finish(prompt)

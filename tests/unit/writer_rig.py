@@ -175,7 +175,7 @@ class ScriptedHost:
         self.wrongs: list[str] = []
         """What should never happen; the writer would swallow an exception here."""
 
-    def retractions(self, name: str = "p-1") -> list[tuple[str, bool, bool]]:
+    def reported_failures(self, name: str = "p-1") -> list[tuple[str, bool, bool]]:
         """``(reason, drained, cancelled)`` of what the decode engine was told about a prompt."""
         return [
             (one.reason, one.drained, one.cancelled)

@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def group(self) -> int:
-        """Id of the process group, which is also the server's pid."""
+        """Id of the process group, which is also the pid of the server, or of its client."""
         return self._process.pid
 
     def is_ready(self) -> bool:
@@ -186,7 +186,7 @@ class Engine:
             with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 if os.path.samefile(process / "fd/1", self.log_path):
                     sockets = {os.readlink(each) for each in (process / "fd").iterdir()}
-                    if f"socket:[{_listener(process, self.port)}]" in sockets:
+                    if sockets & _listeners(process, self.port):
                         return True
         return False
 
@@ -204,9 +204,12 @@ class Engine:
     def signal(self, signum: int) -> None:
         """Send ``signum`` to the server and all its children. A client passes on no SIGSTOP and no SIGCONT."""
         if self.members():
-            group = self._forked if signum in (signal.SIGSTOP, signal.SIGCONT) else None
-            with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
-                os.killpg(group or self.group, signum)
+            groups = [self.group]
+            if signum in (signal.SIGSTOP, signal.SIGCONT) and self._forked is not None:
+                groups = [self._forked]
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
+                    os.killpg(group, signum)
 
     def members(self) -> list[int]:
         """Pids of the server, its children and its client that are alive. Reaps the server when it has ended."""
@@ -265,7 +268,7 @@ class EngineGroup:
     def start(self, spec: EngineSpec) -> Engine:
         """Start a server; it is ready after :meth:`wait_ready`. Waits only for a fork server that is not ready."""
         fork_server = None
-        if self._forks and spec.server == SERVER:
+        if self._forks and tuple(spec.server) == SERVER:
             self.preload(spec.place)
             fork_server = self._ready_fork_server(spec.place)
             spec = replace(spec, server=fork_server.command)
@@ -332,13 +335,10 @@ class EngineGroup:
 _no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _listener(process: Path, port: int) -> str | None:
-    """The inode of the socket that listens on a port in the network namespace of a process (a folder of /proc)."""
-    for row in (process / "net/tcp").read_text().splitlines():
-        _, local, _, state, _, _, _, _, _, inode, *_ = row.split()
-        if local.endswith(f":{port:04X}") and state == "0A":
-            return inode
-    return None
+def _listeners(process: Path, port: int) -> set[str]:
+    """Sockets that listen on a port in the network namespace of a process (a folder of /proc), as in its ``fd``."""
+    rows = [row.split() for row in (process / "net/tcp").read_text().splitlines()]
+    return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 
 
 def _wait_gone(engines: Sequence[Engine], timeout_s: float) -> bool:

@@ -9,8 +9,8 @@ leaves behind, passes signals of the client on, kills the group when the client 
 when the whole group is.
 
 vLLM reads some variables at its import: OMP_NUM_THREADS, TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. All servers of a
-fork server have the same values of these. Several API servers in one engine (``--api-server-count``) cannot be forked:
-prometheus_client chooses at its import whether they count together.
+fork server must have the same values of these. Several API servers in one engine (``--api-server-count``) cannot be
+forked: prometheus_client chooses at its import whether they count together.
 
 The demo runs a fork server as its child, ``ForkServer``. The tests run ``serve`` in the process that their engines are
 forked from.
@@ -188,7 +188,8 @@ def _keep(connection: socket.socket, path: Path) -> None:
     with contextlib.suppress(OSError):  # the child does the same, whoever is first
         os.setpgid(server, server)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    _group_path(path, client).write_text(str(server))
+    with contextlib.suppress(OSError):  # the run is over, and its folder gone: the client's end follows below
+        _group_path(path, client).write_text(str(server))
     for number in files:
         os.close(number)
     status = 0

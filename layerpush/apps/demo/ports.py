@@ -13,9 +13,10 @@ DEMO_PORTS = range(18100, 18400)
 
 
 class PortAllocator:
-    """Reserves free ports on loopback, each one once. No other process gets them while the allocator lives.
+    """Reserves free ports on loopback, each one once, as long as the allocator lives.
 
-    A reserved port is bound, but does not listen. So only a server that sets SO_REUSEADDR can listen on it.
+    A reserved port is bound, but does not listen. So no other allocator gets it, and only a server that sets
+    SO_REUSEADDR can listen on it.
     """
 
     def __init__(self, ports: Iterable[int] = DEMO_PORTS) -> None:
@@ -38,4 +39,4 @@ class PortAllocator:
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._reserved.enter_context(reservation)
             return port
-        raise RuntimeError(f"no free TCP port left in {self._range}")
+        raise RuntimeError(f"no free TCP port left in {self._range}; a port is free again a minute after its last use")

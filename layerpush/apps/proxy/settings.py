@@ -89,7 +89,7 @@ class Settings:
     max_payload_size: Annotated[int, _option("Largest request body, in bytes.", _LIMITS, min=1)] = 512 << 20
     connect_timeout_s: Annotated[float, _option("Deadline for a connection to an engine.", _LIMITS, min=0.001)] = 5.0
     first_token_timeout_s: Annotated[
-        float, _option("Deadline for P's answer, and for the begin of D's.", _LIMITS, min=0.001)
+        float, _option("Deadline for P's answer, and for the beginning of D's.", _LIMITS, min=0.001)
     ] = 600.0
     stream_idle_timeout_s: Annotated[float, _option("Longest pause in D's answer.", _LIMITS, min=0.001)] = 300.0
     request_timeout_s: Annotated[
@@ -133,7 +133,7 @@ def _identity(value: str, prefill: Sequence[str]) -> tuple[str, Identity]:
     from layerpush.apps.proxy.identity import Identity, IdentityError
 
     url, equals, text = value.partition("=")
-    url = url.rstrip("/")
+    url = engine_url(url) if equals else url
     if not equals:
         problem = f"{value!r}: write URL=JSON, the URL being one of --prefill"
     elif url not in prefill:

@@ -33,7 +33,7 @@ LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
 
 @dataclass(slots=True)
 class Slice:
-    """A slice from ``start`` to ``end``, in seconds. ``inner`` makes the slices in it, which lanes do not depend on."""
+    """A slice from ``start`` to ``end``, in seconds. ``inner`` makes the slices inside; lanes do not depend on them."""
 
     name: str
     start: float

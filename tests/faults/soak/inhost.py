@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
 WAITING_REGISTRATIONS = "._pending._entries"
-"""P's registrations that came before their request; kept for some minutes unless D withdraws them."""
+"""P's registrations that came before their request; kept for some minutes unless D cancels them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def left_in(
     """Paths at which an ended request is mentioned that should not be.
 
     ``texts`` and ``orphans`` are ids that no table may mention any more, but those whose paths contain one of
-    ``allowed``. Nobody is left to withdraw the registration of an orphan: its D has died.
+    ``allowed``. Nobody is left to cancel the registration of an orphan: its D has died.
     """
     found = [path for path in probes.mentions_in(roots, texts) if not any(part in path for part in allowed)]
     allowed = (*allowed, WAITING_REGISTRATIONS)
