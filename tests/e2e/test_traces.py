@@ -42,13 +42,13 @@ class Recorded:
 def recorded(fleet: Fleet) -> Recorded:
     *prefills, d = fleet.get(*MODES.values(), D)
     layer = prefills[0]
+    waited = Handoff(new_id(), prompt(400, seed=500), layer, d)
+    d.add(waited.to_d())
+    waited.await_registration()
     crowd = []
     for number, p in enumerate(prefills):  # the first request of a pair of engines waits for their handshake
         crowd.append(send(p, d, prompt(300, seed=490 + number), "early"))
         d.wait_output(crowd[-1].request_id)
-    waited = Handoff(new_id(), prompt(400, seed=500), layer, d)
-    d.add(waited.to_d())
-    waited.await_registration()
     by_mode = {}
     for number, (mode, p) in enumerate(zip(MODES, prefills, strict=True)):
         by_mode[mode] = send(p, d, prompt(LENGTH, seed=501 + number), "late" if mode == "request" else "early")

@@ -10,7 +10,7 @@ from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, trans
 
 Packing = Literal["auto", "packed", "gather"]
 
-PEER_TIMEOUT_S = 4
+PEER_TIMEOUT_S = 8
 WRITE_TIMEOUT_S = 4
 LEASE_S = 2
 REGISTRATION_TIMEOUT_S = 4
@@ -33,12 +33,11 @@ def _decode(name: str, policy: FailedLoad, **extra: Any) -> EngineSpec:
 P = _prefill("P-faults")
 P_IMPATIENT = _prefill("P-impatient", write_timeout_s=WRITE_TIMEOUT_S)
 P_SHORT_LEASE = _prefill("P-short-lease", kv_lease_duration=LEASE_S)
-P_TIGHT = EngineSpec(
-    "P-tight-lease",
-    "P",
-    transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE, kv_lease_duration=LEASE_S, peer_timeout_s=PEER_TIMEOUT_S),
-    (("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
+P_SMALL = dataclasses.replace(
+    _prefill("P-small"),
+    options=(("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
 )
+P_TIGHT = dataclasses.replace(_prefill("P-tight-lease", kv_lease_duration=LEASE_S), options=P_SMALL.options)
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -56,6 +56,7 @@ def test_client_disconnects_with_writes_in_flight(
 ) -> None:
     """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=324)
     p.add(handoff.to_p())
@@ -105,6 +106,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, p
     """P lives on, frees the blocks, and serves another D."""
     (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     (d,) = fleet.spawn(engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", held)
     handoff = early(p, d, LENGTH, seed=328)
     p.add(handoff.to_p())
@@ -158,6 +160,7 @@ def test_d_restarted_mid_transfer(
     """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.spawn(engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW)
     lost = early(p, d, LENGTH, seed=335)
     p.add(lost.to_p())

@@ -9,7 +9,7 @@ from tests.e2e import probes, wirefaults
 from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
+from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -59,6 +59,7 @@ def test_aborted_on_p_with_writes_in_flight(
 ) -> None:
     """D's blocks are its own again only when the WRITEs have ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
+    introduce(p, d)
     p.hold()
     p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=302)
@@ -80,7 +81,7 @@ def test_aborted_on_p_with_writes_in_flight(
 
 def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P's small cache makes it compute the prompt twice; D gets the bytes of the second time, and one completion."""
-    p, d = fleet.get(engines.with_packing(engines.P_TIGHT, packing), engines.D)
+    p, d = fleet.get(engines.with_packing(engines.P_SMALL, packing), engines.D)
     p.call(wirefaults.watch)
     waiting, streaming = (Handoff(new_id(), prompt(length, seed=304), p, d) for length in (1600, 2000))
     p.hold()
@@ -121,6 +122,7 @@ def test_p_killed(
     """D finds out, uses the blocks only then, and serves the next P."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(d_spec)
+    introduce(p, d)
     p.call(wirefaults.gate, *MOMENTS[moment])
     handoff = early(p, d, LENGTH, seed=305)
     p.add(handoff.to_p())
@@ -170,6 +172,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=312)
     p.add(handoff.to_p())

@@ -4,7 +4,7 @@ import time
 
 from tests.e2e import wirefaults
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference
+from tests.e2e.handoff import Reference, introduce
 from tests.faults import engines
 from tests.faults.checks import FEW, LogView, check_idle_soon, check_load_failed, check_serves, early
 
@@ -16,6 +16,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """WRITEs that do not end do not keep P from ending; D goes on without them."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=390)
     p.add(handoff.to_p())
@@ -49,6 +50,7 @@ def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P frees what it held for D and serves another one."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.spawn(engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW)
     handoff = early(p, d, LENGTH, seed=393)
     p.add(handoff.to_p())

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, check
+from tests.e2e.handoff import Reference, check, introduce
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -93,6 +93,7 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
 def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """It finds each question several times, and goes on where it was."""
     p, d = fleet.get(P_PACKED, engines.D)
+    introduce(p, d)
     p.call(wirefaults.watch)
     d.call(wirefaults.gate, "send:unpacked", FEW)
     handoff = early(p, d, LENGTH, seed=406)
@@ -124,6 +125,7 @@ def test_blocks_cannot_be_copied(
 ) -> None:
     """No completion, whichever side it was, and D is told why."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
+    introduce(p, d)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=408)
     copies(p, d, copying).call(stagingfaults.fail_copies, copying, FEW)

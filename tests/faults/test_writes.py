@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -57,6 +57,7 @@ def test_one_write_fails(
 ) -> None:
     """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
+    introduce(p, d)
     p.call(wirefaults.on_posts, fault, FEW if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=370), order)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
@@ -86,6 +87,7 @@ def test_write_does_not_end(
 ) -> None:
     """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
     p, d = fleet.get(engines.with_packing(engines.P_IMPATIENT, packing), d_spec)
+    introduce(p, d)
     d.call(wirefaults.watch)
     p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0, 1)
     handoff = send(p, d, prompt(LENGTH, seed=372), order)
@@ -110,6 +112,7 @@ def test_write_does_not_end(
 def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """P's blocks are read until the last WRITE has ended, though the lease would be over."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0)
     d.call(wirefaults.on_messages, "drop", "heartbeat")
     handoff = send(p, d, prompt(LENGTH, seed=374), order)
@@ -128,6 +131,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
 def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     """Whatever P says once may be lost: D asks again, or its deadline ends the request."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
+    introduce(p, d)
     d.call(wirefaults.on_messages, "drop", kind, "", 1, "in")
     handoff = early(p, d, LENGTH, seed=375)
     if kind == "fail":
@@ -170,6 +174,7 @@ def test_message_of_d_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
 @pytest.mark.parametrize("kind", ["completion", "fail", "accepted", "pong"])
 def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     p, d = fleet.get(engines.P, engines.D)
+    introduce(p, d)
     p.call(wirefaults.on_messages, "duplicate", kind)
     handoff = early(p, d, LENGTH, seed=379)
     if kind == "fail":

@@ -131,7 +131,7 @@ def python(source: str, name: str = "step", share: float = 1.0) -> Step:
 def test_steps_run_one_after_the_other_and_what_they_say_is_kept(tmp_path: Path) -> None:
     said: list[str] = []
     two = [python("print('one')", "first"), python("import os; print('two'); print(os.getcwd())", "second")]
-    ran = runner(tmp_path, SECONDS, said).part("push", two)
+    ran = runner(tmp_path, 5 * SECONDS, said).part("push", two)
     assert [(each.name, each.ending, each.status) for each in ran] == [
         ("push-first", Ending.WELL, 0),
         ("push-second", Ending.WELL, 0),
