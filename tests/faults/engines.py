@@ -13,7 +13,7 @@ Packing = Literal["auto", "packed", "gather"]
 PEER_TIMEOUT_S = 8
 WRITE_TIMEOUT_S = 4
 LEASE_S = 2
-REGISTRATION_TIMEOUT_S = 4
+REGISTRATION_TIMEOUT_S = 8
 # Seconds that a test allows on top of a deadline, for a busy machine.
 GRACE_S = 10.0
 
