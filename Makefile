@@ -12,10 +12,10 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then every test but the exhaustive ones, in two workers (ARGS="tests/unit -k config" chooses)
+test: ## run check, then every test but the exhaustive ones: 18 minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
-test-fast: ## only tests without engines and other processes, for while you work
+test-fast: ## only tests that start no engines, for while you work: 3 minutes
 	@scripts/test --fast $(ARGS)
 
 test-all: ## run check, then all tests
