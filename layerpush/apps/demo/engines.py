@@ -204,12 +204,9 @@ class Engine:
     def signal(self, signum: int) -> None:
         """Send ``signum`` to the server and all its children. A client passes on no SIGSTOP and no SIGCONT."""
         if self.members():
-            groups = [self.group]
-            if signum in (signal.SIGSTOP, signal.SIGCONT) and self._forked is not None:
-                groups = [self._forked]
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
-                    os.killpg(group, signum)
+            group = self._forked if signum in (signal.SIGSTOP, signal.SIGCONT) else None
+            with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
+                os.killpg(group or self.group, signum)
 
     def members(self) -> list[int]:
         """Pids of the server, its children and its client that are alive. Reaps the server when it has ended."""
