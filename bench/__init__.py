@@ -7,10 +7,10 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 """The committed results, which the documentation shows. Commands write here only if an option says so."""
 OUTPUT = Path(__file__).parents[1] / "build" / "bench"
-"""Where commands write by default; git ignores it."""
+"""The folder that commands write into by default; git ignores it."""
 
 
 def write(path: Path, result: Mapping[str, object]) -> None:
-    """One JSON object; the folder is made if need be."""
+    """Write one JSON object. Creates the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -53,7 +53,7 @@ class Rival:
         self.one, self.other, self.product = factors.unbind()
 
     def measure(self, max_programs: int, rounds: int) -> Contention:
-        """Alone and beside take turns, ``rounds`` times."""
+        """Time the products alone and beside gathering, in turn, ``rounds`` times."""
         self._products(2, max_programs)  # compiles and warms up
         seconds, _ = self._products(0, max_programs)
         took = self._gathering_s(max_programs)

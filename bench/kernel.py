@@ -28,7 +28,7 @@ DIRECTIONS = ("gather", "scatter")
 TORCH = {"gather": "index_select", "scatter": "index_copy_"}
 POOL_FACTOR = 2  # a cache has twice the blocks that are moved
 POISON = 0xFF
-# More than caches hold; and while a GPU writes them, the launch to be timed gets ready.
+# More than caches hold. While a GPU writes them, the CPU prepares the timed launch.
 FLUSH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 DEFAULT_MOST_MIB = {"cuda": 2048, "cpu": 128}
 Way = Callable[[], object]

@@ -49,7 +49,7 @@ class Times:
 
 @dataclass
 class Series:
-    """All requests of one way: their times, and how long each round of ``streams`` at a time took."""
+    """All requests of one way: their times, and the duration of each round of ``streams`` requests at a time."""
 
     times: list[Times] = field(default_factory=list)
     round_ms: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Cell:
     proxied: Series = field(default_factory=Series)
 
     def added(self, part: Part) -> Difference:
-        """By how many milliseconds the proxy's median is later."""
+        """Milliseconds of the median through the proxy less those of the median straight to D."""
         return difference_of_medians(self.proxied.raw(part), self.direct.raw(part), SEED)
 
     def ratio(self, part: Part) -> Ratio:

@@ -63,7 +63,7 @@ class LayerwisePushConnector(NixlPushConnector):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeardStats:
-        """A report from ``to_dict`` of another process. Front end's process."""
+        """A report that another process has sent; empty if ``data`` is None. Front end's process."""
         return HeardStats(data)
 
     @classmethod

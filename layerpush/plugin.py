@@ -17,7 +17,7 @@ class ConnectorNameError(RuntimeError):
 
 
 def register() -> None:
-    """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check its requests in vLLM's front end.
+    """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check requests in vLLM's front end.
 
     Also patches busy waits if LAYERPUSH_CALM asks. Idempotent and lazy: the connector and NIXL are imported when vLLM
     creates a connector of that name, and the front end is patched when vLLM imports it.
@@ -40,7 +40,7 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_CLASS)
     except ValueError as taken:
-        # Only here is the holder of the name imported: the message has to name it.
+        # Import the holder of the name only in this case: the message has to name it.
         holder = _holder()
         if holder != f"{CONNECTOR_MODULE}.{CONNECTOR_CLASS}":
             raise ConnectorNameError(

@@ -13,9 +13,9 @@ from bench.pair.tables import Draw
 from layerpush_kernels import LayerTable, layer_table, scatter_blocks
 
 SIDE = {"cpu": 256, "cuda": 4096}
-"""Of the square matrices: a product takes less than a millisecond, as an operation of a model does."""
+"""Side of the square matrices. A product takes less than a millisecond, as an operation of a model does."""
 ATTENTION_SHARE = 1 / 3
-"""Of a layer's products come before its KV is reported as ready; the others are its MLP."""
+"""Share of a layer's products before its KV is reported as ready. The others are its MLP."""
 TRIES = 5
 
 
@@ -45,7 +45,7 @@ class Products:
             torch.mm(self._one, self._other, out=self._out)
 
     def _seconds(self) -> float:
-        """Of one product, when warm; the fastest counts, for whatever disturbs it makes it slower."""
+        """Seconds of one warm product. The fastest try counts, because disturbances only make it slower."""
         tries = []
         for _ in range(TRIES + 1):
             start = time.perf_counter()
@@ -56,7 +56,7 @@ class Products:
 
 
 class Prompts:
-    """Where the KV of all requests of a case goes on P, step by step."""
+    """Writes the KV of all requests of a case into P's cache, step by step."""
 
     def __init__(self, cache: Cache, draws: Sequence[Draw], noise: Noise) -> None:
         self._table: LayerTable = layer_table(cache.slots)
@@ -66,11 +66,11 @@ class Prompts:
         self._sources = [torch.tensor(draw.sources, dtype=torch.int32) for draw in draws]
 
     def place(self, first: int, end: int) -> list[tuple[int, torch.Tensor]]:
-        """For blocks ``[first, end)`` of each request: which block of a layer's KV is the first, and where they go."""
+        """For blocks ``[first, end)`` of each request: the first one's index in a layer's KV, and all their ids."""
         return [(index * len(ids) + first, ids[first:end].to(self._device)) for index, ids in enumerate(self._sources)]
 
     def store(self, turn: int, layer: int, places: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """As attention writes keys and values: one operation for each request's blocks."""
+        """Write a layer's KV as attention does: one operation for each request's blocks."""
         size = self._block_bytes
         whole = self._noise.layer(turn, layer, size * sum(map(len, self._sources)))
         for first, ids in places:

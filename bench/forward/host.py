@@ -33,7 +33,7 @@ class PairHost:
         self.problems: list[str] = []
 
     def expects(self, request_ids: tuple[str, ...]) -> None:
-        """Main thread, while nothing is pushed."""
+        """Expect the registrations and the ends of these requests. Main thread, while no push runs."""
         self._unknown, self._running = set(request_ids), set(request_ids)
         for event in (self.all_known, self.all_over) if request_ids else ():
             event.clear()
@@ -86,4 +86,4 @@ class PairHost:
         return encode_completion(registration.request_id, 1)
 
     def release(self, request_id: str) -> None:
-        """Nobody else waits for the blocks."""
+        """Does nothing: no scheduler holds the blocks."""

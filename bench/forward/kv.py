@@ -10,11 +10,11 @@ UNIT_BYTES = 64
 UNITS = 1 << 14
 SLACK_BYTES = UNITS * UNIT_BYTES
 TURN_UNITS = 131
-"""So that layers of one forward and of the next ones differ; more than the layers of any model here."""
+"""Distance of two forwards' slices. It exceeds the layers of any model here, so that consecutive forwards differ."""
 
 
 class Noise:
-    """``size`` bytes, and some more, none of them poison; the KV of a layer is a cut of them."""
+    """``size`` bytes and ``SLACK_BYTES`` more, none of them poison. The KV of a layer is a slice of them."""
 
     def __init__(self, size: int, seed: int, device: torch.device) -> None:
         self.bytes = torch.empty(size + SLACK_BYTES, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""How long a thread had to wait for a core."""
+"""The time for which a thread waited for a core."""
 
 from __future__ import annotations
 

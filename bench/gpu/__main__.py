@@ -1,4 +1,4 @@
-"""``scripts/gpu-bench``, once there is an interpreter."""
+"""The program that ``scripts/gpu-bench`` runs, once it has chosen an interpreter."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def main(
 
 
 def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
-    """The exit status. Writes the record after each part."""
+    """Run the parts and return the exit status. Writes the record after each part."""
     out.mkdir(parents=True, exist_ok=True)
     record = provenance(seed=0) | {"minutes": minutes}
     done: dict[str, list[Ran]] = {}

@@ -45,9 +45,9 @@ def missing_modules(parts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:
-    """For every step: this checkout's code, offline, without variables that keep two processes from sharing GPU memory.
+    """The environment of every step: this checkout's code, offline, no variable that prevents sharing of GPU memory.
 
-    ``plugin`` is a folder to make layerpush known to vLLM in, where it is not installed.
+    ``plugin`` is a folder for metadata, by which vLLM finds layerpush if it is not installed.
     """
     kept = {name: value for name, value in inherited.items() if name not in ALLOCATOR}
     paths = [str(ROOT), str(ROOT / "kernels"), *_plugin_path(plugin), *filter(None, [inherited.get("PYTHONPATH")])]
@@ -68,7 +68,7 @@ def _plugin_path(folder: Path) -> list[str]:
 
 
 def write_metadata(folder: Path) -> None:
-    """The metadata that ``pip install`` would write for layerpush, without its files."""
+    """Write the metadata that ``pip install`` would write for layerpush, without its list of files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = project["entry-points"][GROUP]
     information = folder / f"{project['name']}-{layerpush.__version__}.dist-info"

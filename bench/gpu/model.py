@@ -37,14 +37,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """The ``config.json``: as Llama 3.1's, but for the scaling of its rotations, which no random weight knows of."""
+    """The ``config.json``: as Llama 3.1's, but without RoPE scaling, which random weights do not need."""
     return shape.config() | {"torch_dtype": "bfloat16", "rope_theta": ROPE_THETA}
 
 
 def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
-    """With a tokenizer. False if it is there already. Weights depend on shape and kind of device.
+    """Write a model and its tokenizer. False if they are there already. Weights depend on shape and kind of device.
 
-    Each layer is a file of its own, so that it takes the memory of one layer only.
+    Each layer is a file of its own, so that writing takes the memory of one layer only. Raises ``FileExistsError`` if
+    the folder has other files.
     """
     stamp = json.dumps({"format": FORMAT, "device": device.type, **asdict(shape)}, sort_keys=True)
     mark = target / STAMP

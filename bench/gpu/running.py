@@ -58,7 +58,7 @@ class Runner:
     grace_s: float = GRACE_S
 
     def part(self, name: str, steps: Sequence[Step]) -> list[Ran]:
-        """Those that were begun. The first that goes wrong ends the part."""
+        """Run the steps of a part. Returns those that were begun: the first that fails ends the part."""
         began, ran = time.monotonic(), []
         for step in steps:
             left = self.limit_s - (time.monotonic() - began)

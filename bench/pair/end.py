@@ -24,7 +24,7 @@ SCRATCH_BYTES = SCRATCH_PIECES * PIECE_BYTES
 
 
 class End:
-    """``memory`` becomes the KV cache of each geometry in turn, ``ring`` the staging ring. Both are known to NIXL."""
+    """``memory`` becomes the KV cache of each geometry in turn, ``ring`` the staging ring. NIXL has registered both."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         torch.set_num_threads(1)
@@ -43,7 +43,7 @@ class End:
         return self.device.index or 0
 
     def descriptors(self, agent: str, base: int, size: int, element: int, device_id: int) -> Any:
-        """Memory of ours (``"NIXL_INIT_AGENT"``) or of another agent as a list of ``element`` bytes each."""
+        """A NIXL descriptor list, ``element`` bytes each, of our memory (``"NIXL_INIT_AGENT"``) or another agent's."""
         rows = np.empty((size // element, 3), dtype=np.uint64)
         rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
         rows[:, 1] = element
@@ -83,13 +83,13 @@ def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Te
 
 
 def fill_with_noise(memory: torch.Tensor, seed: int) -> None:
-    """The same bytes in every process, none of them the poison."""
+    """Fill with the same bytes in every process, none of them poison."""
     generator = torch.Generator(memory.device).manual_seed(seed)
     memory.random_(0, POISON, generator=generator)
 
 
 def strays(memory: torch.Tensor) -> int:
-    """How many bytes of it are not poison. Looks at a piece at a time: a copy of it all may not fit."""
+    """The number of bytes that are not poison. Compares piece by piece: a copy of all memory may not fit."""
     return sum(int((piece != POISON).sum()) for piece in memory.split(LOOK_BYTES))
 
 

@@ -56,12 +56,12 @@ class PrefillSide:
         return True
 
     def _names(self, count: int) -> tuple[str, ...]:
-        """Ids of so many new requests."""
+        """Ids of ``count`` new requests."""
         self._requests += count
         return tuple(f"request-{self._requests - index}" for index in range(count))
 
     def _check_rest(self, cache: Cache, where: str) -> None:
-        """Nothing was written outside D's blocks, and both rings are free. Raises ``WrongBytesError``."""
+        """Check that only D's blocks were written and that both rings are free. Raises ``WrongBytesError``."""
         raise_if_wrong(self._ask(CheckRest()), where)
         if not cache.is_unused:
             raise WrongBytesError(f"{where}: not all spans of P's ring were given back")
@@ -90,7 +90,7 @@ class DecodeSide:
         """A message of P's that is not for the unpacker."""
 
     def serve(self) -> None:
-        """Until P hangs up."""
+        """Serve P until it hangs up."""
         while True:
             self._turn()
             if self._prefill.poll(self._pause):
@@ -99,7 +99,7 @@ class DecodeSide:
                 self._prefill.send(answer)
 
     def _meet(self, digest: bytes) -> None:
-        """``digest`` is of the bytes that P must have, too."""
+        """Introduce D and P to each other. Raises ``RuntimeError`` unless P has bytes with this digest, too."""
         self._prefill.send(_introduction(self._end, digest))
         other: Introduction = self._prefill.recv()
         if digest != other.digest:
@@ -133,7 +133,7 @@ class DecodeSide:
                 return self.obey(order)
 
     def _wrong_bytes(self, targets: Sequence[int], expected: Iterable[torch.Tensor]) -> int:
-        """How many bytes of these blocks are not as ``expected``: ``uint8 [blocks, block_bytes]`` for each layer.
+        """The number of wrong bytes in these blocks. ``expected``: ``uint8 [blocks, block_bytes]`` for each layer.
 
         Poisons the blocks.
         """

@@ -22,7 +22,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class UseCache:
-    """To D: its memory is the cache of so many layers now, with blocks of so many bytes."""
+    """To D: from now on its memory is a cache of ``layers`` layers with blocks of ``block_bytes`` bytes."""
 
     block_bytes: int
     layers: int

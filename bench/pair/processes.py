@@ -52,7 +52,7 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """P ends when its connection is closed, D when P's is."""
+        """P ends when this closes P's connection, D when P has ended."""
         if hasattr(self, "_command"):
             self._command.close()
         for process in self._processes.values():

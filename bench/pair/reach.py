@@ -1,4 +1,4 @@
-"""P's ways into D's cache and ring, for one geometry: prepared with NIXL once, as a worker does."""
+"""P's routes to D's cache and ring, for one geometry. Prepared with NIXL once, as in a worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reach:
         return PackingStrategy(self.packer, self.cache.layout, packing, self._prior)
 
     def calibrate(self, strategy: PackingStrategy, pause: float) -> None:
-        """As a worker does when a decode engine first offers its ring."""
+        """Calibrate as a worker does when a decode engine first offers its ring."""
         strategy.calibrate(DECODE, self._end.transport, self.ring)
         while strategy.is_busy:
             strategy.turn()

@@ -16,8 +16,8 @@ POISON = 0xEE
 class Settings:
     """``cache_bytes`` are those of each side's KV cache, ``agent_threads`` those of NIXL's pool.
 
-    ``progress`` is NIXL's progress thread, one turn a millisecond, a busy loop or none; ``polls`` how often both
-    sides poll: as an engine's writer thread does, or without a pause. ``corrupt`` damages D before it is checked.
+    ``progress`` chooses NIXL's progress thread: one turn a millisecond, a busy loop, or none. ``polls``: both sides
+    poll as often as an engine's writer thread, or without a pause. ``corrupt`` damages D before it is checked.
     """
 
     seed: int = 0

@@ -58,7 +58,7 @@ class Unpacking:
             self._end.transport.notify(answer.agent, encode(answer.message))
 
     def leftovers(self) -> str | None:
-        """The problem with an idle ring, or None."""
+        """The problem if an idle ring is not free, else None."""
         deadline = time.monotonic() + SETTLE_S
         while self._unpacker.is_busy and time.monotonic() < deadline:
             self.turn()

@@ -95,7 +95,7 @@ def main(
 
 
 def _folder(path: Path, out: Path | None) -> Path:
-    """Where pictures of a result go: beside it, but not into the committed results."""
+    """The folder for a result's pictures: beside the result, but not in the committed results."""
     return out or (OUTPUT if path.resolve().parent == RESULTS else path.parent)
 
 

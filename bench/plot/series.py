@@ -84,7 +84,7 @@ def of_forward(result: Mapping[str, Any]) -> list[Series]:
 
 
 def in_order(series: Iterable[Series]) -> dict[str, list[Series]]:
-    """By mode, in the order in which they come; the shortest prompt first."""
+    """The series by mode, modes in the order of ``series``; the shortest prompt first."""
     modes: dict[str, list[Series]] = {}
     for one in series:
         modes.setdefault(one.mode, []).append(one)
@@ -108,6 +108,6 @@ def _flat(figures: Mapping[str, Any] | None) -> tuple[float, ...]:
 
 
 def _ratios(ratios: Mapping[str, Mapping[str, float]], mode: str) -> dict[str, Ratio]:
-    """Those of ``mode/other``, by the other."""
+    """The ratios of ``mode`` to other modes, by the other mode."""
     pairs = {tuple(name.split("/")): ratio for name, ratio in ratios.items()}
     return {other: Ratio(**ratio) for (one, other), ratio in pairs.items() if one == mode}

@@ -87,7 +87,7 @@ class Cell:
         return self.ways[self.chosen].median_s / self.ways[self.best].median_s
 
     def ratio(self, way: str, other: str) -> Ratio:
-        """Of medians, with its interval."""
+        """The ratio of the medians of two ways, with its interval."""
         return ratio_of_medians(self.ways[way].seconds, self.ways[other].seconds)
 
     @classmethod

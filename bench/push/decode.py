@@ -20,7 +20,7 @@ from layerpush.core.wire import Registration
 
 
 class DecodeEnd(DecodeSide):
-    """``expected`` are the bytes of P's cache, made from the same seed."""
+    """Compares D's blocks with the bytes of P's cache, which it makes from the same seed."""
 
     def __init__(self, prefill: Connection, settings: Settings) -> None:
         super().__init__(prefill, settings)
@@ -43,7 +43,7 @@ class DecodeEnd(DecodeSide):
         return None
 
     def _check(self, draw: Draw) -> str | None:
-        """Whether the blocks are P's; poisons them."""
+        """The problem if the blocks are not P's, else None. Poisons the blocks."""
         assert self._cache is not None
         sources = torch.tensor(draw.sources, device=self._end.device)
         block_bytes, layers = self._cache.slots[0].shape[1], len(self._cache.slots)

@@ -29,7 +29,7 @@ class DriverError(RuntimeError):
 
 
 def arguments(plan: Plan, call: Call, url: str, model: Sequence[str], prompts: int | None = None) -> list[str]:
-    """Of one call of ``vllm bench serve``, less where the result goes. ``model``: how to name model and tokenizer."""
+    """Arguments of one call of ``vllm bench serve``, without the result's path. ``model``: those for the model."""
     load = call.cell.load
     if load.rate is None:
         pace = ["--max-concurrency", str(load.concurrency)]
@@ -121,7 +121,7 @@ class Driver:
 
 
 def _environment() -> dict[str, str]:
-    """Without the HTTP proxies that vLLM's client would use for engines on this machine, too."""
+    """The environment, without the HTTP proxies that vLLM's client would use for engines on this machine, too."""
     inherited = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return inherited | {

@@ -105,7 +105,7 @@ class Lineup:
         return self._spec(f"{name}-decode", "decode", STOCK.get(mode, CONNECTOR), None, {}, self.decode_place)
 
     def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
-        """In front of the engines at these URLs."""
+        """The proxy of a mode, in front of the engines at these URLs."""
         sequential = dispatch_of(mode) == "sequential"
         name = f"{mode}-proxy"
         return ProxySpec(name, "plain", self.model.path, prefill=prefill, decode=decode, sequential=sequential)
@@ -131,7 +131,7 @@ class Lineup:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """For so many requests and one more: a prompt need not wait until the blocks of the last one are free."""
+        """Room for ``streams`` requests and one more, so that a prompt need not wait for the blocks of the last one."""
         if self.model.kv_bytes_per_token is None:
             return None
         return ((self.streams + 1) * self.max_model_len + 4 * BLOCK_SIZE) * self.model.kv_bytes_per_token
@@ -175,7 +175,7 @@ def dispatch_of(mode: str) -> str:
 
 
 def longest_prompt(positions: int, answer_tokens: int) -> int:
-    """The longest prompt for a model of so many positions, in tokens."""
+    """The longest prompt for a model with so many positions, in tokens."""
     return positions - answer_tokens - ROOM_TOKENS
 
 

@@ -51,16 +51,16 @@ class Measured(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_per_s(self) -> list[float]:
-        """Of answers."""
+        """Answer tokens per second."""
         return [sum(self.answer_tokens) / self.duration_s]
 
     def add_prefills(self, prefills: Histogram | None) -> None:
-        """Prefill times of all requests, of P or the aggregated engine."""
+        """Set the mean prefill time, from the histogram of P or of the aggregated engine."""
         if prefills is not None and prefills.mean is not None:
             self.prefill_ms = [1e3 * prefills.mean]
 
     def add_transfers(self, since: Mapping[str, Histogram]) -> None:
-        """NIXL's histograms of all requests."""
+        """Set the means per request, from NIXL's histograms."""
         if since and since[TRANSFER].count:
             requests = len(self.ttft_ms)
             self.transfer_ms = [1e3 * since[TRANSFER].total / requests]
@@ -69,7 +69,7 @@ class Measured(msgspec.Struct, kw_only=True):
             self.bytes = [since[BYTES].total / requests]
 
     def add_figures(self, figures: Sequence[Figures]) -> None:
-        """Figures of each request, from P's trace."""
+        """Set the figures of each request, from P's trace."""
         self.exposed_ms = [each.exposed_ms for each in figures]
         self.transfer_ms = [each.transfer_ms for each in figures]
         self.writes = [float(each.writes) for each in figures]

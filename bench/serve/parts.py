@@ -17,7 +17,7 @@ SETTINGS = "settings.json"
 
 
 class PartsError(RuntimeError):
-    """There is an unfinished run where none may be, or none where one has to be, or another one."""
+    """An unfinished run exists without --resume. Or with it: none exists, or it has other settings."""
 
 
 class Parts:
@@ -58,7 +58,7 @@ class Parts:
         self.calls.append(call)
 
     def remove(self) -> None:
-        """The result has all that was here."""
+        """Delete the folder, once the result has all calls."""
         shutil.rmtree(self.folder)
 
     def _files(self) -> list[Path]:

@@ -24,10 +24,10 @@ class Pushes:
         self._seen = {_key(push) for push in read_pushes(directory)}
 
     def new(self, requests: int) -> list[list[PushRecord]]:
-        """Those since the last time, by request in the order in which they ended, and of each rank.
+        """The pushes since the last call: for each request those of its ranks. Requests are in the order of their ends.
 
-        P writes its trace at about the time when D begins to answer: waits a little for what is late. A proxy's own
-        questions are left out.
+        P writes its trace at about the time when D begins to answer, so this waits a little for late records. It leaves
+        out a proxy's probes.
         """
         deadline = time.monotonic() + self._patience_s
         while True:

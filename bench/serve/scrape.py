@@ -39,7 +39,7 @@ class Histogram:
 
 
 def histograms(url: str, names: Collection[str]) -> dict[str, Histogram]:
-    """Those of ``names`` at ``url``/metrics; one that is not there is empty. Raises ``OSError``."""
+    """The histograms ``names`` at ``url``/metrics; a missing one is empty. Raises ``OSError``."""
     with _no_proxy.open(f"{url}/metrics", timeout=TIMEOUT_S) as response:
         return parsed(response.read().decode(), names)
 
@@ -71,7 +71,7 @@ class Meter:
     def since(self, requests: int) -> dict[str, Histogram]:
         """The observations since the ``Meter`` was made; empty if the server has no metrics.
 
-        Waits a little until there are so many observations: engines report from time to time.
+        Waits a little for ``requests`` observations, because engines report from time to time only.
         """
         deadline = time.monotonic() + self._patience_s
         while self._before:
@@ -91,7 +91,7 @@ class Meter:
             return {}
         try:
             return histograms(self._url, self._names)
-        except OSError as error:  # times of requests are worth having without
+        except OSError as error:  # the times of requests are useful without metrics
             self.problems.append(f"{self._url}/metrics: {error}")
             return {}
 
@@ -114,7 +114,7 @@ def _tasks(process: Path) -> list[Path]:
 
 
 def _cpu_s(task: Path) -> float:
-    """To the nanosecond where the kernel counts so, else in clock ticks."""
+    """CPU seconds of a thread: to the nanosecond where the kernel counts so, else in clock ticks."""
     exact = _text(task / "schedstat").split()
     if exact:
         return int(exact[0]) / 1e9

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SPACE = "▁"
-"""Is a part of each token: vLLM refuses texts that are longer than so many of the longest token."""
+"""A part of each token, because vLLM limits the characters of a text to its token limit times the longest token."""
 
 
 def write_tokenizer(directory: Path, vocabulary: int, longest: int, config: Mapping[str, object]) -> Path:

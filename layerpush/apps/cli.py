@@ -87,7 +87,7 @@ def demo(
 ) -> None:
     """Push KV layer by layer from a real vLLM prefill engine to a real decode engine, over real NIXL, on the CPU.
 
-    The demo pushes the same prompts three ways (by layer, by chunk, whole request). For each way it prints the
+    The demo pushes the same prompts four ways (auto, by layer, by chunk, whole request). For each way it prints the
     exposed time, which the transfer adds after prefill. It compares all tokens with those of one plain engine.
 
     Example:  layerpush demo --prompts 2 --json demo.json --keep-logs logs

@@ -53,7 +53,7 @@ class Finding:
 
 
 class Result(NamedTuple):
-    """What a check returns: a finding without the check's name."""
+    """The return value of a check: a finding without the check's name."""
 
     verdict: Verdict
     found: str

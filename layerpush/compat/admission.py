@@ -1,7 +1,7 @@
 """vLLM's front end refuses a request with bad `kv_transfer_params` and tells its client the reason.
 
-vLLM's NIXL connector is slow to import, and most vLLM processes have no front end. So this module imports neither: it
-patches the front end when vLLM imports it.
+vLLM's NIXL connector is slow to import, and most vLLM processes have no front end. So this module imports neither the
+connector nor the front end: it patches the front end when vLLM imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FRONT_END = "vllm.v1.engine.input_processor"
 
 
 class ConnectorSettings(NamedTuple):
-    """What decides which params one layerpush connector of an engine takes."""
+    """The settings by which one layerpush connector of an engine accepts or refuses params."""
 
     role: KvRole
     config: LayerPushConfig

@@ -41,7 +41,7 @@ def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
 
 
 def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> CacheLayout:
-    """Where each layer lies in the KV cache that the worker has registered. After ``register_kv_caches``.
+    """The layout of the KV cache that the worker has registered. Call it after ``register_kv_caches``.
 
     Raises ``LayoutError``.
     """
@@ -87,7 +87,7 @@ def only_decodes(vllm_config: VllmConfig) -> bool:
 
 
 def device_of(kv_caches: dict[str, Any]) -> torch.device:
-    """Where the KV cache lives; a Mamba layer's is a sequence of tensors."""
+    """The device of the KV cache. A Mamba layer's cache is a sequence of tensors."""
     cache = next(iter(kv_caches.values()))
     tensor: torch.Tensor = cache[0] if isinstance(cache, list | tuple) else cache
     return tensor.device

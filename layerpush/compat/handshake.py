@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 
 
 class _HandshakeAnswer(msgspec.Struct):
-    """The fields of ``NixlHandshakePayload`` that distinguish incarnations of an engine."""
+    """Fields of ``NixlHandshakePayload``. A restart of the engine changes ``agent_metadata_bytes``."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes

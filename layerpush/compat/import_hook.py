@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ImportHook(MetaPathFinder, ABC):
-    """Finds the modules `names` with the other finders and has each `patch`ed right after its code ran."""
+    """Finds the modules `names` through the other finders, and calls `patch` for each right after its code has run."""
 
     names: frozenset[str]
 

@@ -46,7 +46,7 @@ class SendLeases:
 
     @contextlib.contextmanager
     def posting(self, request_id: str) -> Iterator[bool]:
-        """While WRITEs of a whole request are posted; False if its lease has ended. Writer thread."""
+        """A context for posting the WRITEs of a whole request. Yields False if its lease has ended. Writer thread."""
         with self._lock:
             lives = request_id not in self._expired
             if lives:
@@ -66,7 +66,7 @@ class SendLeases:
 def extend(deadlines: Deadlines, named: set[str], until: float) -> None:
     """A heartbeat names requests: their leases end at ``until`` or later. Main thread.
 
-    A router that asks both engines at once gives P's request another suffix than D's, so base ids must suffice.
+    A router that asks both engines at once gives P's request another suffix than D's, so equal base ids suffice.
     """
     bases = {get_base_request_id(name) for name in named}
     for request_id in deadlines:

@@ -1,4 +1,4 @@
-"""Whether and where this rank writes into a connected decode engine, as vLLM's tensor-parallel logic decides it.
+"""Finds out from vLLM's tensor-parallel logic whether and where this rank writes into a connected decode engine.
 
 Writer thread.
 """
@@ -27,7 +27,7 @@ class RankTarget(NamedTuple):
 def discover_link(
     worker: NixlPushConnectorWorker, engine_id: str, note_writes: Callable[[ReqMeta], list[RankTarget]]
 ) -> Link:
-    """The way to a connected decode engine. ``note_writes`` has vLLM push a made-up request, and posts nothing."""
+    """The link to a connected decode engine. ``note_writes`` has vLLM push a made-up request, and posts nothing."""
     reason = refusal(worker, engine_id)
     targets: list[RankTarget] = []
     if reason is None:
@@ -77,7 +77,7 @@ def agent_name(name: str | bytes) -> str:
 
 
 def _share(worker: NixlPushConnectorWorker, engine_id: str) -> float:
-    """Which part of each of our blocks one decode rank gets: 1.0, or less where ranks split the heads."""
+    """The part of each of our blocks that one decode rank gets: 1.0, or less where ranks split the heads."""
     assert worker.transfer_topo is not None
     remote = worker.transfer_topo.get_engine_info(engine_id)
     ratio = worker.transfer_topo.tp_ratio(remote.remote_tp_size)

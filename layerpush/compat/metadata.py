@@ -15,11 +15,11 @@ class LayerwiseMetadata(NixlConnectorMetadata):
 
     step_plan: StepPlan = StepPlan()
     prompt_digests: Mapping[str, str] = MappingProxyType({})
-    """Digests of the prompts that this prefill engine has begun with, by request id."""
+    """Digests of the prompts that this prefill engine has begun, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
     """Loads that this decode engine cancels: request id -> reason."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    """W3C headers of an OpenTelemetry trace, by id of the requests that came with them since the last step."""
+    """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
     @classmethod
     def extending(

@@ -42,7 +42,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
     def take_staged_registration(self, request_id: str, blocks: KVCacheBlocks) -> StagedRegistration | None:
         """The registration that vLLM has just staged for these blocks, once for each; None if it staged none.
 
-        vLLM's own deadline for it ends here: vLLM would only log, and forget the request.
+        This removes vLLM's own deadline for it: there vLLM would only log, and forget the request.
         """
         if self._push_registration_deadlines.pop(request_id, None) is None:
             return None

@@ -132,7 +132,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._loop.put(loop)
 
     def join_writer(self, timeout_s: float) -> bool:
-        """Wait until the loop has returned; whether it has. True without a thread, or after a failed initialiser."""
+        """Wait until the loop has returned. False if it still runs. True if it never started."""
         thread = getattr(self, "_push_writer_thread", None)
         if thread is None:
             return True
@@ -148,7 +148,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         return super().get_transfer_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """None: a failed load is named by its request. By then others may have these blocks, and would suffer."""
+        """Always empty: a failed load is reported by request. By then other requests may have its blocks."""
         super().get_block_ids_with_load_errors()
         return set()
 
@@ -296,7 +296,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             return
         assert self.transfer_topo is not None
         if not self._departed:
-            # The main thread may be about to account for a load from this engine: a KeyError there ends ours.
+            # The main thread may be about to account for a load from this engine: a KeyError there ends our engine.
             self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
         self._departed.note(engine_id, self.transfer_topo.get_engine_info(engine_id))
         self._cleanup_remote_engine(engine_id, log_eviction=False)
@@ -319,11 +319,11 @@ class VllmPushWorker(NixlPushConnectorWorker):
             raise MismatchError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
 
     def counts_blocks_like(self, engine_id: str) -> bool:
-        """Whether a block here is as many tokens as one on a connected decode engine."""
+        """Whether a block here has as many tokens as one on a connected decode engine."""
         return refusal(self, engine_id) is None
 
     def discover_link(self, engine_id: str) -> Link:
-        """The way to a connected decode engine."""
+        """The link to a connected decode engine."""
         return discover_link(self, engine_id, self._note_writes)
 
     def _note_writes(self, request: ReqMeta) -> list[RankTarget]:

@@ -27,7 +27,7 @@ def own_ring(worker: NixlPushConnectorWorker, base: int, size: int, element: int
 
 
 def peer_ring(worker: NixlPushConnectorWorker, agent: str, window: Window) -> Any:
-    """A decode rank's ring as a list of pieces. Raises NIXL's errors, as for memory that the rank does not have."""
+    """A decode rank's ring as a list of pieces. Raises NIXL's errors, one if the rank lacks that memory."""
     return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenTelemetry hook, ``vllm.tracing``: where spans go when an engine has ``--otlp-traces-endpoint``."""
+"""vLLM's OpenTelemetry hook, ``vllm.tracing``. It exports spans if an engine has ``--otlp-traces-endpoint``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUEST_ID: str = SpanAttributes.GEN_AI_REQUEST_ID
 
 
 def traces_requests(vllm_config: VllmConfig) -> bool:
-    """Whether this engine exports spans; its workers' tracers are set up by then."""
+    """Whether this engine exports spans. If so, vLLM sets up the tracers of its workers."""
     return vllm_config.observability_config.otlp_traces_endpoint is not None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class BlockPool(Protocol):
-    """vLLM's block pool, as far as it is needed here: it hands out only blocks without a reference."""
+    """The part of vLLM's block pool that this module uses. The pool hands out only blocks without a reference."""
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
 
@@ -25,8 +25,8 @@ class BlockHolds:
     """A reference of our own to each registered block, from its registration until no rank expects a WRITE.
 
     The engine's reference protects a block only until the load is reported as over. A load may be reported as failed
-    while WRITEs are still possible: it is ``parked``. Our reference then lasts until every such rank has reported it as
-    ``cleared``.
+    while WRITEs are still possible: it is ``parked``. Our reference then lasts until every rank that parked the
+    load has reported it as ``cleared``.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -42,7 +42,7 @@ class BlockHolds:
 
     @property
     def outlasts_engine(self) -> bool:
-        """Whether blocks are held that the engine takes for free."""
+        """Whether any request has blocks here that the engine does not hold any more."""
         return bool(self._settled)
 
     @property
@@ -52,11 +52,11 @@ class BlockHolds:
 
     @property
     def parked_blocks(self) -> int:
-        """How many blocks those are."""
+        """How many blocks those requests have here."""
         return sum(len(self._held[request_id].blocks) for request_id in self._settled)
 
     def hold(self, request_id: str, blocks: Sequence[Any]) -> None:
-        """The request's blocks are about to be registered. An id may come again: its blocks then leave together."""
+        """Hold blocks that are about to be registered. If an id comes again, all of its blocks are freed together."""
         self._pool.touch(blocks)
         self._held.setdefault(request_id, _Held()).blocks.extend(blocks)
         self._settled.discard(request_id)
@@ -73,7 +73,7 @@ class BlockHolds:
             self._release(request_id)
 
     def settled(self, request_id: str) -> None:
-        """All ranks have reported the load as over, well or badly; the engine drops its own reference."""
+        """All ranks have reported the load as done or failed; the engine drops its own reference."""
         if request_id in self._held:
             self._settled.add(request_id)
             self._release(request_id)

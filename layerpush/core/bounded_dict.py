@@ -12,14 +12,14 @@ V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V]):
-    """The last ``limit`` entries."""
+    """Keeps the last ``limit`` entries, and older ones that are still live."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
     def note(self, key: K, value: V, is_live: Callable[[K], bool] = lambda _: False) -> None:
-        """Set an entry, and forget the oldest beyond the limit, but none whose key ``is_live``."""
+        """Set an entry, and forget the oldest ones beyond the limit. An entry whose key ``is_live`` stays."""
         self[key] = value
         self.move_to_end(key)
         for oldest in list(islice(self, max(0, len(self) - self._limit))):

@@ -82,8 +82,9 @@ def _bare(text: str) -> str:
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
-    """Parse an address, else None. An IPv4-mapped IPv6 address becomes the IPv4 address that a connection reaches.
+    """Parse an address; None if `text` is not one.
 
+    An IPv4-mapped IPv6 address becomes the IPv4 address that a connection reaches.
     `ipaddress` accepts any text as the scope of `fe80::1%eth0`; ZMQ would read a `;` or `:` in it as another address.
     """
     try:

@@ -1,6 +1,6 @@
 """Maps the blocks of a layer to NIXL descriptor ids. Pure: numbers only, no tensors.
 
-Descriptor ids are region-major on both sides: ``id = cumsum(region_blocks)[slot] + block``, where a block is a
+Descriptor ids are region-major on both sides: ``id = sum(region_blocks[:slot]) + block``, where a block is a
 kernel block. The same slot names the same layer on both sides, so one ``CacheLayout`` and the peer's region
 sizes are enough to address a WRITE.
 """
@@ -95,7 +95,7 @@ class CacheLayout:
         return tuple(region.blocks for region in self.regions)
 
     def expand(self, blocks: tuple[int, ...]) -> BlockIds:
-        """Kernel block ids of scheduler blocks: ``[2]`` is ``[4, 5]`` at two kernel blocks a page."""
+        """Kernel block ids of scheduler blocks: ``[4, 5]`` for ``[2]`` if a scheduler block has two kernel blocks."""
         pages = np.asarray(blocks, dtype=np.int32)
         if self.blocks_per_page == 1:
             return pages
@@ -105,8 +105,8 @@ class CacheLayout:
 def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks_per_page: int = 1) -> CacheLayout:
     """Find each layer's slots by address and check them.
 
-    Raises ``LayoutError`` if a layer has no region of its own, or if its regions' blocks do not add up to its page:
-    for example, if one descriptor holds a row of all layers.
+    Raises ``LayoutError`` if a layer has no region of its own, if a region belongs to no layer, or if the blocks of a
+    layer's regions do not add up to its page: for example, if one descriptor holds a row of all layers.
     """
     layers = []
     by_base = {region.base: slot for slot, region in enumerate(regions)}

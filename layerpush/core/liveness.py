@@ -39,7 +39,7 @@ class StartProbe(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReportSilent(Action):
-    """Nothing comes from the agent: its loads must know."""
+    """Nothing comes from the agent: its loads get a `Silent`."""
 
     agent: str
     reason: str
@@ -47,7 +47,7 @@ class ReportSilent(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReportGone(Action):
-    """The agent's process is dead: its loads must know."""
+    """The agent's process is dead: its loads get a `Gone`."""
 
     agent: str
     reason: str
@@ -55,13 +55,13 @@ class ReportGone(Action):
 
 @dataclass(frozen=True, slots=True)
 class Reconnect(Action):
-    """The engine is alive but cannot be sent to: forget the connection and make a new one."""
+    """The engine is alive but no message reaches it: forget the connection and make a new one."""
 
     engine_id: str
 
 
 SETTLE_S = 0.5
-"""Two probes must find that an agent has ended, this far apart: a listener that is being replaced refuses, too."""
+"""Minimum seconds between the two probes that prove an agent's end: a restarting listener refuses one, too."""
 PROBE_LOST_S = 30.0
 """A probe that has no verdict after this time will never have one."""
 
@@ -77,7 +77,7 @@ class _Agent:
     """Do not probe it earlier."""
     identified: bool = False
     pinged_at: float | None = None
-    """When the first ping was sent to which nothing has come back: silence counts from then, not from our pauses."""
+    """When the first unanswered ping was sent. Silence counts from then, so pauses of our own process do not count."""
     lost: bool = False
     """A send to it failed. Since then there is no new connection, and nothing has come from it over the old one."""
     cut: bool = False
@@ -87,7 +87,7 @@ class _Agent:
     silent: bool = False
     gone: bool = False
     unreported: bool = False
-    """It is gone, and that is still to be reported, or once more for a new session."""
+    """It is gone, and a `ReportGone` is due: the first, or another one for a new session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,20 @@ class _Probe:
 
 
 class PeerWatch:
-    """Which prefill processes are alive, of those that loads are awaited from.
+    """Watches the prefill processes from which loads are awaited.
 
-    An agent is *gone* when three things agree: a send to it failed, two probes found that it had ended, the second one
-    begun ``SETTLE_S`` or more after the first was over, and nothing came from it since before the first. Probes alone
-    prove too little: with several ranks the listener lives in another process than the writer, and may die on its own.
+    An agent is *gone* when all of this holds:
+
+    - a send to it failed;
+    - two probes found that it had ended, and the second began at least ``SETTLE_S`` after the first was over;
+    - nothing has come from it since the first probe began.
+
+    Probes alone prove too little: with several ranks the listener lives in another process than the writer, and may die
+    on its own.
 
     An agent is *identified* when it has sent a message that only layerpush sends. An identified agent is *silent* when
-    nothing has come from it for ``timeout_s``, in spite of pings for the last three quarters of it. That is no proof of
-    its death, and is reported once per silence. An agent that is not identified never answers a ping, so it is probed.
+    nothing has come from it for ``timeout_s``, in spite of pings for the last three quarters of it. Silence does not
+    prove its death, and is reported once. An agent that is not identified never answers a ping, so it is probed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -134,7 +139,7 @@ class PeerWatch:
                 agent.silent, agent.pinged_at = False, None
 
     def remove(self, engine_id: str, agents: Collection[str]) -> None:
-        """A session is over that had been added with these agents."""
+        """A session that was added with these agents is over."""
         for name in agents:
             agent = self._find(name)
             if agent is None:
@@ -148,13 +153,13 @@ class PeerWatch:
             self._reconnects.discard(engine_id)
 
     def on_message(self, name: str, now: float, identified: bool) -> None:
-        """Something came from this agent; ``identified``: a message that only layerpush sends."""
+        """A message came from this agent; ``identified``: only layerpush sends such a message."""
         agent = self._find(name)
         if agent is not None and not agent.gone:
             agent.heard_at, agent.pinged_at, agent.ended_at = now, None, None
             agent.identified |= identified
             agent.silent = False
-            agent.lost = agent.lost and agent.cut  # without a connection no send can show it again
+            agent.lost = agent.lost and agent.cut  # without a connection no send could fail and set it again
 
     def identify(self, name: str) -> None:
         """This agent was identified before anything was awaited from it."""
@@ -163,7 +168,7 @@ class PeerWatch:
             agent.identified = True
 
     def lost(self, name: str, now: float) -> None:
-        """A send to this agent failed: it is probed at once, unless that was done just now."""
+        """A send to this agent failed: it is probed at once, unless a probe ended just now."""
         agent = self._find(name)
         if agent is not None and not agent.lost:
             agent.lost = True
@@ -229,7 +234,7 @@ class PeerWatch:
         return actions
 
     def next_due(self, now: float) -> float | None:
-        """When ``due`` will return an action if nothing happens until then; ``now`` if it would already."""
+        """When ``due`` will return an action if nothing happens until then; ``now`` if one is due already."""
         times = [now] if self._reconnects else []
         for engine_id, agents in self._engines.items():
             times.append(self._next_probe(engine_id)[0])
@@ -253,7 +258,7 @@ class PeerWatch:
         return agent.pinged_at + self._timeout_s - self._beat_s
 
     def _next_probe(self, engine_id: str) -> tuple[float, str]:
-        """When to probe next, and which agent; ``StartProbe`` was given for one at a time."""
+        """The time of the engine's next probe, and its agent. One probe runs at a time."""
         running = self._probes.get(engine_id)
         not_before = -math.inf if running is None else running.started_at + PROBE_LOST_S
         wanted = [

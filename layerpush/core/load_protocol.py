@@ -1,8 +1,8 @@
-"""The protocol of one load on one decode rank: its states, the events that it takes, the actions that it asks for.
+"""The protocol of one load on one decode rank: its states, its events, its actions.
 
 A decode engine (D) registers a request with a prefill engine (P), and P's ranks write into the request's blocks. Each
-P rank that was sent the registration is an *agent*: a NIXL agent, one process in one incarnation. An agent may write
-until it has its ``FinalStatus``. The blocks belong to D's engine again when no agent may write.
+P rank that was sent the registration is an *agent*: the NIXL agent of one process. An agent may write until it has
+its ``FinalStatus``. The blocks belong to D's engine again when no agent may write.
 
 ``TRANSITIONS`` lists every event that a state accepts, and every state that it may lead to. ``load_session`` runs on
 this table, and the documentation is drawn from it.
@@ -63,7 +63,7 @@ class Completed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """This agent will not complete the push; ``drained``: and none of its WRITEs is on the wire."""
+    """This agent will not complete the push; ``drained``: none of its WRITEs is on the wire."""
 
     agent: str
     reason: str

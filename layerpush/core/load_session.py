@@ -1,8 +1,8 @@
 """One load on one decode rank as a state machine: ``(state, event, now) -> state, actions``. No I/O, no clock.
 
 A session follows one request from its registration until no prefill rank can write into its blocks. The table in
-``load_protocol`` has the events that each state accepts and the states that they may lead to. Any other event or result
-raises ``IllegalTransitionError``.
+``load_protocol`` has the events that each state accepts and the states that they may lead to. Any other event or next
+state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
@@ -78,7 +78,7 @@ class LoadSession(Machine[State, Event, Action]):
         return sum(status is FinalStatus.LANDED for status in self.statuses.values())
 
     def next_due(self, now: float) -> float | None:
-        """When a ``Tick`` will change something if nothing happens until then; ``now`` if it would already."""
+        """When a ``Tick`` will change something if nothing happens until then; ``now`` if it is due; None: never."""
         if self.state not in (S.CANCELLING, S.ABORTING, S.PARKED):
             return None
         due = self._asked_at + self._retry_s
@@ -143,7 +143,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self.state
 
     def _settle(self, agent: str, status: FinalStatus, cause: str | None, now: float, actions: list[Action]) -> State:
-        """Note an agent's final status; ``cause`` is the reason if the load fails with it."""
+        """Note an agent's final status; ``cause`` is the reason of a failure, or None."""
         if agent not in self.open_agents:
             return self.state
         self.statuses[agent] = status
@@ -152,7 +152,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self.state if cause is None else self._fail(cause, now, actions)
 
     def _fail(self, cause: str, now: float, actions: list[Action]) -> State:
-        """The load cannot succeed any more. The agents that may write are asked to stop, unless they have been."""
+        """The load cannot succeed any more. The agents that may write are asked to stop, unless they were asked."""
         self.cause = self.cause or cause
         if self.state is S.REGISTERING:
             return self._close(cause, actions)

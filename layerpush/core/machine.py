@@ -32,7 +32,7 @@ class Machine(Generic[State, Event, Action]):
 
     def handle(self, event: Event, *when: float) -> list[Action]:
         """Apply one event, ``when`` in seconds where the machine has deadlines. Raises ``IllegalTransitionError``, or
-        an exception of the event's handler; the state then stays.
+        an exception of the event's handler; both leave the state as it was.
         """
         allowed = self.TRANSITIONS[self.state].get(type(event))
         if allowed is None:

@@ -15,8 +15,8 @@ Key = tuple[str, str]
 class PendingRegistrations:
     """Bounded in number and in time: a registration is forgotten if its request does not come in ``kept_s`` seconds.
 
-    ``is_for`` says whether a registration may mean a request. Of several that may, the newest is taken: a router that
-    tries again leaves older ones behind. Stock decode engines never cancel those, so they are dropped with it.
+    ``is_for`` says whether a registration may mean a request. Of several that may, ``take`` prefers the newest: a
+    router that tries again leaves older ones behind. It drops those of stock decode engines, which never cancel them.
     """
 
     def __init__(self, is_for: Callable[[Registration, str], bool], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
@@ -76,7 +76,7 @@ class PendingRegistrations:
         return dropped
 
     def drop(self, key: Key) -> Registration | None:
-        """Forget a registration, and return it if it was kept."""
+        """Forget a registration and return it; None if there is none."""
         entry = self._entries.pop(key, None)
         return None if entry is None else entry[1]
 

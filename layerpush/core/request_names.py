@@ -1,4 +1,4 @@
-"""Which request of this prefill engine a registration means: by its names, and by its prompt. Pure."""
+"""Finds the request of this prefill engine that a registration means, by names and by prompt. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layerpush.core.wire import Registration
 
 _ANSWER = re.compile(r"^\d+_")
 _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
-"""vLLM puts numbers around a router's id: that of the choice, and for completions that of the prompt."""
+"""vLLM adds numbers to a router's id: the choice's in front, and, for completions, the prompt's at the end."""
 
 
 class RequestNames:
@@ -29,7 +29,7 @@ class RequestNames:
         return [self.base(name) for name in self._names(registration)]
 
     def match(self, registration: Registration, candidates: Iterable[str]) -> str | None:
-        """Which of these requests is meant: the one named exactly, else one with the same base id."""
+        """Find the request that is meant: the one named exactly, else one with the same base id, else None."""
         meant = [candidate for candidate in candidates if self.is_for(registration, candidate)]
         return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
 
@@ -47,8 +47,8 @@ class RequestNames:
     def _names(self, registration: Registration) -> tuple[str, ...]:
         """The name that D was given, if any, and D's own.
 
-        A router gives one name for all prompts of a request. For every prompt but one it is the wrong name; their own
-        names carry D's numbers.
+        A router gives one name for all prompts of a request, so the given name is wrong for every prompt but one. It is
+        left out if D's own name has the number of another prompt.
         """
         own, given = registration.request_id, registration.prefill_request_id
         return (own,) if given is None or self._are_siblings(own, given) else (given, own)

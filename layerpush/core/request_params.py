@@ -15,14 +15,14 @@ __all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 MODE = "layerpush_mode"
-"""The key with which a request chooses how P pushes it."""
+"""The key with which a request chooses its push mode."""
 
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 MAX_CACHED_TOKENS = 2**31 - 1
 
-# Keys of a D's request that vLLM needs. Some versions of its engine or its front end die if one of them is bad.
+# Keys of D's request that vLLM reads. In some versions a bad value ends the engine or the front end.
 _IDS = ("remote_engine_id", "remote_request_id")
 _SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
 _FROM_P = "; the router copies it from P's response"

@@ -5,15 +5,15 @@ from __future__ import annotations
 SETTLE_S = 1.0
 """How long an engine without requests keeps stepping to report aborted pushes."""
 NEXT_REPORT_S = 0.1
-"""A report asks for steps until this time has passed without another one."""
+"""How long an engine keeps stepping after the newest report of such pushes."""
 
 
 class UnreportedAborts:
     """Keeps an engine stepping after an abort: without steps, its workers could report the outcome only at the next
     request.
 
-    The main thread calls ``dropped`` and asks ``is_pending``; the writer thread takes ``count`` before a turn and
-    hands it to ``settled`` when nothing that had been dropped by then is left.
+    The main thread calls ``dropped`` and asks ``is_pending``; the writer thread reads ``count`` before a turn and
+    passes it to ``settled`` when all pushes dropped by then have drained.
     """
 
     def __init__(self) -> None:

@@ -2,9 +2,10 @@
 
 Three notifications are upstream vLLM's, and a stock ``NixlPushConnector`` sends and understands them: the registration
 (``PUSH_REG``, a msgpack map), the completion ``<decode request id>:<prefill world size>`` and the heartbeat
-``HB:<prefill request id>,...``. The others are ours: a msgpack map behind ``LAYERPUSH:``, sent only to a peer that has
-offered to speak them. Unknown keys are ignored, so a newer peer may add some. ``read`` takes any bytes: it returns a
-message whose fields all have their types and bounds, or raises ``WireError``.
+``HB:<prefill request id>,...``. The others are ours: a msgpack map behind ``LAYERPUSH:``, sent only to a peer that is
+known to speak them. For any other peer ``encode_quietly`` hides them in a heartbeat, which stock peers ignore. Unknown
+keys are ignored, so a newer peer may add some. ``read`` takes any bytes: it returns a message whose fields all have
+their types and bounds, or raises ``WireError``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class AwaitedPushes:
     """Every registered request, until all its ranks have reported the load as over. Runs in the scheduler's thread.
 
     A load is cancelled when its deadline passes, ``timeout_s`` seconds after its registration, or when the engine has
-    finished its request: at most once for either reason, the late ones first if both come together. Time is the
+    finished its request. If the deadline passes first, the end of the request cancels the load once more. Time is the
     caller's clock.
     """
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 class Load:
     """``payload`` is the registration as it is sent. ``world_size`` is the number of this engine's tensor-parallel
-    ranks: it decides how many completions make one.
+    ranks: it decides how many completions a load needs.
     """
 
     def __init__(

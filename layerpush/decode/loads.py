@@ -3,7 +3,7 @@
 A load begins when the engine registers a request (``register``), and is over when no prefill rank can write into the
 request's blocks. ``core.load_session`` has its states.
 
-Who owns what:
+Ownership:
 
 - ``Loads`` owns the open loads and the messages that came before their registration. It finds the load of a message or
   an event, and removes a load whose session is closed.

@@ -51,7 +51,7 @@ class PrefillPeers:
     # Agents.
 
     def on_message(self, agent: str, now: float, *, identified: bool) -> None:
-        """Something came from an agent; ``identified``: only layerpush sends such a message."""
+        """A message came from an agent; ``identified``: only layerpush sends such a message."""
         self._watch.on_message(agent, now, identified)
         if identified:
             self._identified.note(agent, None)
@@ -78,7 +78,7 @@ class PrefillPeers:
                 self._watch.identify(agent)
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
-        """A load is over that had been added with these agents."""
+        """A load that was added with these agents is over."""
         self._watch.remove(engine_id, agents)
 
     # Connections.
@@ -155,7 +155,7 @@ class PrefillPeers:
             logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
 
     def _forget_dead_engine_of(self, agent: str, loads: Mapping[str, Load]) -> None:
-        """Only when no rank of it may live: a send to a forgotten rank would fail, and that proves nothing."""
+        """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
         for engine_id in {address.engine_id for address in self.connections.addresses}:
             agents = set(self.connections.agents(engine_id))
             if agent in agents and all(agents.isdisjoint(load.session.open_agents) for load in loads.values()):

@@ -18,7 +18,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
     """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
     these parked loads are over.
 
-    ``settling``: on a prefill engine, requests were aborted whose pushes are not over.
+    ``settling``: on a prefill engine, pushes of aborted requests are not over.
     """
 
     parked: Ranks = field(default_factory=dict)

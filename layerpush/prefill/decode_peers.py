@@ -57,7 +57,7 @@ class DecodePeers:
         self._closing.setdefault(engine_id, reason)
 
     def closing(self, engine_id: str) -> str | None:
-        """Why the connection to this engine is closing; None if it is not."""
+        """The reason why the connection to this engine is closing; None if it is not."""
         return self._closing.get(engine_id)
 
     def hold(self, sender: str, registration: Registration) -> bool:
@@ -105,5 +105,5 @@ class DecodePeers:
 
 
 def address_of(message: Registration) -> Address:
-    """The way back to the engine that sent a registration."""
+    """The address of the engine that sent a registration."""
     return Address(message.decode_engine_id, message.decode_host, message.decode_port, message.decode_tp_size)

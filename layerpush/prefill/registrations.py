@@ -48,7 +48,7 @@ class _Registered:
     windows: Mapping[str, Window | None]
 
     def also(self, sender: str, window: Window | None) -> _Registered:
-        """With another rank's registration; the first of each rank counts."""
+        """A copy with another rank's window added; the first of each rank counts."""
         return _Registered(self.fingerprint, {sender: window, **self.windows})
 
     def is_equal(self, registration: Registration) -> bool:
@@ -171,7 +171,7 @@ class Registrations:
     def is_current(self, registration: Registration) -> bool:
         """Whether the engine that we are connected to is the process that sent this registration.
 
-        One that was restarted under its old name has given the blocks of that name to others.
+        An engine that was restarted under its old name has given these blocks to other requests.
         """
         agents = set(self._connections.agents(registration.decode_engine_id))
         registered = self._senders.get(registration.key)
@@ -247,8 +247,8 @@ class Registrations:
         self.peers.answer(address_of(registration), message, now)
 
     def _note(self, sender: str, registration: Registration, now: float) -> bool:
-        """False if another registration under the same key is still being served: the process that it came from may
-        have been replaced, or have given the same id to two requests, and only one can have the blocks' bytes.
+        """Note a registration. False if another one under the same key is still being served: only one can have the
+        blocks' bytes. Either the sender of the other was replaced, or it gave the same id to two requests.
         """
         key = registration.key
         registered = self._senders.get(key)

@@ -78,7 +78,7 @@ def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:
 
 
 def _attributes(record: PushRecord | LoadRecord) -> Iterator[tuple[str, str | int | float]]:
-    """Attributes without a standard name have our prefix. A value that is not known is left out."""
+    """The attributes that have no standard name, with our prefix. Unknown values are left out."""
     known: dict[str, str | int | float | None] = {
         "engine_id": record.engine_id,
         "rank": record.rank,

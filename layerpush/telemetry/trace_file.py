@@ -61,7 +61,7 @@ class TraceFile:
 
     @property
     def dropped(self) -> int:
-        """Any thread."""
+        """The number of lost records. Any thread."""
         return self._counts.dropped
 
     def add(self, record: Record) -> None:
@@ -177,8 +177,8 @@ class _Counts:
 
 
 class _Lines:
-    """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end follows before
-    the next line. A deleted file is made again.
+    """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end precedes the
+    next line. A deleted file is made again.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:

@@ -30,7 +30,7 @@ writer thread."""
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine's side channel listens, and how many ranks stand behind it.
+    """The address of an engine's side channel, and the number of the engine's ranks.
 
     ``notify_only``: we never write to its memory, so its descriptors are not prepared.
     """
@@ -53,7 +53,7 @@ class Network(Protocol):
         """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
 
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
-        """Which rank of a connected engine the agent is; None if it is none."""
+        """The agent's rank in a connected engine; None if it is not one of its agents."""
 
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
@@ -195,7 +195,7 @@ class Connections:
 
 
 def _disagreement(found: Address, asked: Address) -> str | None:
-    """Why a connection cannot be shared with this address; None if it can."""
+    """The reason why a connection cannot be shared with this address; None if it can."""
     stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations have no number of stages
     if found.tp_size == asked.tp_size and stages_agree:
         return None

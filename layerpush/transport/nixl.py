@@ -41,7 +41,7 @@ from layerpush.transport.locked import LockedAgent
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SPLIT_AT = 1024
-"""Descriptors from which on NIXL spreads a WRITE over the threads of its pool; each has an endpoint of its own."""
+"""Number of descriptors from which on NIXL spreads a WRITE over its pool's threads; each has its own endpoint."""
 FENCE_RETRY_S = 1.0
 
 _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}

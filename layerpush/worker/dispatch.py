@@ -8,7 +8,8 @@
                ``Pong``                                                                ``PrefillPeers``
 
 The writer calls ``deliver`` once a turn, and ``deliver_answers`` while it waits for its last WRITEs at shutdown. A
-notification that cannot be read is counted, logged and dropped. So is one whose handler fails, by a defect of ours.
+notification that cannot be read is counted, logged and dropped. If a handler fails, by a defect of ours, the failure is
+logged and the notification is dropped.
 """
 
 from __future__ import annotations

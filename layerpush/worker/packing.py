@@ -148,7 +148,7 @@ class WorkerPacking:
         return Route(agent, window.rank, self._pieces, handle)
 
     def unpacked(self, agent: str, message: Unpacked) -> None:
-        """A decode rank has unpacked a window, or failed to."""
+        """A decode rank has unpacked a WRITE, or will not."""
         if self.strategy is not None:
             self.strategy.unpacked(agent, message.number, message.done)
 

@@ -130,7 +130,7 @@ class WorkerHost:
         return None if ring is None else PushWindow(offer, ring, registration.request_id)
 
     def _refusal(self, registration: Registration) -> str | None:
-        """Why nothing may be written to the engine that is connected under the registration's name."""
+        """The reason why nothing may be written to the engine that is connected under the registration's name."""
         closing = self.registrations.peers.closing(registration.decode_engine_id)
         if closing is not None:
             return closing

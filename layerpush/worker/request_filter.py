@@ -1,4 +1,4 @@
-"""The engine core's own check of `kv_transfer_params`, for requests that do not pass the check of `compat.admission`.
+"""The engine core's own check of `kv_transfer_params`, for requests that do not go through `compat.admission`.
 
 vLLM makes such requests itself: it has the connector clean up after a request that its front end has refused.
 """

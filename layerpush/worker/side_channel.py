@@ -29,13 +29,13 @@ class QueryError(ValueError):
 
 
 def listen(answers: Answers, ready: threading.Event, stop: threading.Event, host: str, port: int) -> None:
-    """Runs in vLLM's listener thread instead of its own loop: good queries get the same answers, bad ones none."""
+    """Runs in vLLM's listener thread instead of vLLM's own loop: good queries get the same answers, bad ones none."""
     bare = host.strip("[]")
     Listener(answers, stop, f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}").run(ready)
 
 
 class Listener:
-    """One ROUTER socket. A good query gets (payload, clock), one for a rank that is not here a single empty frame.
+    """One ROUTER socket. A good query gets (payload, clock). A query for an unknown rank gets an empty frame.
 
     The empty frame ends the asker's handshake at once; without an answer it would wait for 5 s.
     """

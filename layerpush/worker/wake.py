@@ -21,7 +21,7 @@ class Lock(Protocol):
 class Waker:
     """Any thread wakes; one thread clears and waits.
 
-    The forward pass wakes the writer at every layer. ``Event`` would cost it more: a condition, a lock and a list of
+    The forward pass may wake the writer at every layer. ``Event`` would cost it more: a condition, a lock and a list of
     waiters. Here a lock that the waiting thread holds is the latch: to wake is to release it.
 
     ``on_wake`` gets the time, in seconds of ``time.perf_counter``, of each wake-up that is not merely repeated.
@@ -64,7 +64,7 @@ class Waker:
         self._lock.acquire(blocking=False)
 
     def wait(self, poll_timeout: float | None = None, *, polls_layers: bool = False) -> bool:
-        """Sleep until woken, at most ``poll_timeout`` seconds; whether it was woken. Waiting thread.
+        """Sleep until woken, at most ``poll_timeout`` seconds. Returns whether it was woken. Waiting thread.
 
         ``polls_layers``: the timeout is short enough for the layers of the running step, so ``wake_lazily`` leaves this
         wait alone. It does so in any case if the timeout is no longer than ``SHORTEST_S``.

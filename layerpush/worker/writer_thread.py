@@ -14,7 +14,7 @@ Other threads leave work in queues. The writer is the only reader of each, and e
 - step events, from the main thread: steps, layers, finished requests, revoked blocks.
 
 The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), heartbeats and
-completions (``pass_on``), loads whose blocks stay aside (``LayerwisePushWorker.report``), metrics (``Reporter``).
+completions (``pass_on``), parked and cleared loads (``LayerwisePushWorker.report``), metrics (``Reporter``).
 
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
@@ -52,7 +52,7 @@ DRAIN_S = 2.0
 
 
 class WriterThread:
-    """Everything that the writer thread iterates over. Built on the main thread before the loop starts."""
+    """The writer thread's loop, and the objects that it serves. Built on the main thread before the loop starts."""
 
     def __init__(
         self,

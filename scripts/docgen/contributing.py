@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md as a page of the documentation: the same text, with links as they are from there."""
+"""CONTRIBUTING.md as a page of the documentation: the same text, with links relative to docs/."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Panel:
 
 
 def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str:
-    """Per second, over all instances that are chosen; ``part`` of a histogram."""
+    """Rate per second, summed over the chosen instances. ``part`` is a suffix of a histogram, such as ``_sum``."""
     matchers = ", ".join(filter(None, (HERE, matcher)))
     inner = f"rate({metric.exposed_name}{part}{{{matchers}}}[$__rate_interval])"
     return f"sum by ({by}) ({inner})" if by else f"sum({inner})"

@@ -26,7 +26,7 @@ def label_values() -> str:
 
 
 def buckets() -> str:
-    """Upper bounds, histograms with equal ones on one line."""
+    """Upper bounds of the histograms. Histograms with equal bounds share a row."""
     by_bounds: dict[tuple[float, ...], list[Metric]] = {}
     for metric in CATALOG:
         if metric.kind is Kind.HISTOGRAM:

@@ -24,7 +24,7 @@ class Machine:
     module: ModuleType
 
     def diagram(self, *, shows: Move = lambda _, __: True) -> str:
-        """A Mermaid diagram of the moves that ``shows``. Events that leave a state as it is are in ``states``."""
+        """A Mermaid diagram of the moves for which ``shows`` is true. ``states`` has events that change no state."""
         first, last = next(iter(self._states)), list(self._states)[-1]
         arrows = []
         for state, exits in self._transitions.items():
@@ -87,17 +87,17 @@ _UNHAPPY_STATES = (prefill.State.DRAINING, prefill.State.ABANDONED)
 
 
 def course() -> str:
-    """How a push gets to its end on P. With ``endings`` it shows every move of the table."""
+    """The moves of a successful push on P. ``endings`` has the other moves of the table."""
     return PREFILL.diagram(shows=lambda state, event: not _is_unhappy(state, event))
 
 
 def endings() -> str:
-    """How a push is cut short on P."""
+    """The moves that cut a push short on P."""
     return PREFILL.diagram(shows=_is_unhappy)
 
 
 def final_statuses() -> str:
-    """How an agent's part of a load may end."""
+    """The possible ends of an agent's part of a load."""
     return table(("status", "meaning"), [(f"`{status.name}`", status.value) for status in decode.FinalStatus])
 
 

@@ -29,7 +29,7 @@ def tables(root: Path) -> str:
 
 
 def _python(root: Path) -> str:
-    """Of the last soak; the lock is for any."""
+    """Python's version in the last soak. The lock is for any Python."""
     return str(json.loads((root / SOAK).read_text())["versions"]["python"])
 
 

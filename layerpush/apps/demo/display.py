@@ -27,7 +27,7 @@ class Display:
 
     @contextlib.contextmanager
     def starting(self, engines: Sequence[Engine]) -> Iterator[Callable[[Engine, float], None]]:
-        """A spinner per server; gives the function to call when one is ready, with its age in seconds."""
+        """A spinner per server. Yields a function to call when a server is ready, with its age in seconds."""
         self.console.print(f"Starting {len(engines)} vLLM servers: {', '.join(engine.name for engine in engines)}")
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with self._progress(*columns) as progress:
@@ -41,7 +41,7 @@ class Display:
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that counts to ``total``; gives the function to call after each."""
+        """A bar that counts to ``total``. Yields a function to call after each unit."""
         if not self.console.is_terminal:
             self.console.print(f"{what} ({total} {'request' if total == 1 else 'requests'})")
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

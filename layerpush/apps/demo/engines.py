@@ -34,7 +34,7 @@ class EngineFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server runs: address and network device of KV transfers, address of requests, and a command prefix."""
+    """A server's place: address and network device of KV transfers, address of requests, and a command prefix."""
 
     host: str = "127.0.0.1"
     http_host: str = "127.0.0.1"
@@ -129,9 +129,9 @@ class EngineSpec:
 
 
 class Engine:
-    """A running server: its address, its log, and the process group that it and its children live in.
+    """A running server: its address, its log, and the process group of the server and its children.
 
-    A ``fork_server`` starts it in a process group apart; the process here is its client then.
+    With a ``fork_server``, the server has a process group of its own, and the process here is its client.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Engine:
             return False
 
     def _listens(self) -> bool:
-        """Whether the port is this server's: a process that writes to its log listens there, perhaps a forked one."""
+        """Whether this server listens on its port. All its processes, also forked ones, write to its log."""
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 if os.path.samefile(process / "fd/1", self.log_path):
@@ -202,7 +202,7 @@ class Engine:
         return "\n".join([f"The last lines of {self.log_path}:", *(f"  {line}" for line in text[-lines:])])
 
     def signal(self, signum: int) -> None:
-        """Send ``signum`` to the server and all its children. A client passes on no SIGSTOP and no SIGCONT."""
+        """Send ``signum`` to the server and all its children. A client cannot pass on SIGSTOP and SIGCONT."""
         if self.members():
             group = self._forked if signum in (signal.SIGSTOP, signal.SIGCONT) else None
             with contextlib.suppress(ProcessLookupError):  # the last process has ended meanwhile
@@ -223,7 +223,7 @@ class EngineGroup:
     """All servers of a run. The end of the ``with`` block ends all of them, in every case.
 
     Logs go to ``log_directory``. ``interrupts`` keeps a signal from arriving between a start and its bookkeeping.
-    ``forks``: servers are forked from a process that has imported vLLM, one at each place. On CPUs only.
+    ``forks``: fork servers from a process that has imported vLLM. Each place has one. On CPUs only.
     """
 
     def __init__(
@@ -311,7 +311,10 @@ class EngineGroup:
             engine.check_alive()
 
     def stop(self, engines: Sequence[Engine]) -> None:
-        """Send SIGTERM to all servers, later SIGKILL. Returns when their last process is gone."""
+        """Send SIGTERM to all servers, later SIGKILL. Returns when their last process is gone.
+
+        Raises ``RuntimeError`` if a process survives.
+        """
         for engine in engines:
             engine.signal(signal.SIGTERM)
             engine.signal(signal.SIGCONT)  # a suspended process gets no SIGTERM
@@ -333,7 +336,7 @@ _no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _listeners(process: Path, port: int) -> set[str]:
-    """Sockets that listen on a port in the network namespace of a process (a folder of /proc), as in its ``fd``."""
+    """Sockets that listen on ``port`` in the network namespace of ``process``, a folder of /proc, as in ``fd``."""
     rows = [row.split() for row in (process / "net/tcp").read_text().splitlines()]
     return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 

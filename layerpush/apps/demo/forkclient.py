@@ -1,11 +1,11 @@
-"""Stands in for `python -m vllm.entrypoints.openai.api_server`: has a fork server start it, and lives as long as it.
+"""Replaces `python -m vllm.entrypoints.openai.api_server`: a fork server starts vLLM's server on its request.
 
     python forkclient.py SOCKET [argument of vLLM's server ...]
 
 It starts for each server, so it imports few modules, all of the standard library. Standard input, output and error,
 the environment and the working directory of the server are those of this process. SIGTERM, SIGINT and SIGHUP go on to
-the server's process group; when this process is killed, the group is killed. The exit status is the server's, and comes
-when the last process of its group has ended.
+the server's process group; when this process is killed, the group is killed. This process ends when the last process
+of the group has ended, with the server's exit status.
 """
 
 import json

@@ -3,10 +3,10 @@
 Three processes make a server on a CPU: API server, engine core, worker. vLLM spawns the second and the third, so each
 of them imports everything again. Here the first is forked from this process, and the others are forked in turn.
 
-`serve` runs in a process of its own that has no thread, and asserts that. For each `forkclient.py` that connects it
-forks a keeper, and the keeper forks the server, into a process group of its own. The keeper adopts what the server
-leaves behind, passes signals of the client on, kills the group when the client is gone, and reports the exit status
-when the whole group is.
+`serve` runs in a process of its own and asserts that the process has one thread only. For each `forkclient.py` that
+connects it forks a keeper, and the keeper forks the server into a process group of its own. The keeper adopts the
+server's orphans, passes on the client's signals, and kills the group when the client is gone. When the whole group has
+ended, it reports the exit status.
 
 vLLM reads some variables at its import: OMP_NUM_THREADS, TORCH_COMPILE_DISABLE, VLLM_LOGGING_LEVEL. All servers of a
 fork server must have the same values of these. Several API servers in one engine (``--api-server-count``) cannot be
@@ -112,7 +112,7 @@ class ForkServer:
         return self._path.exists()
 
     def group_of(self, client: int) -> int | None:
-        """The process group of the server that the client of this pid has started; None before it has one."""
+        """The process group of the server that the client with this pid requested; None before the server has one."""
         path = _group_path(self._path, client)
         text = path.read_text() if path.exists() else ""
         return int(text) if text else None
@@ -153,12 +153,12 @@ def serve(path: str) -> None:
 
 
 def _log(path: Path) -> Path:
-    """One line for each start."""
+    """The file with one line for each start."""
     return path.with_suffix(".log")
 
 
 def _group_path(path: Path, client: int) -> Path:
-    """The keeper writes the server's process group there."""
+    """The file into which the keeper writes the server's process group."""
     return path.with_suffix(f".{client}")
 
 
@@ -185,10 +185,10 @@ def _keep(connection: socket.socket, path: Path) -> None:
         for one in (connection, wake, awake):
             one.close()
         _become(asked, files)
-    with contextlib.suppress(OSError):  # the child does the same, whoever is first
+    with contextlib.suppress(OSError):  # the child does the same; the later call may fail
         os.setpgid(server, server)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    with contextlib.suppress(OSError):  # the run is over, and its folder gone: the client's end follows below
+    with contextlib.suppress(OSError):  # the run is over and its folder is gone: the client ends soon
         _group_path(path, client).write_text(str(server))
     for number in files:
         os.close(number)

@@ -1,4 +1,4 @@
-"""Signals that end a run, delivered where it is safe."""
+"""Signals that end a run, raised as exceptions where that is safe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """What a shell reports for a process that the signal ended."""
+        """The status that a shell reports for a process that the signal ended."""
         return 128 + self.signum
 
 
@@ -43,7 +43,7 @@ class Interrupts:
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        """Put the old handlers back; after an interruption the process ends, and signals stay ignored."""
+        """Restore the old handlers. After an interruption, ignore the signals instead: the process is about to end."""
         interrupted = exception_type is not None and issubclass(exception_type, Interrupted)
         for signum, handler in self._previous.items():
             signal.signal(signum, signal.SIG_IGN if interrupted else handler)

@@ -33,7 +33,7 @@ class Host:
 
     @property
     def place(self) -> Place:
-        """Where a server of this host runs. ``ip netns exec`` also remounts /sys, which UCX reads devices from."""
+        """The place of this host's servers. ``ip netns exec`` also remounts /sys, from which UCX reads the devices."""
         return Place(
             host=self.data_address,
             http_host=self.control_address,
@@ -116,7 +116,7 @@ class Link:
 
 
 def check_emulation() -> None:
-    """Whether links can be emulated here. Raises ``LinkError``, which says what to do."""
+    """Raise ``LinkError`` if links cannot be emulated here. Its message says what to do."""
     if os.geteuid() != 0:
         raise LinkError(
             "an emulated link needs root, for network namespaces: run this as root, or without an emulated link"
@@ -142,7 +142,7 @@ def _host(letter: str, number: int) -> Host:
 
 
 def _run(*command: str, check: bool = True) -> None:
-    """In a session of its own: Ctrl-C on the terminal must not cut a teardown short."""
+    """Run a command in a session of its own: Ctrl-C on the terminal must not cut a teardown short."""
     result = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if check and result.returncode:
         raise LinkError(f"`{' '.join(command)}` failed: {result.stderr.strip()}")

@@ -100,8 +100,8 @@ async def complete_disaggregated(
 ) -> Answer:
     """Send one prompt to P and D at the same time; the answer is D's.
 
-    Both get the same X-Request-Id, which is how P finds the registration that D sends. P computes the prompt and one
-    token, which nobody reads, and pushes in ``mode``; None: as it is configured.
+    Both get the same X-Request-Id, by which P finds D's registration. P computes the prompt and one token, which nobody
+    reads, and pushes in ``mode``. None: P pushes as it is configured.
     """
     request_id = uuid.uuid4().hex
     to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}

@@ -13,7 +13,7 @@ QUERY_TIMEOUT_S = 30.0
 
 
 def machine() -> dict[str, object]:
-    """For JSON. It has no ``gpus`` on a machine without one."""
+    """A description of the machine, ready for JSON. It lacks ``gpus`` on a machine without a GPU."""
     found: dict[str, object] = {"system": platform.platform(), "cpus": os.cpu_count(), "processor": processor()}
     every = [{"name": name, "memory_mib": int(mib)} for name, mib, _ in _gpus()]
     return found | ({"gpus": every} if every else {})

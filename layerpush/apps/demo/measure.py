@@ -124,7 +124,7 @@ def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], trac
 
 
 def _await_traces(answers: Sequence[Answer], trace_dir: Path) -> dict[str, PushRecord]:
-    """P writes the trace of a push at about the time when D begins to answer, so hardly any can be missing yet."""
+    """Wait for the traces of these answers. P writes them at about the time of D's first token: the wait is short."""
     deadline = time.monotonic() + TRACE_TIMEOUT_S
     while True:
         pushes = {without_suffix(push.request_id): push for push in read_pushes(trace_dir)}

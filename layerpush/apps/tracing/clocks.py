@@ -52,7 +52,7 @@ class Evidence:
     high: float = math.inf
 
     def estimate(self, wall: float | None) -> Offset | None:
-        """``wall`` is the difference by the wall clocks. Returns None without any source."""
+        """Estimate the difference. ``wall`` is the difference by the wall clocks. Returns None without any source."""
         middle = (self.low + self.high) / 2
         how, seconds = "messages", middle
         if self.measured:
@@ -148,7 +148,7 @@ def _clock_of(engine_id: str, sources: list[Source]) -> str | None:
 
 
 def sent_after(push: PushRecord) -> float | None:
-    """A lower bound of the time at which the completion was sent. A whole request's is sent with its last WRITE."""
+    """A lower bound of the completion's send time in seconds. In request mode the last WRITE carries the completion."""
     if push.outcome != "completed":
         return None
     if push.mode == "request":

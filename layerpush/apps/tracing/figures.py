@@ -40,7 +40,7 @@ def read_pushes(directory: Path) -> list[PushRecord]:
 
 
 def completed_times(push: PushRecord) -> tuple[float, float, float]:
-    """When its first chunk was planned, its last layer ready, and its last WRITE landed, in seconds.
+    """The times at which its first chunk was planned, its last layer ready, and its last WRITE landed, in seconds.
 
     Raises ``TraceError`` unless the push was completed.
     """
@@ -70,7 +70,7 @@ def figures_of(push: PushRecord) -> Figures:
 
 
 def median_figures(figures: Sequence[Figures]) -> Figures:
-    """Field by field; counts stay counts, and ``swept_layers`` is the worst. Raises ``TraceError`` for none."""
+    """Medians by field; counts stay integers, ``swept_layers`` is the maximum. Raises ``TraceError`` for none."""
     if not figures:
         raise TraceError("no push to take figures from")
     return Figures(

@@ -1,4 +1,4 @@
-"""When a push's layers were computed, the phases of a load, and arithmetic with intervals. Pure."""
+"""The computation times of a push's layers, the phases of a load, and arithmetic with intervals. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compute_intervals(push: PushRecord) -> list[Computed]:
 
 
 def marks(load: LoadRecord) -> tuple[float | None, ...]:
-    """The times between which the phases of a load lie."""
+    """The times that bound the phases of a load, in order; None for an unknown time."""
     return load.t_awaited, load.t_registered, load.t_settled, load.t_reported
 
 
@@ -58,7 +58,7 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """For each interval the lowest lane in which it overlaps none that began before it."""
+    """The lane of each interval: the lowest one in which it overlaps no interval that began earlier."""
     given = list(intervals)
     chosen = [0] * len(given)
     free: list[int] = []

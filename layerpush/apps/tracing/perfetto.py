@@ -235,7 +235,7 @@ def _writes(request: RequestTrace, push: PushRecord) -> list[Slice]:
 
 
 def _load_span(load: LoadRecord) -> tuple[float, float]:
-    """Without the time after it, in which its blocks were set aside."""
+    """Start and end of a load in seconds, without the time in which its blocks were set aside."""
     known = [at for at in marks(load) if at is not None] or [at for _, at in times(load)]
     return min(known), max(known)
 

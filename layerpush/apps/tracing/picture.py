@@ -67,7 +67,7 @@ def draw_request(request: RequestTrace, path: Path) -> None:
 def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
     """One column of panels per name: above, the end of prefill, enlarged; below, the whole push.
 
-    The panels of a row share their time scale. Its zero is when the last layer was ready.
+    The panels of a row share their time scale. Its zero is the time when the last layer was ready.
 
     Raises ``TraceError`` when a push was not completed, ``PictureError`` as ``draw_request`` does.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Advance = Callable[[int], object]
-"""Reports that this much more is done."""
+"""Gets the units of work since its last call."""
 
 
 def silent(_: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures the lag of a loop: how long its queues may have waited."""
+"""Measures the lag of a loop: the longest time that its queues may have waited."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 class Lag:
     """The loop's own thread calls ``began`` and ``ended`` around each turn; any thread may ``take``. Times in seconds.
 
-    A turn's lag is its length plus its delay. The delay lasts from when the loop was woken, or was due to wake up,
-    until the turn began. A loop that is on time and does little has almost no lag. A turn or a delay that still lasts
-    counts with its length so far.
+    A turn's lag is its length plus its delay. The delay is the time from the wake-up call, or from the end of the poll
+    timeout if that is earlier, until the turn begins. A loop that is on time and does little has almost no lag. A turn
+    or a delay that still lasts counts with its length so far.
     """
 
     def __init__(self) -> None:

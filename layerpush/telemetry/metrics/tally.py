@@ -73,7 +73,7 @@ class Tally:
     gauges: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def count(self, metric: Metric, value: str = NO_LABEL, number: int = 1) -> None:
-        """``value`` is the label's, if there is a label. Beyond ``MAX_LABEL_VALUES`` it counts as "other"."""
+        """``value`` is the label's value, if there is a label. Values beyond ``MAX_LABEL_VALUES`` count as "other"."""
         if not number:
             return
         values = self.counters.setdefault(metric.key, {})

@@ -124,7 +124,7 @@ class StagedWrite(Transfer):
             self.copies.begin(partial(packer.staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
         try:
-            self._post_if_gathered()  # on a CPU: the writer's next turn would come later than many a WRITE ends
+            self._post_if_gathered()  # on a CPU the copies are over, and the writer's next turn may be late
         except BaseException:  # no caller would give the ring's span back
             self.release()
             raise

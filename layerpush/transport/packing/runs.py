@@ -27,5 +27,5 @@ def transfer_size(local: NDArray[np.int32], remote: NDArray[np.int32], block_byt
 
 
 def slots_of(layout: CacheLayout, layers: slice) -> list[int]:
-    """The regions of these layers, in packed order."""
+    """The slots of these layers, in packed order."""
     return [slot for layer in layout.layers[layers] for slot in layer.slots]
