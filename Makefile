@@ -12,13 +12,13 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then every test but the exhaustive ones: 18 minutes on two cores (ARGS="tests/unit -k config" chooses)
+test: ## run check, then every test but the exhaustive ones: 19 minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
 test-fast: ## only tests that start no engines, for while you work: 3 minutes
 	@scripts/test --fast $(ARGS)
 
-test-all: ## run check, then all tests
+test-all: ## run check, then all tests: 29 minutes on two cores
 	@scripts/test --all $(ARGS)
 
 check: ## ruff, mypy --strict, import contracts

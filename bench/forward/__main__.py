@@ -17,13 +17,13 @@ from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure
 from bench.forward.settings import ForwardSettings
 from bench.pair import command
-from bench.pair.lists import names, numbers
+from bench.pair.lists import names, numbers, percents
 from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
 from bench.plot import lengths
 from bench.plot.series import of_forward
 
-MODES = ("layer", "chunk", "request")
+MODES = ("auto", "layer", "chunk", "request")
 ROUNDS, QUICK_ROUNDS = 6, 3
 MOST_MIB, QUICK_MOST_MIB = 640, 160
 LAYER_MS = 5.0
@@ -53,12 +53,15 @@ def main(
         ),
     ] = None,
     modes: Annotated[
-        str, typer.Option(help='layer: granularity "layer". chunk: granularity "chunk". request: whole, after prefill.')
+        str, typer.Option(help="auto, layer, chunk: the granularity of this name. request: whole, after prefill.")
     ] = ",".join(MODES),
     chunk_tokens: Annotated[
         int, typer.Option(min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens.")
     ] = CHUNK_TOKENS,
     requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
+    cached: Annotated[
+        str, typer.Option(help="How many percent of each prompt P has in its prefix cache; 0,90 measures both.")
+    ] = "0",
     layer_ms: Annotated[
         float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,
@@ -78,7 +81,6 @@ def main(
     ] = None,
     growth: Annotated[bool, typer.Option(help="Also measure the growth of costs, on the first link.")] = True,
     packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
-    min_write_bytes: Annotated[int, typer.Option(min=0, help="The connector's setting.")] = 256 << 10,
     staging_mib: command.StagingMib = 64,
     progress: command.ProgressThread = "calm",
     threads: command.AgentThreads = 4,
@@ -120,10 +122,11 @@ def main(
         wanted_links = links(links_, device)
         prompts = numbers(tokens) if tokens else list(QUICK_TOKENS if quick else TOKENS)
         patterns = names(ids or ",".join(IDS[-1:] if quick else IDS), list(PATTERNS))
+        shares = percents(cached)
         chosen, wanted_modes = names(models, list(MODELS)), names(modes, MODES)
         command.need_cuda(device)
     most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
-    cases, left_out = known_cases(chosen, prompts, patterns, chunk_tokens, most_mib << 20, requests)
+    cases, left_out = known_cases(chosen, prompts, patterns, chunk_tokens, most_mib << 20, requests, shares)
     growing = list(growing_cases(QUICK_POINTS if quick else POINTS)) if growth else []
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20
@@ -140,7 +143,6 @@ def main(
         layer_s=layer_ms * 1e-3,
         forward_threads=forward_threads,
         noise_bytes=max(LEAST_NOISE, *(case.layer_bytes for case in every)),
-        min_write_bytes=min_write_bytes,
         packing=packing,  # type: ignore[arg-type]
     )
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
@@ -157,7 +159,7 @@ def main(
     if fitted:
         console.print(report.growth(fitted))
     missed = report.missed(cells)
-    console.print(*(missed or ["by layer is within its limits in every case"]), sep="\n", markup=False)
+    console.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
     path = command.path_of(out, quick, "forward.json")
     if path is None:
         return

@@ -25,7 +25,10 @@ GROWN = {"layers": (8, 16, 32, 64), "blocks": (64, 128, 256, 512), "requests": (
 
 @dataclass(frozen=True)
 class Case:
-    """``requests`` prompts of ``tokens`` tokens each, computed together, ``chunk_tokens`` a step in all."""
+    """``requests`` prompts of ``tokens`` tokens each, computed together, ``chunk_tokens`` a step in all.
+
+    ``cached`` percent of each prompt, in whole blocks, are in P's prefix cache.
+    """
 
     model: str
     layers: int
@@ -34,10 +37,15 @@ class Case:
     ids: str
     requests: int = 1
     chunk_tokens: int = CHUNK_TOKENS
+    cached: int = 0
+
+    @property
+    def cached_blocks(self) -> int:
+        return self.tokens * self.cached // 100 // BLOCK_TOKENS
 
     @property
     def blocks(self) -> int:
-        """Of one request in one layer."""
+        """Blocks of one request in one layer."""
         return -(-self.tokens // BLOCK_TOKENS)
 
     @property
@@ -62,7 +70,7 @@ class Case:
     def steps(self) -> tuple[int, ...]:
         """Tokens that each engine step computes of each request."""
         share = max(BLOCK_TOKENS, self.chunk_tokens // self.requests // BLOCK_TOKENS * BLOCK_TOKENS)
-        whole, rest = divmod(self.tokens, share)
+        whole, rest = divmod(self.tokens - self.cached_blocks * BLOCK_TOKENS, share)
         return (share,) * whole + ((rest,) if rest else ())
 
     def draws(self, pool: int, seed: int) -> list[Draw]:
@@ -72,7 +80,8 @@ class Case:
 
     def __str__(self) -> str:
         several = f"{self.requests} x " if self.requests > 1 else ""
-        return f"{self.model} {several}{tokens(self.tokens)} {self.ids}"
+        cached = f", {self.cached} % cached" if self.cached else ""
+        return f"{self.model} {several}{tokens(self.tokens)} {self.ids}{cached}"
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,12 @@ def known_cases(
     chunk_tokens: int,
     most: int,
     requests: int = 1,
+    cached: Sequence[int] = (0,),
 ) -> tuple[list[Case], list[Case]]:
     """Cases of up to ``most`` bytes, and the other ones. One geometry after the other."""
     every = [
-        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens)
-        for name, length, ids in itertools.product(models, lengths, patterns)
+        Case(name, MODELS[name].layers, MODELS[name].block_bytes, length, ids, requests, chunk_tokens, share)
+        for name, length, ids, share in itertools.product(models, lengths, patterns, cached)
     ]
     return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]
 

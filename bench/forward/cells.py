@@ -19,14 +19,14 @@ HOOK_LIMIT_US = 10.0
 SLOWDOWN_LIMIT = 1.03
 END_LIMIT = 1.05
 LAYERS_TO_HIDE = 16
-"""From so many layers on a push by layer is to expose at most two layers of a whole request's transfer."""
+"""With so many layers or more, a push by layer may expose at most two layers' share of request mode's exposed time."""
 
 
 @dataclass(frozen=True)
 class Delays:
-    """By how much a forward takes longer with a push, in the mean over rounds, in parts of the one without.
+    """The mean additional time of a forward with a push, by cause, as shares of the forward without one.
 
-    ``for_the_lock`` is what is left of it: the thread sleeps, on a CPU for Python's lock, else maybe for its device.
+    ``for_the_lock`` is the rest: the thread sleeps, on a CPU for Python's lock, else maybe for its device.
     """
 
     computing: float
@@ -36,14 +36,14 @@ class Delays:
 
 @dataclass
 class Series:
-    """Samples of one mode, round by round. Seconds, but for counts.
+    """Samples of one mode, round by round. Times in seconds; ``hooks_us`` has every hook of every round.
 
-    ``forward_s`` from before the first step to the end of the last, ``forward_cpu_s`` the processor time of its thread,
-    ``forward_queued_s`` how long it could have run and had no core, empty where the system does not say; ``end_s`` from
-    the same moment to when the last WRITE had landed; ``exposed_s`` to then from when the last layer was
-    ready; ``transfer_s`` how long a WRITE was on its way, ``post_s`` how much of it went into posting; ``writer_s`` and
-    ``decode_s`` processor time of P's writer thread and D's process; ``plans`` how the WRITEs went. ``hooks_us`` are
-    all calls of all rounds.
+    ``forward_s``: from before the first step to the end of the last. ``forward_cpu_s``: processor time of its thread.
+    ``forward_queued_s``: time in which that thread waited for a core; empty if the system does not report it.
+    ``end_s``: from before the first step until the last WRITE has landed. ``exposed_s``: from the last ready layer
+    until then. ``transfer_s``: time with a WRITE on its way. ``post_s``: time in which WRITEs were posted. ``arm_s``:
+    time in which steps were armed. ``writer_s``, ``decode_s``: processor time of P's writer thread and of D's process.
+    ``early``: share of the descriptors that were posted before the third hook. ``plans``: number of WRITEs by plan.
     """
 
     forward_s: list[float] = field(default_factory=list)
@@ -58,6 +58,7 @@ class Series:
     decode_s: list[float] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
+    early: list[float] = field(default_factory=list)
     plans: list[dict[str, int]] = field(default_factory=list)
     hooks_us: list[float] = field(default_factory=list)
 
@@ -74,7 +75,7 @@ class Series:
 
     @property
     def hook_s(self) -> float:
-        """Of one forward, all its hooks together; the mean over rounds."""
+        """Seconds in all hooks of one forward; the mean over rounds."""
         return sum(self.hooks_us) * 1e-6 / max(1, len(self.forward_s))
 
     def hook_percentile(self, percent: float) -> float:
@@ -98,8 +99,8 @@ class Series:
 class Cell:
     """All samples of a case on one link. In a round the modes, and the forward without a push, take turns.
 
-    ``ceiling_s`` are times of one WRITE of one descriptor of ``ceiling_bytes`` bytes, one a round, nothing else going
-    on; ``layer_s`` the time of a layer that the forward was made for.
+    ``ceiling_s`` are times of one WRITE of one descriptor of ``ceiling_bytes`` bytes, one a round, while P and D do
+    nothing else.
     """
 
     link: str
@@ -133,8 +134,8 @@ class Cell:
 
     @cached_property
     def bound_s(self) -> float:
-        """When the last WRITE can land at the earliest: the slower of forward and transfer overlaps with all of the
-        other, but for one layer of one step.
+        """The least time until the last WRITE has landed, in seconds. The slower of forward and transfer overlaps with
+        all of the other, but for one layer of one step.
         """
         slower, faster = max(self.wire_s, self.forward_s), min(self.wire_s, self.forward_s)
         return slower + faster / (self.case.layers * len(self.case.steps))
@@ -147,7 +148,7 @@ class Cell:
         return self.series[mode].median("end_s") / self.bound_s
 
     def slowdown(self, mode: str) -> Ratio:
-        return ratio_of_medians(self.series[mode].forward_s, self.series[OFF].forward_s)
+        return self.forward_ratio(mode, OFF)
 
     def delays(self, mode: str) -> Delays | None:
         """Parts of the additional time of the forward; None if the system does not report them."""
@@ -162,32 +163,36 @@ class Cell:
     def exposed_ratio(self, mode: str, other: str) -> Ratio:
         return ratio_of_medians(self.series[mode].exposed_s, self.series[other].exposed_s)
 
+    def forward_ratio(self, mode: str, other: str) -> Ratio:
+        return ratio_of_medians(self.series[mode].forward_s, self.series[other].forward_s)
+
     def post_share(self, mode: str) -> float:
-        """Of the time that WRITEs were on their way, how much went into posting them."""
+        """Posting time as a share of the transfer time."""
         return self.series[mode].median("post_s") / self.series[mode].median("transfer_s")
 
     @property
     def exposed_limit(self) -> float | None:
-        """Limit of exposed time by layer, as a share of a whole request's; None for a slow link or few layers."""
+        """Limit of exposed time, as a share of a whole request's; None for a slow link or few layers."""
         return 2 / self.case.layers if self.case.layers >= LAYERS_TO_HIDE and self.load <= 1 else None
 
     @property
     def misses(self) -> list[str]:
-        """The limits that pushing by layer is beyond, in words."""
-        return list(self._misses()) if "layer" in self.series else []
+        """The limits that ``auto`` exceeds, in words; those of ``layer`` where ``auto`` was not measured."""
+        early = next((mode for mode in ("auto", "layer") if mode in self.series), None)
+        return [] if early is None else self._misses(early)
 
-    def _misses(self) -> Sequence[str]:
+    def _misses(self, mode: str) -> list[str]:
         missed = []
-        hook, slowdown = self.series["layer"].hook_percentile(50), self.slowdown("layer")
+        hook, slowdown = self.series[mode].hook_percentile(50), self.slowdown(mode)
         if hook > HOOK_LIMIT_US:
             missed.append(f"a hook takes {hook:.1f} us")
         if slowdown.ratio > SLOWDOWN_LIMIT:
             sure = " for sure" if slowdown.low > SLOWDOWN_LIMIT else ""
             missed.append(f"the forward takes {slowdown.ratio:.3f} x its time{sure}")
-        if self.load > 1 and self.end_ratio("layer") > END_LIMIT:
-            missed.append(f"the end comes at {self.end_ratio('layer'):.2f} x its bound")
+        if self.load > 1 and self.end_ratio(mode) > END_LIMIT:
+            missed.append(f"the end comes at {self.end_ratio(mode):.2f} x its bound")
         if self.exposed_limit is not None and "request" in self.series:
-            share = self.exposed_ratio("layer", "request")
+            share = self.exposed_ratio(mode, "request")
             if share.ratio > self.exposed_limit:
                 missed.append(f"exposed is {share.ratio:.3f} x a request's, not {self.exposed_limit:.3f}")
         return missed
@@ -195,9 +200,9 @@ class Cell:
     def as_json(self) -> dict[str, Any]:
         modes = {}
         for mode in self.modes:
-            exposed = {
-                f"exposed_of_{other}": asdict(self.exposed_ratio(mode, other)) for other in self.modes if other != mode
-            }
+            others = [other for other in self.modes if other != mode]
+            exposed = {f"exposed_of_{other}": asdict(self.exposed_ratio(mode, other)) for other in others}
+            forward = {f"forward_of_{other}": asdict(self.forward_ratio(mode, other)) for other in others}
             modes[mode] = {
                 **{f"{name}_median": self.series[mode].median(name) for name in ("exposed_s", "transfer_s", "end_s")},
                 "gb_s": self.rate(mode) / 1e9,
@@ -207,6 +212,7 @@ class Cell:
                 "delays": asdict(delays) if (delays := self.delays(mode)) is not None else None,
                 "end_of_bound": self.end_ratio(mode),
                 **exposed,
+                **forward,
                 **self.series[mode].as_json(),
             }
         ceiling = {"bytes": self.ceiling_bytes, "gb_s": self.ceiling / 1e9, "raw_s": list(self.ceiling_s)}

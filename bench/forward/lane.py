@@ -9,7 +9,6 @@ import time
 from collections import Counter
 
 from bench.forward.host import PairHost
-from bench.forward.settings import ForwardSettings
 from bench.pair.reach import DECODE, Reach
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration, Unpacked, read
@@ -30,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 50e-3
 NOTIFICATION_POLL_S = 1e-3
-"""How long an engine's writer thread sleeps, and one that awaits a message."""
-STREAMS = {"layer": True, "chunk": True, "request": False}
+"""Longest sleep of an engine's writer thread in seconds: idle, and while it awaits a message."""
+STREAMS = {"auto": True, "layer": True, "chunk": True, "request": False}
 """The modes, and whether they push while prefill computes."""
 
 
@@ -60,14 +59,13 @@ class Kept(PushMeter):
 
 
 class Lane:
-    """``strategy`` is shared by all lanes of a geometry: its costs hold for each lane."""
+    """The writer of one mode. All lanes of a geometry share ``strategy``, because its costs hold for each of them."""
 
     def __init__(
         self,
         mode: str,
         reach: Reach,
         transport: NixlTransport,
-        settings: ForwardSettings,
         pusher: Pusher,
         strategy: PackingStrategy | None,
     ) -> None:
@@ -79,7 +77,7 @@ class Lane:
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
-        policy = Policy(by_layer=mode == "layer", min_write_bytes=settings.min_write_bytes, streams=streams)
+        policy = Policy(by_layer=mode in ("auto", "layer"), scheduled=mode == "auto", streams=streams)
         self.writer = PushWriter(
             Identity("P", 0, mode),
             layout,
@@ -110,12 +108,12 @@ class Pusher:
         self._thread.start()
 
     def serve(self, lane: Lane) -> None:
-        """After a ``rest``, or when nothing is pushed on the lane before."""
+        """Serve this lane from now on. Call it after ``rest``, or while the former lane has no push."""
         self._lane = lane
         self.waker.wake()
 
     def rest(self) -> None:
-        """Returns when the thread is in no turn; it begins none that does anything before the next ``serve``."""
+        """Serve no lane. Returns between two turns; later turns do nothing until the next ``serve``."""
         self._lane = None
         with self._turning:
             pass
@@ -136,7 +134,7 @@ class Pusher:
             raise
 
     def _turn(self) -> tuple[float, bool]:
-        """How long it may sleep, and whether that is short enough for the layers of a step."""
+        """One turn. Returns the seconds until the next, and whether that is short enough for the layers of a step."""
         lane = self._lane
         if lane is None:
             return IDLE_POLL_S, False

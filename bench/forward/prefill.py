@@ -33,10 +33,10 @@ from layerpush.transport.base import Route, WriteState
 
 CEILING_BYTES = 64 << 20
 RUN_UP_BYTES = 2 << 20
-"""Sent before it: more than an emulated link lets through at once after a rest."""
+"""Bytes sent before the ceiling's WRITE: more than an emulated link lets through at once after a rest."""
 LAND_TIMEOUT_S = 60.0
 SLOWEST = 20e6
-"""Bytes a second that a link has at least; a push that takes longer hangs."""
+"""The least rate of a link, in bytes a second. A slower push counts as hung."""
 
 
 class PushError(RuntimeError):
@@ -44,7 +44,7 @@ class PushError(RuntimeError):
 
 
 class Bench:
-    """Everything for one geometry."""
+    """The reach and the lanes of all modes, for one geometry."""
 
     def __init__(self, end: End, reach: Reach, pusher: Pusher, settings: ForwardSettings) -> None:
         self.reach = reach
@@ -52,7 +52,7 @@ class Bench:
         strategy = None if packing == "off" else reach.strategy(packing)
         if strategy is not None:
             reach.calibrate(strategy, WRITE_POLL_S)
-        self.lanes = {mode: Lane(mode, reach, end.transport, settings, pusher, strategy) for mode in STREAMS}
+        self.lanes = {mode: Lane(mode, reach, end.transport, pusher, strategy) for mode in STREAMS}
 
 
 class PrefillEnd(PrefillSide):
@@ -112,9 +112,10 @@ class PrefillEnd(PrefillSide):
         if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
         cpu_s = self._pusher.cpu_s
+        self._store_cached(lane, case, prompts)
         queued_before = queued_s()
         used, start = time.thread_time(), time.perf_counter()
-        ready = self._forward(lane, names, case, draws, prompts, series)
+        ready, third = self._forward(lane, names, case, draws, prompts, series)
         series.forward_s.append(time.perf_counter() - start)
         series.forward_cpu_s.append(time.thread_time() - used)
         queued_after = queued_s()
@@ -124,10 +125,17 @@ class PrefillEnd(PrefillSide):
             self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
             self._pusher.rest()
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
-            self._account(lane, series, start, ready)
+            self._account(lane, series, start, ready, third)
             checked: Checked = self._ask(Check(self._turn, names))
             raise_if_wrong(checked.problem, f"{way}, {case}")
             series.decode_s.append(checked.cpu_s)
+
+    def _store_cached(self, lane: Lane, case: Case, prompts: Prompts) -> None:
+        """Write the KV that earlier prompts would have left in P's cache."""
+        places = prompts.place(0, case.cached_blocks)
+        for index in range(len(lane.layout.layers) if case.cached else 0):
+            prompts.store(self._turn, index, places)
+        settle(self._end.device)
 
     def _forward(
         self,
@@ -137,21 +145,23 @@ class PrefillEnd(PrefillSide):
         draws: Sequence[Draw],
         prompts: Prompts,
         series: Series,
-    ) -> float:
+    ) -> tuple[float, float]:
         """As an engine's main thread: arm, compute layer by layer with a hook in each, sweep; then finish. An engine
-        that pushes whole requests plans nothing. Returns when the last hook was called.
+        that pushes whole requests plans nothing. Returns the times of the last hook and of the third one.
         """
         events, products, turn = lane.step_events, self._products, self._turn
         layers = [layer.name for layer in lane.layout.layers]
         planned = names if lane.streams else ()
         progress = [PromptProgress(name, (BLOCK_TOKENS,)) for name in planned]
         tables = [[draw.sources] for draw in draws]
-        clock, arm_s, ready, done = time.perf_counter, 0.0, 0.0, 0
+        clock, arm_s, ready, done = time.perf_counter, 0.0, 0.0, case.cached_blocks * BLOCK_TOKENS
+        hooked: list[float] = []
         for scheduled in case.steps:
-            chunks = [
-                each.advance(done, scheduled, case.tokens, table)
-                for each, table in zip(progress, tables, strict=bool(progress))
-            ]
+            chunks = []
+            for each, table in zip(progress, tables, strict=bool(progress)):
+                if not each.chunks and done:
+                    chunks.append(each.found(done, case.tokens, table))
+                chunks.append(each.advance(done, scheduled, case.tokens, table))
             first, done = done // BLOCK_TOKENS, done + scheduled
             places = prompts.place(first, -(-done // BLOCK_TOKENS))
             plan = StepPlan(tuple(chunk for chunk in chunks if chunk is not None))
@@ -165,16 +175,20 @@ class PrefillEnd(PrefillSide):
                 events.layer_saved(layer)
                 ready = clock()
                 series.hooks_us.append(1e6 * (ready - before))
+                hooked.append(before)
                 products.mlp()
             settle(self._end.device)
             events.sweep()
         series.arm_s.append(arm_s)
         for name, draw in zip(names, draws, strict=bool(names)):
             events.finish(name, (list(draw.sources),))
-        return ready
+        return ready, hooked[min(2, len(hooked) - 1)]
 
-    def _account(self, lane: Lane, series: Series, start: float, hooked: float) -> None:
-        """A device may compute the last layer after its hook, which ``hooked`` is the time of."""
+    def _account(self, lane: Lane, series: Series, start: float, hooked: float, third: float) -> None:
+        """Add a push to ``series``. ``hooked`` and ``third``: times of the last and the third hook.
+
+        A device may compute the last layer after its hook.
+        """
         kept = lane.kept
         ready = max(push.t_last_ready or hooked for push in kept.pushes)
         landed = [write.t_landed for write in kept.records if write.t_landed is not None]
@@ -185,6 +199,8 @@ class PrefillEnd(PrefillSide):
         series.post_s.append(sum(write.t_posted - write.t_post for write in kept.records))
         series.writes.append(len(kept.records))
         series.descriptors.append(sum(write.descriptors for write in kept.records))
+        early = sum(write.descriptors for write in kept.records if write.t_post < third)
+        series.early.append(early / series.descriptors[-1])
         series.plans.append(kept.plans)
 
     def _await(self, lane: Lane, where: str, seconds: float) -> None:

@@ -68,7 +68,7 @@ def growth(lines: Sequence[Line]) -> Table:
 
 
 def missed(cells: Sequence[Cell]) -> list[str]:
-    """The missed limits of pushes by layer, in words."""
+    """The missed limits of all cells, in words."""
     return [f"{cell.link}, {cell.case}: {text}" for cell in cells for text in cell.misses]
 
 
@@ -94,7 +94,11 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
 
 def _share(cell: Cell, mode: str) -> str:
     share = f"{cell.exposed_ratio(mode, 'request').ratio:.3f}"
-    return f"{share} (2/L {cell.exposed_limit:.3f})" if mode == "layer" and cell.exposed_limit is not None else share
+    return (
+        f"{share} (2/L {cell.exposed_limit:.3f})"
+        if mode in ("auto", "layer") and cell.exposed_limit is not None
+        else share
+    )
 
 
 def _delays(delays: Delays | None) -> str:

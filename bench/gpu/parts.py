@@ -14,7 +14,7 @@ PARTS = {
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
 }
 TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
-"""UCX's, between two processes that share a GPU."""
+"""UCX's transports between two processes that share a GPU."""
 COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")
 NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
     "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
@@ -80,7 +80,7 @@ KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 PROMPTS_IN_CACHE = 1.25
 """Room for the next prompt before the blocks of the last one are free."""
 USABLE = 0.94
-"""Of the GPU's memory."""
+"""Share of the GPU's memory that engines may use."""
 LONG = 65536
 LENGTHS = (8192, 16384, 32768, 65536, 98304)
 ANSWER_ROOM = 1024
@@ -92,10 +92,10 @@ def engines_for(gpu_mib: int) -> list[Engines]:
 
     Each run also has the aggregated engine and layerpush's D. Raises ``TooSmallError``.
     """
-    together = _engines("request,layer", 4, gpu_mib)
+    together = _engines("request,auto", 4, gpu_mib)
     if together and together.lengths[-1] >= LONG:
         return [together]
-    alone = [engines for mode in ("layer", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
+    alone = [engines for mode in ("auto", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
     if not alone:
         needed = 3 * (MODEL_BYTES + OVERHEAD_BYTES) // MIB + 3000
         raise TooSmallError(f"serve: three engines with 8B parameters take some {needed} MiB, the GPU has {gpu_mib}")
@@ -110,7 +110,7 @@ def _engines(modes: str, count: int, gpu_mib: int) -> Engines | None:
 
 
 def steps_of(part: str, out: Path, room: Room, options: Sequence[str]) -> list[Step]:
-    """``options`` go to the part's main command."""
+    """The commands of a part. ``options`` go to its main command."""
     return _STEPS[part](out, room, tuple(options))
 
 
@@ -149,7 +149,7 @@ def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
 
 
 def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
-    """A fixed size of the KV cache: engines that start side by side cannot measure free memory."""
+    """The KV cache has a fixed size, because engines that start side by side cannot measure free memory."""
     arguments = (
         "--dtype bfloat16",
         f"--kv-cache-memory-bytes {engines.kv_bytes}",

@@ -12,6 +12,7 @@ import numpy as np
 PANEL_INCHES = (5.2, 3.9)
 DPI = 110
 COLOURS = {
+    "auto": "#b0127b",
     "layer": "#d9541e",
     "chunk": "#f2b134",
     "request": "#4c9fd4",
@@ -20,12 +21,12 @@ COLOURS = {
     "aggregated": "#222222",
 }
 OTHERS = ("#7f4f24", "#e377c2", "#17becf", "#bcbd22")
-"""Of modes that have no colour of their own, one after the other."""
+"""Colours for modes that ``COLOURS`` lacks, one after the other."""
 BAND = (10, 90)
 
 
 def colours(modes: Sequence[str]) -> dict[str, str]:
-    """For each mode one, the same in every picture."""
+    """A colour for each mode. A mode in ``COLOURS`` has the same one in every picture."""
     unknown = [mode for mode in modes if mode not in COLOURS]
     spare = {mode: OTHERS[index % len(OTHERS)] for index, mode in enumerate(unknown)}
     return {mode: COLOURS.get(mode) or spare[mode] for mode in modes}

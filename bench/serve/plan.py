@@ -13,6 +13,7 @@ MODES = {
     "request": "layerpush with layerwise: false",
     "chunk": "layerpush with granularity: chunk",
     "layer": "layerpush with granularity: layer",
+    "auto": "layerpush with granularity: auto",
 }
 LOOPBACK = "loopback"
 
@@ -87,7 +88,7 @@ class Plan:
     seed: int
 
     def cells(self, setup: Setup) -> list[Cell]:
-        """Those that the same engines serve."""
+        """The cells that the engines of one setup serve."""
         return [Cell(setup, length, load) for length in self.lengths for load in self.loads]
 
     def calls(self, setup: Setup) -> Iterator[Call]:
@@ -99,16 +100,16 @@ class Plan:
                     yield Call(cell, number, mode)
 
     def warm_up(self, setup: Setup, mode: str) -> Call:
-        """The longest prompts, as many at a time as ever: handshakes are made and KV memory is touched."""
+        """A call with the longest prompts and the highest concurrency. It makes handshakes and touches KV memory."""
         widest = max(self.loads, key=lambda load: load.concurrency or 1)
         return Call(Cell(setup, max(self.lengths), widest), self.rounds, mode)
 
     def prompts(self, call: Call) -> int:
-        """How many requests a call sends."""
+        """The number of requests of a call."""
         return self.requests * (call.cell.load.concurrency or 1)
 
     def seed_of(self, call: Call) -> int:
-        """Of its prompts, and of their arrivals: the same in all modes of a round, others in other rounds."""
+        """The seed of a call's prompts and arrivals: equal in all modes of a round, different between rounds."""
         return self.seed + call.round
 
     @property

@@ -30,6 +30,11 @@ MEASURES = (
 )
 AGAINST_AGGREGATED = ("ttft_ms", "tpot_ms", "requests_per_s", "prefill_ms")
 PAIRS = (
+    ("auto", "request"),
+    ("auto", "chunk"),
+    ("auto", "layer"),
+    ("auto", "push"),
+    ("auto", "pull"),
     ("layer", "request"),
     ("chunk", "request"),
     ("layer", "chunk"),
@@ -104,13 +109,13 @@ class CellResult:
     calls: Mapping[str, Sequence[Measured]]
 
     def series(self, mode: str, measure: str) -> Series | None:
-        """None where a round lacks it."""
+        """The samples of a measure in a mode; None if a round lacks them."""
         rounds: list[list[float] | None] = [getattr(call, measure) for call in self.calls[mode]]
         there = [one for one in rounds if one]
         return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
 
     def ratio(self, measure: str, mode: str, other: str) -> Ratio | None:
-        """Of medians; None where one of them is not known, or nothing to divide by."""
+        """The ratio of medians; None if one of them is not known, or if the divisor has a sample of 0."""
         if not {mode, other} <= set(self.calls):
             return None
         above, below = self.series(mode, measure), self.series(other, measure)
@@ -171,7 +176,7 @@ class CellResult:
 
 
 def by_cell(cells: Sequence[Cell], modes: Sequence[str], calls: Sequence[Measured]) -> list[CellResult]:
-    """Those cells of which there is something, in the order of ``cells``; rounds in order."""
+    """The results of all cells with calls, in the order of ``cells``; rounds in order."""
     results = []
     for cell in cells:
         here = sorted((call for call in calls if call.cell == cell.key), key=lambda call: call.round)
@@ -182,7 +187,7 @@ def by_cell(cells: Sequence[Cell], modes: Sequence[str], calls: Sequence[Measure
 
 
 def compared(results: Sequence[CellResult]) -> int:
-    """How many answers stand beside the aggregated engine's."""
+    """The number of answers that were compared with the aggregated engine's."""
     return sum(
         len(call.answers)
         for result in results

@@ -13,8 +13,8 @@ from msgspec import Meta
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
 from layerpush.core.wire import MAX_RING_BYTES
 
-PushMode = Literal["layer", "chunk", "request"]
-"""How the KV cache of a request leaves P: layer by layer, chunk by chunk, or whole after prefill."""
+PushMode = Literal["auto", "layer", "chunk", "request"]
+"""How the KV cache of a request leaves P: just in time, layer by layer, chunk by chunk, or whole after prefill."""
 
 # Keys of kv_connector_extra_config that vLLM 0.32's NIXL connectors read: passed through, not checked.
 UPSTREAM_KEYS = frozenset(
@@ -44,18 +44,16 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Push during prefill. `false`: push whole requests after it, exactly as `NixlPushConnector`."),
     ] = True
     granularity: Annotated[
-        Literal["layer", "chunk"],
+        Literal["auto", "layer", "chunk"],
         Meta(
-            description='`"layer"`: write each layer once it is computed. `"chunk"`: write all layers after each step.'
+            description='`"auto"`: let ready layers wait for each other, as long as none gets late. `"layer"`: write '
+            'each layer once it is computed. `"chunk"`: write all layers after each step.'
         ),
-    ] = "layer"
+    ] = "auto"
     min_write_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Merge a request's ready layers into one WRITE up to this size; `0`: do not wait to merge.",
-        ),
-    ] = 262144
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description='Has no effect and logs a warning: `granularity: "auto"` merges layers by itself.'),
+    ] = None
     layerwise_min_tokens: Annotated[
         int,
         Meta(ge=0, description="Push prompts with fewer tokens than this whole, after prefill."),
@@ -107,7 +105,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Check vLLM's `kv_connector_extra_config` and take layerpush's own keys from it.
 
         Raises:
-            ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is no number.
+            ConfigError: a key is unknown, or a value is not one of its key's choices; `"1"` is not a number.
         """
         rows = {row.key: row for row in documentation_rows()}
         for key in extra:
@@ -127,7 +125,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DocumentationRow(NamedTuple):
-    """One line of the configuration table."""
+    """One row of the configuration table."""
 
     key: str
     type: str
@@ -169,18 +167,19 @@ def _choices(annotation: Any) -> str:
     bare, meta = get_args(annotation)[:2]
     words = []
     for option in get_args(bare) if get_origin(bare) in (Literal, Union, types.UnionType) else (bare,):
-        if isinstance(option, str):
-            words.append(f'"{option}"')
-        elif option is int and meta.le is not None:
-            words.append(f"integer from {meta.ge} to {meta.le}")
-        elif option is int and meta.ge is not None:
-            words.append(f"integer >= {meta.ge}")
-        elif get_origin(option) is Annotated:
+        kind, limits = get_args(option)[:2] if get_origin(option) is Annotated else (option, meta)
+        if isinstance(kind, str):
+            words.append(f'"{kind}"')
+        elif kind is int and limits.le is not None:
+            words.append(f"integer from {limits.ge} to {limits.le}")
+        elif kind is int and limits.ge is not None:
+            words.append(f"integer >= {limits.ge}")
+        elif kind is str and limits.min_length is not None:
             words.append("non-empty string")
-        elif get_origin(option) is tuple:
+        elif get_origin(kind) is tuple:
             words.append("list of host names, IP addresses and networks")
         else:
-            words.append({bool: "true or false", int: "integer", str: "string", type(None): "null"}[option])
+            words.append({bool: "true or false", int: "integer", str: "string", type(None): "null"}[kind])
     return " or ".join(words)
 
 
@@ -193,7 +192,7 @@ def _converted(key: str, value: object, choices: str, annotation: Any) -> Any:
 
 
 def _hint(value: object, annotation: Any) -> str:
-    """A hint at the probable correct value, or an empty string."""
+    """The value that was probably meant, as a hint, or an empty string."""
     if not isinstance(value, str):
         return ""
     word = value.strip().lower()

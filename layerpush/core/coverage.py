@@ -39,14 +39,14 @@ class Coverage:
     def post(self, layers: slice, first: int, end: int) -> None:
         """Blocks ``[first, end)`` of these layers were posted. Raises ``CoverageError``."""
         cells = self._posted[layers, first:end]
-        if cells.any():
+        if np.count_nonzero(cells):
             raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} were posted before")
         cells[:] = True
 
     def land(self, layers: slice, first: int, end: int) -> None:
         """Blocks ``[first, end)`` of these layers have landed. Raises ``CoverageError``."""
         cells = self._landed[layers, first:end]
-        if cells.any() or not self._posted[layers, first:end].all():
+        if np.count_nonzero(cells) or np.count_nonzero(self._posted[layers, first:end]) < cells.size:
             raise CoverageError(f"layers {layers.start}-{layers.stop - 1}, blocks {first}-{end - 1} cannot land now")
         cells[:] = True
 

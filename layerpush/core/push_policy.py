@@ -1,4 +1,4 @@
-"""When ready layers become a WRITE."""
+"""The settings by which a session turns ready layers into WRITEs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 SHORT_PROMPT = "the prompt is shorter than layerwise_min_tokens"
 LATE_REGISTRATION = "no decode engine had registered when prefill finished"
-"""Reasons to push one request whole. Other reasons are an engine's, in its own words."""
+"""Reasons to push one request whole. Others concern a whole engine, and the engine words them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When ready layers become a WRITE.
+    """The settings by which a session turns ready layers into WRITEs.
 
-    ``by_layer`` posts as soon as ``min_write_bytes`` are ready, otherwise (and always at the end of a chunk) whole
-    chunks go. ``max_in_flight`` WRITEs at most are on the wire: while they are, ready layers merge. Without
-    ``streams`` the session only watches and the request is pushed whole.
+    With ``by_layer`` a chunk's layers are posted before all of them are ready: each at once, or, with ``scheduled``,
+    at the time that ``write_schedule`` gives. A chunk whose layers are all ready is posted in any case. At most
+    ``max_in_flight`` WRITEs are on the wire; while there are so many, ready layers merge. Without ``streams`` the
+    session only watches, and the request is pushed whole.
     """
 
     by_layer: bool = True
-    min_write_bytes: int = 0
+    scheduled: bool = False
     max_in_flight: int = 8
     streams: bool = True

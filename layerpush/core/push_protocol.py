@@ -29,6 +29,8 @@ class State(enum.Enum):
     ABANDONED = "failed and drained; the scheduler still holds the request"
     CLOSED = "nothing is left to do"
 
+    __hash__ = object.__hash__  # a state is looked up for each event, and ``Enum`` hashes the name in Python
+
 
 class Event:
     """Something that happened to a push."""
@@ -52,7 +54,9 @@ class Ready(Event):
 
 @dataclass(frozen=True, slots=True)
 class PostReady(Event):
-    """All ready layers have been reported: post those that are worth a WRITE."""
+    """All ready layers have been reported: post them. ``wait``: only if every layer of a chunk is ready."""
+
+    wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Notified(Event):
-    """Every decode rank of this session has been sent its completion."""
+    """The completion was sent to every decode rank of this session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One WRITE to every decode rank of the session, to be posted. ``size`` is in bytes of this engine's memory."""
+    """One WRITE, to be posted to every decode rank. ``size`` is in bytes of this engine's memory."""
 
     id: int
     epoch: int
@@ -193,7 +197,7 @@ class Post(Action):
 
 @dataclass(frozen=True, slots=True)
 class Notify(Action):
-    """Send the one completion to every decode rank; `Notified` or `Failed` follows."""
+    """Send the completion to every decode rank; `Notified` or `Failed` follows."""
 
     registration: Registration
 
@@ -209,7 +213,7 @@ class Delegate(Action):
 class ReportFailure(Action):
     """Report to the decode engine that this epoch's completion will never come.
 
-    ``drained``: none of our WRITEs for it is on the wire, so its blocks are its own again. ``cancelled``: it has asked
+    ``drained``: none of our WRITEs for it is on the wire, so it may use its blocks again. ``cancelled``: it has asked
     for them.
     """
 

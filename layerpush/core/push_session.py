@@ -8,13 +8,13 @@ Four phases, in the order of a push that goes well:
 
 - Nothing is posted: ``WAITING`` for D's registration, ``CONNECTING`` to D. A push by request stays ``DEFERRED``.
 - Blocks go by layer or chunk: ``STREAMING``. After a preemption the session is ``REWINDING`` until the old epoch's
-  WRITEs have ended, and starts anew. ``NOTIFYING`` sends D the completion; in ``NOTIFIED`` it was sent.
+  WRITEs have ended, and starts anew. ``NOTIFYING`` sends D the completion; ``NOTIFIED`` has sent it.
 - Or upstream pushes the request whole: ``DELEGATED``, and ``WRITING_WHOLE`` while its WRITEs are on the wire.
 - The end: ``CLOSED``. A push that fails is ``DRAINING`` until its WRITEs have ended. It is ``ABANDONED`` after that, if
   the scheduler has not finished the request yet.
 
 ``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
-Three facts are no states, because they go with most of them: ``_finished`` (the scheduler holds the blocks under a
+Three facts are not states, because each goes with most states: ``_finished`` (the scheduler holds the blocks under a
 lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
 in ``_drained``.
 
@@ -72,6 +72,8 @@ class Session(Machine[State, Event, Action]):
         self.epoch = 0
         self.in_flight: dict[int, Write] = {}
         self.policy = policy
+        self.landed_bytes = self.posted_bytes = 0
+        """Bytes of this epoch: those that have landed, and those that were posted."""
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
         self._coverage: Coverage | None = None
@@ -81,6 +83,21 @@ class Session(Machine[State, Event, Action]):
     def all_ready(self) -> bool:
         """Whether every layer of the whole prompt is in this engine's memory."""
         return self._ready_blocks.is_complete
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that D gets of the newest chunk. 0 before D has registered."""
+        return self._ready_blocks.chunk_bytes
+
+    @property
+    def unposted_bytes(self) -> int:
+        """Bytes of all planned chunks that are not posted. 0 before D has registered."""
+        return self._ready_blocks.planned_bytes - self.posted_bytes
+
+    @property
+    def next_part(self) -> float:
+        """The expected size of the next chunk, as a part of the newest chunk's: 0 to 1, 0 after the prompt's last."""
+        return self._ready_blocks.next_part
 
     def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
         chunk = event.chunk
@@ -97,15 +114,16 @@ class Session(Machine[State, Event, Action]):
             self._ready_blocks.ready(event.chunk, event.layer)
         return self.state
 
-    def _on_post_ready(self, _: push_protocol.PostReady, actions: list[Action]) -> State:
+    def _on_post_ready(self, event: push_protocol.PostReady, actions: list[Action]) -> State:
         if self.state is not S.STREAMING:
             return self.state
-        while len(self.in_flight) < self.policy.max_in_flight:
+        may_split = self.policy.by_layer and not event.wait
+        while len(self.in_flight) < self.policy.max_in_flight and (may_split or self._ready_blocks.has_whole_chunk):
             segments = self._ready_blocks.pending()
-            size = self._ready_blocks.size(segments)
-            worth_it = self.policy.by_layer and size >= max(1, self.policy.min_write_bytes)
-            if not segments or not (self._ready_blocks.chunk_is_whole or worth_it):
+            if not segments:
                 break
+            size = self._ready_blocks.size(segments)
+            self.posted_bytes += size
             self._ready_blocks.take()
             assert self._coverage is not None
             for part in segments:
@@ -151,6 +169,7 @@ class Session(Machine[State, Event, Action]):
         if self.state is S.REWINDING:
             return self.state if self.in_flight else S.STREAMING
         assert self._coverage is not None
+        self.landed_bytes += write.size
         for part in write.segments:
             skipped = self._ready_blocks.skipped(part.group)
             self._coverage.land(part.layers, part.first - skipped, part.end - skipped)
@@ -207,6 +226,7 @@ class Session(Machine[State, Event, Action]):
 
     def _restart(self, epoch: int) -> State:
         self.epoch = epoch
+        self.landed_bytes = self.posted_bytes = 0
         self._ready_blocks.rewind()
         if self._coverage is not None:
             self._coverage = Coverage(self._ready_blocks.wanted)

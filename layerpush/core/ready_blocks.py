@@ -1,9 +1,8 @@
-"""The blocks of a prompt that are in memory, those of them that were posted, and their targets. Pure."""
+"""Tracks which blocks of a prompt are in memory and which were posted, and pairs them with D's. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from layerpush.core.coverage import check_blocks
 from layerpush.core.machine import IllegalTransitionError
@@ -23,15 +22,17 @@ class ReadyBlocks:
     def __init__(self, layer_groups: Sequence[int], layer_bytes: Sequence[int], *, by_layer: bool) -> None:
         self._layer_groups = tuple(layer_groups)
         self._layer_bytes = tuple(layer_bytes)
+        self._group_bytes = dict.fromkeys(layer_groups, 0)  # a group may have no layer here
+        for group, size in zip(layer_groups, layer_bytes, strict=True):
+            self._group_bytes[group] += size
         self._by_layer = by_layer
         self._alignments: tuple[Alignment, ...] = ()
+        self._skipped: tuple[int, ...] = ()
         self._totals: tuple[int, ...] = ()
         self.rewind()
 
     def rewind(self) -> None:
-        """Everything will be computed again, into other blocks; the decode engine's stay the same."""
-        self.chunk_is_whole = False
-        """Some chunk became ready in all its layers since this was last set to False."""
+        """The prompt will be computed again, into other blocks. The decode engine's blocks stay the same."""
         self._tables: list[list[int]] = []
         self._pairs: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._chunk_ends: list[tuple[int, ...]] = []
@@ -39,9 +40,16 @@ class ReadyBlocks:
         self._complete: tuple[int, ...] = ()
         self._ready = [0] * len(self._layer_groups)
         self._posted = [0] * len(self._layer_groups)
-        self._fresh: set[int] = set()  # layers that may have more than was posted: few of many, at any time
+        self._fresh: set[int] = set()  # layers that may have unposted blocks; a set, since few do
         self._unready = 0
-        self._final = False
+        self.is_final = False
+        """Whether the newest chunk ends the prompt."""
+        self.next_part = 0.0
+        """The prompt's tokens after the newest chunk, divided by the tokens of that chunk; 1 at most."""
+        self.planned_bytes = 0
+        """Bytes of all planned chunks that the decode engine does not have already. 0 before ``align``."""
+        self.chunk_bytes = 0
+        """The newest chunk's part of ``planned_bytes``."""
 
     @property
     def chunks(self) -> int:
@@ -49,8 +57,17 @@ class ReadyBlocks:
 
     @property
     def is_complete(self) -> bool:
-        """Every layer of the whole prompt is in this engine's memory."""
-        return self._final and self._unready == 0
+        """Whether every layer of the whole prompt is in this engine's memory."""
+        return self.is_final and self._unready == 0
+
+    @property
+    def has_whole_chunk(self) -> bool:
+        """Whether ``pending`` has blocks of a chunk whose layers are all ready."""
+        return bool(self._complete) and any(
+            max(self._posted[layer], self._skipped[group]) < self._complete[group]
+            for layer in self._fresh
+            for group in (self._layer_groups[layer],)
+        )
 
     @property
     def wanted(self) -> list[int]:
@@ -59,7 +76,7 @@ class ReadyBlocks:
 
     def skipped(self, group: int) -> int:
         """How many leading blocks the decode engine has already."""
-        return self._alignments[group].skipped
+        return self._skipped[group]
 
     def plan(self, chunk: ChunkPlan) -> None:
         """A step computes this chunk. Raises ``IllegalTransitionError`` if one before it is missing."""
@@ -74,10 +91,12 @@ class ReadyBlocks:
         self._chunk_ends.append(tuple(part.end for part in chunk.groups))
         self._ready_layers.append(set())
         self._unready += len(self._layer_groups)
-        self._final = chunk.final
+        self.is_final = chunk.final
+        self.next_part = min(1.0, max(0, chunk.prompt_tokens - chunk.end) / max(1, chunk.end - chunk.start))
+        self._count_bytes()
 
     def ready(self, chunk: int, layer: int) -> None:
-        """A layer of a chunk is in memory; more than once is fine."""
+        """A layer of a chunk is in memory. A repeated call changes nothing."""
         layers = self._ready_layers[chunk]
         if layer in layers:
             return
@@ -88,7 +107,6 @@ class ReadyBlocks:
             self._fresh.add(layer)
         if len(layers) == len(self._layer_groups):
             self._complete = self._chunk_ends[chunk]
-            self.chunk_is_whole = True
             if not self._by_layer:
                 self._fresh.update(range(len(self._layer_groups)))
 
@@ -96,34 +114,45 @@ class ReadyBlocks:
         """The decode engine's blocks are known. Raises ``MismatchError`` if they are not the end of this prompt."""
         check_blocks(self._totals, targets)
         self._alignments = tuple(map(Alignment, self._totals, targets))
-        self.chunk_is_whole = any(len(layers) == len(self._layer_groups) for layers in self._ready_layers)
+        self._skipped = tuple(alignment.skipped for alignment in self._alignments)
+        self._count_bytes()
 
     def pending(self) -> tuple[Segment, ...]:
         """Ready blocks that were not taken; neighbouring layers with equal blocks share a segment."""
-        segments: list[Segment] = []
+        runs: list[tuple[int, int, int, int, int]] = []  # layers [start, stop), group, blocks [first, end)
         for layer in sorted(self._fresh):
             group = self._layer_groups[layer]
-            first, end = max(self._posted[layer], self.skipped(group)), self._reach(layer)
+            first, end = max(self._posted[layer], self._skipped[group]), self._reach(layer)
             if first >= end:
                 continue
-            last = segments[-1] if segments else None
-            if last and (last.layers.stop, last.group, last.first, last.end) == (layer, group, first, end):
-                segments[-1] = replace(last, layers=slice(last.layers.start, layer + 1))
-                continue
-            source, target = self._paired(group, first, end)
-            segments.append(Segment(slice(layer, layer + 1), group, first, end, source, target, self.skipped(group)))
-        return tuple(segments)
+            start = layer
+            if runs and runs[-1][1:] == (layer, group, first, end):
+                start = runs.pop()[0]
+            runs.append((start, layer + 1, group, first, end))
+        return tuple(
+            Segment(slice(start, stop), group, first, end, *self._paired(group, first, end), self._skipped[group])
+            for start, stop, group, first, end in runs
+        )
 
     def take(self) -> None:
         """The segments that ``pending`` returned are posted."""
-        self.chunk_is_whole = False
         for layer in self._fresh:
             self._posted[layer] = max(self._reach(layer), self._posted[layer])
         self._fresh.clear()
 
     def size(self, segments: Sequence[Segment]) -> int:
-        """Bytes of this engine's memory."""
+        """The segments' size in bytes of this engine's memory."""
         return sum(len(part.source) * sum(self._layer_bytes[part.layers]) for part in segments)
+
+    def _count_bytes(self) -> None:
+        self.planned_bytes = self._bytes_up_to(len(self._chunk_ends))
+        self.chunk_bytes = self.planned_bytes - self._bytes_up_to(len(self._chunk_ends) - 1)
+
+    def _bytes_up_to(self, chunks: int) -> int:
+        if chunks < 1 or not self._alignments:
+            return 0
+        ends = self._chunk_ends[chunks - 1]
+        return sum(max(0, ends[group] - self._skipped[group]) * size for group, size in self._group_bytes.items())
 
     def _reach(self, layer: int) -> int:
         """The end of the blocks of a layer that may be posted now."""
@@ -135,7 +164,7 @@ class ReadyBlocks:
         """Our blocks and the decode engine's for prompt blocks ``[first, end)``, the same for every layer."""
         key = (group, first, end)
         if key not in self._pairs:
-            skipped = self.skipped(group)
+            skipped = self._skipped[group]
             targets = self._alignments[group].targets[first - skipped : end - skipped]
             pairs = [
                 (source, target)

@@ -26,12 +26,12 @@ class GroupSlice:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """The blocks of one prompt that one engine step completes.
+    """The blocks of one prompt that one engine step completes, or that were in the prefix cache.
 
     ``index`` counts the chunks of an epoch. The step computes tokens ``[start, end)``; ``groups`` holds the blocks
-    that are complete after it and were not before, including prefix-cache hits, which the previous step may still
-    be computing. The last chunk also holds the partly filled last block. A chunk that does not ``streams`` is only
-    watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the engine's configuration decides.
+    that are complete after it and were not before. The last chunk also holds the partly filled last block. Without
+    ``streams`` the chunk is only watched: its prompt is pushed whole. ``mode`` is the request's choice; None: the
+    engine's configuration decides. The blocks of a ``cached`` chunk were computed by steps before this one.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class ChunkPlan:
     groups: tuple[GroupSlice, ...]
     streams: bool = True
     mode: PushMode | None = None
+    cached: bool = False
 
     @property
     def final(self) -> bool:
@@ -82,27 +83,45 @@ class PromptProgress:
         self.chunks = self.planned_tokens = 0
         self.planned_blocks = [0] * len(self.block_sizes)
 
+    def found(self, cached: int, prompt_tokens: int, tables: Sequence[Sequence[int]]) -> ChunkPlan | None:
+        """Plan the first ``cached`` tokens, which earlier steps computed; None if they fill no block.
+
+        Call it before the first ``advance`` of an epoch. A resumed request may have more cached tokens than its prompt.
+        ``tables`` holds its whole block table of each group.
+        """
+        chunk = self._chunk(0, min(cached, prompt_tokens), prompt_tokens, tables, cached=True)
+        if not any(group.blocks for group in chunk.groups):
+            return None
+        self._note(chunk)
+        return chunk
+
     def advance(
         self, start: int, scheduled: int, prompt_tokens: int, tables: Sequence[Sequence[int]]
     ) -> ChunkPlan | None:
         """Plan the step that computes tokens ``[start, start + scheduled)``; None if it computes no new prompt token.
 
-        ``tables`` holds the request's whole block table of each group. If a step begins before the end of the planned
-        tokens, vLLM has dropped computed tokens: the whole prompt is planned again, in a new epoch.
+        If a step begins before the end of the planned tokens, vLLM has dropped computed tokens: the whole prompt is
+        planned again, in a new epoch.
         """
         if start < min(self.planned_tokens, prompt_tokens):
             self.restart()
         end = min(start + scheduled, prompt_tokens)
         if end <= start or end <= self.planned_tokens:
             return None
+        chunk = self._chunk(start, end, prompt_tokens, tables)
+        self._note(chunk)
+        return chunk
+
+    def _chunk(
+        self, start: int, end: int, prompt_tokens: int, tables: Sequence[Sequence[int]], *, cached: bool = False
+    ) -> ChunkPlan:
+        """The blocks that are complete after token ``end`` and not planned yet."""
         groups = []
-        for group, (size, table) in enumerate(zip(self.block_sizes, tables, strict=True)):
+        for first, size, table in zip(self.planned_blocks, self.block_sizes, tables, strict=True):
             total = _blocks(prompt_tokens, size)
-            first = self.planned_blocks[group]
             upto = total if end == prompt_tokens else end // size
             groups.append(GroupSlice(first, tuple(table[first:upto]), total))
-            self.planned_blocks[group] = upto
-        chunk = ChunkPlan(
+        return ChunkPlan(
             self.request_id,
             self.epoch,
             self.chunks,
@@ -112,10 +131,13 @@ class PromptProgress:
             tuple(groups),
             self.streams,
             self.mode,
+            cached,
         )
+
+    def _note(self, chunk: ChunkPlan) -> None:
         self.chunks += 1
-        self.planned_tokens = end
-        return chunk
+        self.planned_tokens = chunk.end
+        self.planned_blocks = [group.end for group in chunk.groups]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ news of the scheduler, the forward pass, decode engines and upstream's push. The
 session (``handle``) and performs the actions that the session returns: ``ACTIONS`` has one method for each. The result
 of an action is the next event, often within the same call.
 
-Who owns what:
+Ownership:
 
 - The session decides. Only it writes its fields; the push reads them.
 - The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer has it ``poll`` them each turn.
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layerpush.core.coverage import MismatchError
+from layerpush.core.link_speed import LinkSpeed
 from layerpush.core.push_policy import LATE_REGISTRATION
 from layerpush.core.push_protocol import (
     WHOLE,
@@ -83,6 +84,7 @@ class Shared:
     trace: TraceFile
     meter: PushMeter
     write_timeout_s: float
+    link_speed: Callable[[str], LinkSpeed]
     take_revoked: Callable[[], None]
     closed: Callable[[Push], None]
 
@@ -98,10 +100,11 @@ class Push:
         """The last step that computed a chunk of it."""
         self.dirty = True
         """Whether anything has happened since the session last looked for blocks to post."""
+        self._waited = False
         self.finished_at: float | None = None
         self.busy_since: float | None = None
         self.transfer_s = 0.0
-        """How long at least one WRITE was on its way, in seconds."""
+        """Seconds for which at least one WRITE was on its way."""
         self._shared = shared
         self._link: Link | None = None
         self._losses: dict[int, _Loss] = {}
@@ -127,8 +130,8 @@ class Push:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds from when nothing but the transfer was missing until the completion was sent; a whole request's
-        rides on its last WRITE. None if either is not known.
+        """Seconds for which only the transfer was missing, until the completion was sent. The completion of a whole
+        request rides on its last WRITE. None if the beginning or the end is not known.
         """
         record = self.record
         ready = self.finished_at if record.t_last_ready is None else record.t_last_ready
@@ -172,7 +175,7 @@ class Push:
             record.t_first_planned = at
         record.tokens = chunk.prompt_tokens
         first, end = chunk.groups[0].first, chunk.groups[0].end
-        record.chunks.append(ChunkRecord(first, end, at))
+        record.chunks.append(ChunkRecord(first, end, at, chunk.cached))
 
     def register(self, registration: Registration) -> None:
         """A decode engine asks for the request."""
@@ -180,7 +183,7 @@ class Push:
         self.handle(Registered(registration))
 
     def reconnect(self, error: str | None) -> None:
-        """The handshake that ``Host.connect`` started is over; ``error`` is why it failed."""
+        """The handshake that ``Host.connect`` started is over; ``error`` is the reason if it failed."""
         if self.session.state is not State.CONNECTING:
             return
         if error is not None:
@@ -193,6 +196,12 @@ class Push:
         self.record.decode_engine_id, self.record.decode_request_id = decode_engine_id, decode_request_id
         self._on_the_wire(transfer)
         self.handle(WholePosted())
+
+    def post_ready(self, *, wait: bool) -> None:
+        """Post ready blocks, if anything has changed. ``wait``: only those of chunks that are ready in all layers."""
+        if self.dirty or (self._waited and not wait):
+            self.dirty, self._waited = False, wait
+            self.handle(PostReady(wait))
 
     def poll(self) -> None:
         """Make progress on each WRITE, and fail if one is overdue. Raises errors that a transport must not raise."""
@@ -237,6 +246,8 @@ class Push:
     def _post(self, action: Post) -> None:
         assert self._link is not None
         write = action.write
+        key = (self.request_id, write.id)
+        self._shared.link_speed(self._link.engine_id).posted(key, write.size, time.perf_counter())
         try:
             for transfer in self._shared.writes.post(write, self._link):
                 self._on_the_wire(transfer)
@@ -352,6 +363,10 @@ class Push:
         if any(transfer.write == write for transfer in self.transfers):
             return
         loss = self._losses.pop(write, None)
+        if self._link is not None and write != WHOLE.id:
+            self._shared.link_speed(self._link.engine_id).ended(
+                (self.request_id, write), time.perf_counter(), landed=loss is None
+            )
         if loss is None:
             self.handle(Landed(write))
             return
@@ -362,12 +377,12 @@ class Push:
         self.handle(Lost(write, loss.reason))
 
     def note_busy(self, at: float) -> None:
-        """A WRITE is posted, beside which others may be in flight. Seconds."""
+        """A WRITE is posted at ``at``, in seconds. Others may be in flight."""
         if self.busy_since is None:
             self.busy_since = at
 
     def note_idle(self, at: float) -> None:
-        """A WRITE has ended, perhaps the last one in flight. Seconds."""
+        """A WRITE has ended at ``at``, in seconds. Others may be in flight."""
         if self.busy_since is not None and not self.in_flight:
             self.transfer_s += at - self.busy_since
             self.busy_since = None

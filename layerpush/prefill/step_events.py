@@ -1,4 +1,4 @@
-"""From the forward pass to the writer: which layer of which step is ready.
+"""Events from the forward pass to the writer: steps begin, layers become ready, steps end.
 
 The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish``; it appends to a bounded queue and
 never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
@@ -95,7 +95,7 @@ StepEvent = StepStarted | LayerSaved | StepEnded
 
 class StepEvents:
     """``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
-    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire for each of those.
+    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire once for each.
     """
 
     def __init__(
@@ -135,7 +135,10 @@ class StepEvents:
             for chunk in plan.chunks:
                 self._first_step.setdefault(chunk.request_id, self._step)
                 self._last_step[chunk.request_id] = self._step
-            self._put(StepStarted(self._step, plan.chunks, time.perf_counter()), None)
+            cached = any(chunk.cached for chunk in plan.chunks)
+            # The device may still compute earlier steps, and with them the cached blocks.
+            fence = self._fences.record() if cached else None
+            self._put(StepStarted(self._step, plan.chunks, time.perf_counter()), fence)
 
     def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
         """These requests lose their blocks before the next step runs. Main thread."""
@@ -168,6 +171,8 @@ class StepEvents:
         """Take the finished requests whose last step is ``swept`` or before. They need not wait for later steps,
         but must not overtake their own: their KV is whole only after its sweep. Writer thread.
         """
+        if not self._finished:
+            return []
         taken = [self._finished.popleft() for _ in range(len(self._finished))]
         self._finished.extend(late for late in taken if late.computed > swept)
         return [done for done in taken if done.computed <= swept]
@@ -193,12 +198,17 @@ class StepEvents:
         self._put(LayerSaved(index, time.perf_counter()), self._fences.record(), wake)
 
     def sweep(self) -> None:
+        """The step's forward is over: covers every layer that no hook reported. Main thread."""
         if self._armed:
             self._armed = False
             self._put(StepEnded(time.perf_counter()), self._fences.record())
 
     def take(self) -> Iterator[tuple[StepEvent, float]]:
-        """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached."""
+        """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached.
+
+        The device has reached fences at the time of this call, or before.
+        """
+        now = time.perf_counter()
         while self._queue:
             event, fence = self._queue[0]
             at = event.at
@@ -206,7 +216,7 @@ class StepEvents:
                 if not fence.passed():
                     return
                 fence.recycle()
-                at = time.perf_counter()
+                at = max(at, now)
             self._queue.popleft()
             yield event, at
 

@@ -10,8 +10,10 @@
 It only iterates; the push handles its events. A registration, a cancellation, an error or an upstream WRITE reaches its
 push through a method here, by request id, between turns, on the same thread.
 
-While a step is being computed, the writer polls for its layers every ``layer_poll_timeout`` seconds. A layer does not
-end a sleep of at most that length (``polls_layers``). A step's last layer, its end, and a revocation end any sleep.
+While a step is being computed, the writer looks for its layers every ``layer_poll_timeout`` seconds. If ready layers
+wait (``StepSchedule``), it looks when they have to leave. A layer does not end a sleep of at most that length
+(``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an earlier event waits
+for its fence: the writer polls fences.
 
 Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may
@@ -34,7 +36,6 @@ from layerpush.core.push_protocol import (
     Finished,
     LeaseExpired,
     Planned,
-    PostReady,
     Preempted,
     Ready,
     State,
@@ -46,6 +47,7 @@ from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import BlockIds, Push, Shared
 from layerpush.prefill.step_events import LayerSaved, StepEvents, StepStarted
+from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
@@ -87,6 +89,9 @@ class PushWriter:
         self._trace = trace
         self._strategy = strategy
         self._writes = Writes(transport, layout, strategy)
+        self._layer_groups = tuple(layer.group for layer in layout.layers)
+        self._layer_interval = LayerInterval()
+        self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
         self._shared = Shared(
             self._writes,
             transport,
@@ -95,15 +100,16 @@ class PushWriter:
             trace,
             meter,
             write_timeout_s,
+            self._schedule.link,
             self._take_revoked,
             self._closed,
         )
         self._pushes: dict[str, Push] = {}
-        self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._current = self._swept = 0
-        self._layer_interval = LayerInterval()
+        self.layer_poll_timeout: float | None = None
+        """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
 
     # The turn.
 
@@ -113,10 +119,12 @@ class PushWriter:
         self._poll()
         if self._strategy is not None:
             self._strategy.turn(quiet=not self._pushes)
+        step = {push.request_id for push, _ in self._step}
+        self._schedule.decide(self._pushes.values(), step, len(self._step_layers), time.perf_counter())
         for push in list(self._pushes.values()):
-            if push.dirty and push.session.state is State.STREAMING:
-                push.dirty = False
-                push.handle(PostReady())
+            if push.session.state is State.STREAMING:
+                push.post_ready(wait=push.request_id in step and self._schedule.waits(push))
+        self.layer_poll_timeout = self._next_layer_poll()
 
     def _take_step_events(self) -> None:
         self._take_revoked()
@@ -143,7 +151,7 @@ class PushWriter:
             push = self._pushes.get(request_id)
             if push is None and isinstance(event, Aborted | LeaseExpired):
                 if revoked.started > self._current:
-                    # It ended before the writer saw its first step, and counts.
+                    # It ended before the writer saw its first step. It counts as a push.
                     push = self._open(request_id, streams=True)
                 else:
                     self._host.ended(request_id, event.reason)
@@ -166,7 +174,11 @@ class PushWriter:
                 push = self._open(chunk.request_id, chunk.streams, chunk.mode)
             push.handle(Planned(chunk))
             push.planned(chunk, event.step, at)
-            self._step.append((push, chunk))
+            if chunk.cached:
+                for layer in range(len(self._layer_groups)):
+                    self._ready(push, chunk, layer, at, hooked=None)
+            else:
+                self._step.append((push, chunk))
             if push.session.state is State.WAITING:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
@@ -175,9 +187,12 @@ class PushWriter:
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
         for push, chunk in self._step:
-            if push.session.accepts(Ready):
-                push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
-                push.handle(Ready(chunk.epoch, chunk.index, layer))
+            self._ready(push, chunk, layer, at, hooked)
+
+    def _ready(self, push: Push, chunk: ChunkPlan, layer: int, at: float, hooked: bool | None) -> None:
+        if push.session.accepts(Ready):
+            push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
+            push.handle(Ready(chunk.epoch, chunk.index, layer))
 
     def _finished(self, request_id: str, blocks: BlockIds) -> None:
         """The scheduler finished a request and holds ``blocks`` for its push."""
@@ -191,7 +206,7 @@ class PushWriter:
         fallback = self._identity.fallback if mode != "request" else None
         if chosen is not None:
             by_key = chosen != "request" and fallback is None
-            policy = replace(policy, by_layer=chosen == "layer", streams=by_key)
+            policy = replace(policy, by_layer=chosen != "chunk", scheduled=chosen == "auto", streams=by_key)
         if not streams and policy.streams:
             policy, fallback = Policy(streams=False), SHORT_PROMPT
         session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
@@ -225,27 +240,39 @@ class PushWriter:
     @property
     def poll_timeout(self) -> float | None:
         """The writer's longest sleep in seconds; None: until it is woken."""
-        if self._step_events.pending:
-            return FENCE_POLL_S
         layers = self.layer_poll_timeout
+        if self._step_events.pending and (layers is None or self._schedule.next_look is None):
+            return FENCE_POLL_S
+        timeouts = [] if layers is None else [layers]
         if any(push.in_flight for push in self._pushes.values()):
-            return layers if layers is not None and not self._has_urgent_writes else WRITE_POLL_S
-        if self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
+            if layers is None or self._has_urgent_writes:
+                return WRITE_POLL_S
+            if self._schedule.next_look is not None:
+                # Half of the way: only a look before the estimated time can show that the link is faster.
+                landing = 0.5 * (self._schedule.next_landing - time.perf_counter())
+                timeouts.append(min(max(WRITE_POLL_S, landing), LONGEST_S))
+        elif self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):
-            return PEER_POLL_S if layers is None else min(PEER_POLL_S, layers)
-        if layers is not None:
-            return layers
-        return RELEASE_RETRY_S if self._writes.has_leftovers else None
+            timeouts.append(PEER_POLL_S)
+        if not timeouts and self._writes.has_leftovers:
+            timeouts.append(RELEASE_RETRY_S)
+        return min(timeouts, default=None)
 
-    @property
-    def layer_poll_timeout(self) -> float | None:
-        """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
+    def _next_layer_poll(self) -> float | None:
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
-        policies = [push.session.policy for push, _ in self._step]
-        by_layer = any(policy.streams and policy.by_layer for policy in policies)
-        return self._layer_interval.seconds if by_layer else LONGEST_S
+        if not any(push.session.policy.streams and push.session.policy.by_layer for push, _ in self._step):
+            return LONGEST_S
+        every, look = self._layer_interval.seconds, self._schedule.next_look
+        if every is None or look is None or not self._layer_interval.is_measured:
+            return every
+        streaming = [push for push, _ in self._step if push.session.state is State.STREAMING]
+        if not all(self._schedule.waits(push) for push in streaming):
+            return every
+        until = look - time.perf_counter()
+        # Nothing wakes the writer for a fence, and the last one may pass earlier than expected.
+        return min(max(FENCE_POLL_S, until), LONGEST_S) if self._step_events.pending else max(every, until)
 
     def polls_layers(self, poll_timeout: float) -> bool:
         """Whether a sleep of so many seconds is short enough for the layers of the running step."""
@@ -343,7 +370,7 @@ class PushWriter:
 
     @property
     def engines_in_use(self) -> set[str]:
-        """Decode engines that a live push has registered from. Any thread."""
+        """Decode engines whose registrations live pushes serve. Any thread."""
         return {
             push.session.registration.decode_engine_id
             for push in list(self._pushes.values())

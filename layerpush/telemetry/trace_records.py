@@ -40,16 +40,20 @@ class DropRecord(msgspec.Struct, kw_only=True):
 
 
 class ChunkRecord(msgspec.Struct):
+    """A ``cached`` chunk was in P's prefix cache when its step began."""
+
     start_block: int
     end_block: int
     t_planned: float
+    cached: bool = False
 
 
 class WriteRecord(msgspec.Struct):
-    """One posted WRITE. ``layers`` and ``chunks`` are first and last; ``bytes`` were written to ``remote_rank``.
+    """One posted WRITE. ``layers`` and ``chunks`` are first and last index; ``bytes`` went to ``remote_rank``.
 
-    ``plan`` is "direct", "gathered" or "packed". Its descriptors merge into ``runs``. ``estimate_s`` is the estimated
-    time in seconds, from ``t_planned`` on. Where packing is off, ``runs``, ``estimate_s`` and ``t_planned`` are None.
+    ``plan`` is "direct", "gathered" or "packed". NIXL merges its descriptors into ``runs`` contiguous ones.
+    ``estimate_s`` is the estimated time in seconds, from ``t_planned`` on. Where packing is off, ``runs``,
+    ``estimate_s`` and ``t_planned`` are None.
     """
 
     remote_rank: int
@@ -92,14 +96,14 @@ class PushRecord(msgspec.Struct, kw_only=True):
     t_last_landed: float | None = None
     t_notified: float | None = None
 
-    def ready_at(self, chunk: int, layer: int, at: float, hooked: bool, *, keep: bool = True) -> None:
-        """Count a layer of a chunk as ready at ``at``; ``keep``: add its row too."""
+    def ready_at(self, chunk: int, layer: int, at: float, hooked: bool | None, *, keep: bool = True) -> None:
+        """Count a layer of a chunk as ready at ``at``; ``keep``: add its row too. ``hooked`` None: it was cached."""
         if keep:
-            self.ready.append((chunk, layer, at, hooked))
+            self.ready.append((chunk, layer, at, bool(hooked)))
         self.t_last_ready = at
         if hooked:
             self.hooked_layers += 1
-        else:
+        elif hooked is not None:
             self.swept_layers += 1
 
     @property

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerpush.core.layout import CacheLayout, descriptor_ids, descriptor_offsets
+from layerpush.core.layout import BlockIds, CacheLayout, descriptor_ids, descriptor_offsets
 from layerpush.core.push_protocol import Write
 from layerpush.transport.base import DescriptorIds, Route
 
@@ -42,12 +42,20 @@ class Link:
         return self.gathered is not None or self.window is not None
 
 
+class _Blocks(NamedTuple):
+    """Kernel blocks, the lowest (or 0) and the highest of them (or -1)."""
+
+    ids: BlockIds
+    lowest: int
+    highest: int
+
+
 class DirectPlanner:
     """Plans WRITEs straight from cache to cache, ids ascending so that neighbouring blocks merge into one transfer."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
-        self._expand = lru_cache(maxsize=64)(layout.expand)
+        self._expanded = lru_cache(maxsize=64)(self._expand)
         self._local_offsets = descriptor_offsets(layout.region_blocks)
         self._remote_offsets: dict[tuple[int, ...], NDArray[np.int32]] = {}
 
@@ -62,17 +70,19 @@ class DirectPlanner:
         local, remote = [], []
         for part in write.segments:
             slots = [slot for layer in self._layout.layers[part.layers] for slot in layer.slots]
-            source, target = self._expand(part.source), self._expand(part.target)
+            source, target = self._expanded(part.source), self._expanded(part.target)
             _check("this engine", source, slots, self._layout.region_blocks)
             _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
-            local.append(descriptor_ids(self._local_offsets, slots, source))
-            remote.append(descriptor_ids(remote_offsets, slots, target))
+            local.append(descriptor_ids(self._local_offsets, slots, source.ids))
+            remote.append(descriptor_ids(remote_offsets, slots, target.ids))
         return np.concatenate(local), np.concatenate(remote)
 
+    def _expand(self, blocks: tuple[int, ...]) -> _Blocks:
+        ids = self._layout.expand(blocks)
+        return _Blocks(ids, int(ids.min(initial=0)), int(ids.max(initial=-1)))
 
-def _check(where: str, blocks: NDArray[np.int32], slots: Sequence[int], region_blocks: Sequence[int]) -> None:
-    if not len(blocks):
-        return
-    limit = min(region_blocks[slot] for slot in slots)
-    if blocks.max() >= limit or blocks.min() < 0:
-        raise LookupError(f"block {blocks.max()} lies outside a region of {limit} blocks on {where}")
+
+def _check(where: str, blocks: _Blocks, slots: Sequence[int], region_blocks: Sequence[int]) -> None:
+    limit = min(map(region_blocks.__getitem__, slots))
+    if blocks.highest >= limit or blocks.lowest < 0:
+        raise LookupError(f"block {blocks.highest} lies outside a region of {limit} blocks on {where}")

@@ -13,6 +13,7 @@ from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import StagedRegistration, VllmPushScheduler, awaits_scheduling, is_streamed
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
@@ -50,8 +51,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
+        if config.min_write_bytes is not None:
+            logger.warning(
+                "layerpush: min_write_bytes has no effect; remove it. Layers merge by themselves with granularity auto"
+            )
         self._block_sizes = block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
+        self._prefix_hits = PrefixHits(self._block_sizes)
         self._prompt_digests: dict[str, str] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
@@ -63,7 +69,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._can_stream = engine_fallback(self) is None
 
     def bind(self, block_pool: BlockPool) -> None:
-        """``block_pool`` is where the engine's KV cache blocks come from."""
+        """``block_pool`` owns the engine's KV cache blocks."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         watch_block_holds(self.metrics, self.awaited.block_holds)
 
@@ -72,6 +78,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().on_new_request(request)
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._prefix_hits.found(request.request_id, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -121,6 +132,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request.request_id, None)
+        self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if never_registered:
@@ -136,6 +148,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return time.perf_counter() < self._workers_settle_until
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
+        cached = self._cached(output)
         if not self._prompts:
             return StepPlan()
         revoked = {request_id for request_id in output.preempted_req_ids or () if request_id in self._prompts}
@@ -152,9 +165,27 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 continue
             tables = self.kv_cache_config.select_transfer_block_ids(table)
             epoch = progress.epoch
+            if not progress.chunks and cached.get(request_id):
+                chunks.append(progress.found(cached[request_id], request.num_prompt_tokens, tables))
             chunk = progress.advance(request.num_computed_tokens, scheduled, request.num_prompt_tokens, tables)
             if progress.epoch != epoch:
                 revoked.add(request_id)
-            if chunk is not None:
-                chunks.append(chunk)
-        return StepPlan(tuple(chunks), tuple(revoked))
+            chunks.append(chunk)
+        return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
+
+    def _cached(self, output: SchedulerOutput) -> dict[str, int]:
+        """Leading tokens in P's memory before the step, by request id. Empty if that matters to no push."""
+        hits = self._prefix_hits.take(output.num_scheduled_tokens)
+        if not any(hits.get(request_id) for request_id, (_, progress) in self._prompts.items() if not progress.chunks):
+            return {}
+        old, blocks = output.scheduled_cached_reqs, output.kv_connector_block_state
+        computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+
+        def tables(request_id: str) -> Tables:
+            table = blocks.get_block_ids(request_id) if blocks is not None else None
+            assert table is not None
+            selected: Tables = self.kv_cache_config.select_transfer_block_ids(table)
+            return selected
+
+        return self._prefix_hits.in_memory(hits, output.num_scheduled_tokens, computed, tables)

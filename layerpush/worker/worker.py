@@ -97,7 +97,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self.start_writer(self._writer_thread.run)
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:
-        """The cache by layer and, if it cannot be used by layer, the reason."""
+        """The layout of the cache, and the reason if the cache cannot be used by layer."""
         reason = worker_fallback(self)
         if reason is None:
             try:
@@ -106,7 +106,7 @@ class LayerwisePushWorker(VllmPushWorker):
                 reason = f"the KV cache cannot be told apart by layer: {error}"
             else:
                 if self._config.layerwise:
-                    logger.info("layerpush: %d layers, pushing by %s", len(layout.layers), self._config.granularity)
+                    logger.info("layerpush: %d layers, granularity %s", len(layout.layers), self._config.granularity)
                 return layout, None
         if self._config.layerwise:
             logger.warning("layerpush pushes whole requests from this engine: %s", reason)
@@ -169,8 +169,8 @@ class LayerwisePushWorker(VllmPushWorker):
             Identity(self.engine_id, self.tp_rank, config.mode, fallback),
             layout,
             Policy(
-                by_layer=config.granularity == "layer",
-                min_write_bytes=config.min_write_bytes,
+                by_layer=config.granularity != "chunk",
+                scheduled=config.granularity == "auto",
                 streams=config.layerwise and fallback is None,
             ),
             self.transport,

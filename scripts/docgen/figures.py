@@ -34,10 +34,11 @@ def demo(result: Result) -> str:
 
 def _remarks(result: Result) -> list[str]:
     remarks = []
-    layer, request = (result["modes"][mode]["exposed_ms"] for mode in ("layer", "request"))
-    if layer is not None and request:
-        remarks.append(f"`layer` leaves {100 * layer / request:.0f} % of `request`'s exposed time.")
-    samples = result.get("samples", {}).get("layer", [])
+    early = "auto" if "auto" in result["modes"] else "layer"
+    exposed, request = (result["modes"][mode]["exposed_ms"] for mode in (early, "request"))
+    if exposed is not None and request:
+        remarks.append(f"`{early}` leaves {100 * exposed / request:.0f} % of `request`'s exposed time.")
+    samples = result.get("samples", {}).get(early, [])
     lengths = sorted({sample["push"]["tokens"] for sample in samples if sample["push"]})
     if lengths:
         remarks.append(f"Medians of {len(samples)} prompts of {'/'.join(map(str, lengths))} tokens.")

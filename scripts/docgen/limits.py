@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerpush.compat import push_worker
 from layerpush.core import pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
-from layerpush.prefill import decode_peers, registrations
+from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import tally
 from layerpush.transport.packing import unpacker
@@ -67,6 +67,7 @@ TABLES = (
     ),
     ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
     ("P", "registrations of a D that may have restarted", decode_peers.HELD, None, "the newest is dropped"),
+    ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, None, _FORGOTTEN),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
     ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),

@@ -46,6 +46,7 @@ SECTIONS: Mapping[str, Section] = {
     "again-figures": Section((BENCHMARKS,), of("serve-again.json", serve.tables)),
     "sweep-figures": Section((BENCHMARKS,), of("sweep.json", serve.sweep)),
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
+    "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
     "push-summary": Section((PACKING,), of("push.json", push.summary)),
     "push-figures": Section((BENCHMARKS,), of("push.json", push.tables)),

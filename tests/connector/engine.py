@@ -18,6 +18,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -119,7 +121,8 @@ class Engine:
     def add(self, request_id: str, tokens: int, params: dict[str, Any] | None, max_tokens: int = 1) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
-        request = Request(request_id, list(range(3, 3 + tokens)), sampling, None)
+        hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
+        request = Request(request_id, list(range(3, 3 + tokens)), sampling, None, block_hasher=hasher)
         self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request
@@ -211,6 +214,12 @@ class Engine:
     def shutdown(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+
+def block_hasher() -> Any:
+    """vLLM's, for requests that use the prefix cache."""
+    init_none_hash(sha256)
+    return get_request_block_hasher(BLOCK_SIZE, sha256)
 
 
 def pattern(layer: int, token: int, position: int) -> float:

@@ -69,20 +69,14 @@ class Decode:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
+        from tests.connector.engine import block_hasher
+
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
-        hasher = self.hasher if self.scheduler.cache_config.enable_prefix_caching else None
+        hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
         self.requests[request_id] = Request(request_id, tokens, sampling, None, block_hasher=hasher)
         self.scheduler.add_request(self.requests[request_id])
         return self.requests[request_id]
-
-    @property
-    def hasher(self) -> Any:
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-        init_none_hash(sha256)
-        return get_request_block_hasher(BLOCK_SIZE, sha256)
 
     def decode(self, request_id: str, tokens: int = TOKENS) -> Any:
         params = {

@@ -53,7 +53,7 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
 
 
 def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     p.step()
@@ -183,7 +183,7 @@ def gives_everything_back(engine: Engine) -> bool:
 
 
 def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Build) -> None:
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
@@ -210,7 +210,7 @@ def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: 
 
 def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
     """P has its blocks back when prefill is over, D has its own when P has said that it writes no more."""
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
@@ -272,7 +272,7 @@ def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dic
 
 
 def test_preempted_it_starts_again(engine: Build) -> None:
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     run(p, 2)
@@ -286,8 +286,35 @@ def test_preempted_it_starts_again(engine: Build) -> None:
     assert holds_prompt(d, blocks, TOKENS)
 
 
+def test_a_cached_prefix_is_sent_before_the_step_computes_a_layer(engine: Build) -> None:
+    p, d = engine("kv_producer", {"granularity": "layer"}, enable_prefix_caching=True), engine("kv_consumer")
+    p.prefill("r-0", TOKENS)
+    run(p, STEPS)
+    blocks = asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    output = p.step(between=lambda _: until(lambda: p.totals.writes > 0))
+    cached, rest = output.kv_connector_metadata.step_plan.chunks
+    assert (cached.cached, cached.end, rest.cached, rest.start) == (True, 192, False, 192)
+    step_until(p, d, done=lambda: "r-1" in d.received)
+    assert holds_prompt(d, blocks, TOKENS)
+
+
+def test_a_prefix_that_the_step_itself_computes_waits_for_its_layers(engine: Build) -> None:
+    """vLLM's scheduler takes a block for cached when it has planned the step that fills it."""
+    options = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
+    p, d = engine("kv_producer", {"granularity": "layer"}, **options), engine("kv_consumer")
+    blocks = asks_first(p, d)
+    p.prefill("r-0", TOKENS)
+    p.prefill("r-1", TOKENS)
+    output = p.step()
+    chunks = [chunk for chunk in output.kv_connector_metadata.step_plan.chunks if chunk.request_id == "r-1"]
+    assert [(chunk.cached, chunk.start) for chunk in chunks] == [(False, 192)], "a hit, and no chunk of its own"
+    step_until(p, d, done=lambda: "r-1" in d.received)
+    assert holds_prompt(d, blocks, TOKENS)
+
+
 def test_the_main_thread_never_calls_nixl(engine: Build) -> None:
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     notes = []
     for one in (p, d):
         locked = one.worker.connector_worker.nixl_wrapper

@@ -45,7 +45,7 @@ def run_dry(engine: Engine) -> None:
 
 
 def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
-    p, d = engine("kv_producer", {"min_write_bytes": 0}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
     until(lambda: d.step() and scraped(front_end, p, d).value("awaited_loads", engine="1") == 1)
     until(lambda: p.step() and scraped(front_end, p, d).value("pending_registrations", engine="0") == 1)
@@ -120,7 +120,7 @@ def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
 def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
     engine: Build, front_end: FrontEnd, registers: bool, attempt: int
 ) -> None:
-    p = engine("kv_producer", {"min_write_bytes": 0})
+    p = engine("kv_producer", {"granularity": "layer"})
     if registers:
         d = engine("kv_consumer")
         asks_first(p, d)

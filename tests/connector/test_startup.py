@@ -21,8 +21,8 @@ Build = Callable[..., Engine]
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"granularity": "token"}, ["granularity", "token", '"layer" or "chunk"']),
-        ({"min_write_bytes": -1}, ["min_write_bytes", "-1", "integer >= 0"]),
+        ({"granularity": "token"}, ["granularity", "token", '"auto" or "layer" or "chunk"']),
+        ({"layerwise_min_tokens": -1}, ["layerwise_min_tokens", "-1", "integer >= 0"]),
         ({"layer_wise": True}, ["layer_wise", "did you mean 'layerwise'"]),
         ({"layerwise": "false"}, ["layerwise", "true or false", "without quotes"]),
     ],
@@ -65,13 +65,22 @@ def test_a_fallback_is_said_once(engine: Build, caplog: pytest.LogCaptureFixture
 def test_layers_are_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"granularity": "chunk"})
-    assert len(said(caplog, "4 layers, pushing by chunk")) == 1
+    assert len(said(caplog, "4 layers, granularity chunk")) == 1
 
 
 def test_switched_off_it_says_nothing(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"layerwise": False}, layout="BHLNC")
     assert said(caplog, "layerpush pushes") == []
+
+
+@pytest.mark.parametrize(("extra", "lines"), [({"min_write_bytes": 0}, 1), ({}, 0)], ids=str)
+def test_a_key_without_effect_is_said_once(
+    engine: Build, caplog: pytest.LogCaptureFixture, extra: dict[str, object], lines: int
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.layerpush"):
+        engine("kv_producer", extra)
+    assert len(said(caplog, "min_write_bytes has no effect")) == lines
 
 
 def test_upstreams_settings_pass_through(engine: Build) -> None:

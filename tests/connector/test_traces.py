@@ -96,34 +96,37 @@ def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], 
     assert (load.outcome, load.t_parked, request.pushes) == ("cancelled", None, [])
 
 
-@pytest.mark.parametrize("configured", [{}, {"granularity": "chunk"}, {"layerwise": False}], ids=str)
+@pytest.mark.parametrize(
+    "configured", [{}, {"granularity": "layer"}, {"granularity": "chunk"}, {"layerwise": False}], ids=str
+)
 def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: dict[str, object]) -> None:
     """On one P. The request that does not choose goes as the configuration says."""
-    p, d, read = pair(engine, tmp_path, {"min_write_bytes": 0, **configured})
-    modes = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer"}
+    p, d, read = pair(engine, tmp_path, configured)
+    modes = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer", "r-4": "auto"}
     for name, mode in modes.items():
         blocks = asks_first(p, d, name)
         p.prefill(name, TOKENS, mode)
         for _ in range(STEPS):
             landed = p.totals.writes
             p.step(between=lambda _: until(lambda: mode != "layer" or p.totals.writes > landed))  # noqa: B023
-            if mode == "chunk":
+            if mode in ("auto", "chunk"):
                 until(lambda: p.totals.writes > landed)  # noqa: B023  before the next step can join it
         step_until(p, d, done=lambda: name in d.received and name in p.sent)  # noqa: B023
         assert holds_prompt(d, blocks, TOKENS)
         until(lambda: len(p.writer) == 0)
 
     pushes = [request.pushes[0] for request in read().requests]
-    default = "request" if configured.get("layerwise") is False else configured.get("granularity", "layer")
+    default = "request" if configured.get("layerwise") is False else configured.get("granularity", "auto")
     assert [(push.request_id, push.mode) for push in pushes] == [
         (name, mode or default) for name, mode in modes.items()
     ]
     assert [push.fallback for push in pushes] == [None] * len(modes)
-    _, whole, by_chunk, by_layer = pushes
+    _, whole, by_chunk, by_layer, auto = pushes
     assert len(whole.writes) == 1
     assert {write.layers for write in by_chunk.writes} == {(0, LAYERS - 1)}
     assert len(by_layer.writes) > STEPS
-    for push in (by_chunk, by_layer):
+    assert len(auto.writes) <= STEPS * LAYERS
+    for push in (by_chunk, by_layer, auto):
         assert push.writes[0].t_post < push.t_last_ready  # type: ignore[operator]
     assert whole.writes[0].t_post > whole.t_last_ready  # type: ignore[operator]
 
@@ -146,7 +149,7 @@ def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
 
 def everything_goes_whole(p: Engine, d: Engine, read: Callable[[], TraceSet], reason: str) -> None:
     """Requests of every mode are pushed whole. Records, and metrics, say why if a request wanted otherwise."""
-    modes = ("layer", "chunk", "request")
+    modes = ("auto", "layer", "chunk", "request")
     for mode in modes:
         asks_first(p, d, mode)
         p.prefill(mode, TOKENS, mode)
@@ -155,7 +158,7 @@ def everything_goes_whole(p: Engine, d: Engine, read: Callable[[], TraceSet], re
     until(lambda: len(p.writer) == 0)
     pushes = {request.pushes[0].request_id: request.pushes[0] for request in read().requests}
     assert {(push.mode, len(push.writes)) for push in pushes.values()} == {("request", 1)}
-    assert [reason in (pushes[mode].fallback or "") for mode in modes] == [True, True, False]
+    assert [reason in (pushes[mode].fallback or "") for mode in modes] == [True, True, True, False]
     assert pushes["request"].fallback is None
-    assert p.totals.outcomes == {"completed": 3}
-    assert sum(p.totals.fallbacks.values()) == 2
+    assert p.totals.outcomes == {"completed": 4}
+    assert sum(p.totals.fallbacks.values()) == 3

@@ -51,7 +51,7 @@ def test_a_forward_writes_every_sample_with_its_conditions(tmp_path: Path) -> No
     for each in written["cells"]:
         assert each["steps"] == 3
         assert each["ceiling"]["gb_s"] > 0
-        for mode, least_writes in (("layer", 3), ("chunk", 3), ("request", 1)):
+        for mode, least_writes in (("auto", 3), ("layer", 3), ("chunk", 3), ("request", 1)):
             raw = each["modes"][mode]["raw"]
             assert len(raw["exposed_s"]) == len(raw["forward_s"]) == 2
             if STATISTICS.exists():

@@ -5,40 +5,40 @@ from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, transfer, 
 PREFIX_CACHING = (("enable_prefix_caching", True),)
 CORRUPTING_MODULE = "tests.e2e.corrupting"
 
-# min_write_bytes=0: every layer of every chunk is a WRITE of its own, the most interleaving there is.
-P_LAYER = EngineSpec("P-layer", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE))
-P_MERGING = EngineSpec("P-merging", "P", transfer(LAYERWISE, min_write_bytes=1 << 18, trace_dir=TRACE))
+# granularity="layer": every layer of every chunk is a WRITE of its own, the most interleaving there is.
+P_LAYER = EngineSpec("P-layer", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE))
+P_AUTO = EngineSpec("P-auto", "P", transfer(LAYERWISE, trace_dir=TRACE))
 P_CHUNK = EngineSpec("P-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE))
 P_WHOLE = EngineSpec("P-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE))
 P_LONG_ONLY = EngineSpec(
-    "P-long-only", "P", transfer(LAYERWISE, layerwise_min_tokens=600, min_write_bytes=0, trace_dir=TRACE)
+    "P-long-only", "P", transfer(LAYERWISE, layerwise_min_tokens=600, granularity="layer", trace_dir=TRACE)
 )
-P_CACHING = EngineSpec("P-caching", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE), PREFIX_CACHING)
+P_CACHING = EngineSpec("P-caching", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), PREFIX_CACHING)
 P_STOCK = EngineSpec("P-stock", "P", transfer(STOCK))
-P_MULTI = EngineSpec("P-multi", "P", wrapped_in_multi(LAYERWISE, "kv_producer", min_write_bytes=0, trace_dir=TRACE))
+P_MULTI = EngineSpec("P-multi", "P", wrapped_in_multi(LAYERWISE, "kv_producer", granularity="layer", trace_dir=TRACE))
 # 2,560 tokens at most in 90 blocks: two prompts of 2,000 tokens cannot be in memory at once.
 P_TIGHT = EngineSpec(
     "P-tight",
     "P",
-    transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE),
+    transfer(LAYERWISE, granularity="layer", trace_dir=TRACE),
     (("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
 )
 # Chunks that end in the middle of a block.
 P_UNALIGNED = EngineSpec(
     "P-unaligned",
     "P",
-    transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE),
+    transfer(LAYERWISE, granularity="layer", trace_dir=TRACE),
     (("max_num_batched_tokens", 90),),
 )
 P_WRONG_BYTES = EngineSpec(
     "P-wrong-bytes",
     "P",
-    transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, min_write_bytes=0, trace_dir=TRACE),
+    transfer("SendsWrongLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
 )
 P_WRONG_CACHE = EngineSpec(
     "P-wrong-cache",
     "P",
-    transfer("DamagesLayer", module_path=CORRUPTING_MODULE, min_write_bytes=0, trace_dir=TRACE),
+    transfer("DamagesLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
 )
 
 R = EngineSpec("R", "R", None)

@@ -8,18 +8,22 @@ from tests.e2e.handoff import Handoff
 from tests.e2e.pushtrace import Push
 
 
-def check_completed(push: Push, tokens: int, *, chunks: int | None = None, pushed_blocks: int | None = None) -> None:
+def check_completed(
+    push: Push, tokens: int, *, chunks: int | None = None, pushed_blocks: int | None = None, cached: bool = False
+) -> None:
     """True of every finished push in eager mode, whatever its mode: all layers hooked, every byte sent once and landed.
 
-    `chunks` defaults to those of a prompt alone on P, `pushed_blocks` to the whole prompt.
+    `chunks` that P computed defaults to those of a prompt alone on P, `pushed_blocks` to the whole prompt. `cached`:
+    the prompt begins with a chunk from P's prefix cache.
     """
     chunks = math.ceil(tokens / PREFILL_TOKENS_PER_STEP) if chunks is None else chunks
     blocks = math.ceil(tokens / BLOCK_SIZE) if pushed_blocks is None else pushed_blocks
     assert push.outcome == "completed"
     assert push.tokens == tokens
     assert (push.hooked_layers, push.swept_layers) == (chunks * LAYERS, 0)
+    chunks += cached
+    assert [chunk["cached"] for chunk in push.chunks] == [cached and not index for index in range(chunks)]
     assert push.layer_chunks == {(chunk, layer) for chunk in range(chunks) for layer in range(LAYERS)}
-    assert len(push.chunks) == chunks
     assert push.chunks[0]["start_block"] == 0
     assert push.chunks[-1]["end_block"] == math.ceil(tokens / BLOCK_SIZE)
     assert all(one["end_block"] == two["start_block"] for one, two in zip(push.chunks, push.chunks[1:], strict=False))

@@ -13,7 +13,7 @@ from tests.e2e.handoff import Order, Reference, check, prompt, send
 def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector: str) -> None:
     """D registers only the blocks inside the window of such layers."""
     ours = connector == LAYERWISE
-    p_transfer = transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE) if ours else transfer(STOCK)
+    p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE) if ours else transfer(STOCK)
     p, d, plain = fleet.get(
         EngineSpec(f"P-{model}-{connector[:4]}", "P", p_transfer, model=model),
         EngineSpec(f"D-{model}-{connector[:4]}", "D", transfer(connector), model=model),
@@ -31,7 +31,7 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
 def test_latent_attention(fleet: Fleet, order: Order) -> None:
     """MLA keeps one vector per token. KV bytes only: vLLM's CPU prefill and decode paths round it differently."""
     options = (("load_format", "dummy"), ("dtype", "bfloat16"))
-    p_transfer = transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE)
+    p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE)
     p, d = fleet.get(
         EngineSpec("P-mla", "P", p_transfer, options, "mla"),
         EngineSpec("D-mla", "D", transfer(LAYERWISE), options, "mla"),

@@ -36,7 +36,7 @@ def test_other_block_sizes(fleet: Fleet, reference: Reference, block_size: int, 
     options = (("block_size", block_size),)
     connector = transfer(STOCK) if stock_d else transfer(LAYERWISE)
     p, d = fleet.get(
-        EngineSpec(f"P-{block_size}", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE), options),
+        EngineSpec(f"P-{block_size}", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options),
         EngineSpec(f"D-{block_size}", "D", connector, options),
     )
     for length in (1, block_size - 1, block_size, block_size + 1, 700):

@@ -65,7 +65,7 @@ def test_the_readme_and_the_contract(machine: Machine) -> None:
             assert answer(machine.run(block(QUICKSTART, "curl")))
             assert answer(machine.run(block(PROXY, "curl")))
         proxy.stop()
-    assert "layerpush: 6 layers, pushing by layer" in p.log.read_text()
+    assert "layerpush: 6 layers, granularity auto" in p.log.read_text()
 
 
 @patient
@@ -117,7 +117,7 @@ def test_the_demo(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     modes = json.loads((tmp_path / "demo.json").read_text())["modes"]
-    assert sorted(modes) == ["chunk", "layer", "request"]
+    assert sorted(modes) == ["auto", "chunk", "layer", "request"]
     assert all(mode["tokens_equal"] for mode in modes.values())
     assert (tmp_path / "layerpush-demo.png").stat().st_size > 10_000
 

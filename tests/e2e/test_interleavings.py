@@ -13,7 +13,7 @@ from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 P_BUSY = EngineSpec(
     "P-busy",
     "P",
-    transfer(LAYERWISE, min_write_bytes=1 << 16, trace_dir=TRACE),
+    transfer(LAYERWISE, trace_dir=TRACE),
     (
         ("enable_prefix_caching", True),
         ("max_model_len", 1400),

@@ -20,7 +20,7 @@ PLANS = {"gather": "gathered", "packed": "packed"}
 
 
 def prefill(packing: str) -> EngineSpec:
-    return EngineSpec(f"P-{packing}", "P", transfer(LAYERWISE, packing=packing, min_write_bytes=0, trace_dir=TRACE))
+    return EngineSpec(f"P-{packing}", "P", transfer(LAYERWISE, packing=packing, granularity="layer", trace_dir=TRACE))
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])

@@ -24,7 +24,10 @@ def check_pushed(handoff: Handoff, *, cached_on_p: int, cached_on_d: int) -> Non
     tokens = len(handoff.token_ids)
     chunks = math.ceil((tokens - cached_on_p) / PREFILL_TOKENS_PER_STEP)
     blocks = math.ceil(tokens / BLOCK_SIZE) - cached_on_d // BLOCK_SIZE
-    check_completed(handoff.push(), tokens, chunks=chunks, pushed_blocks=blocks)
+    push = handoff.push()
+    check_completed(push, tokens, chunks=chunks, pushed_blocks=blocks, cached=cached_on_p > 0)
+    if cached_on_d < cached_on_p:
+        assert push.writes[0]["layers"] == [0, engines.LAYERS - 1], "the cached prefix did not go at once"
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])

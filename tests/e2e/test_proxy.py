@@ -67,7 +67,7 @@ def push_of(servers: Rig, request_id: str) -> PushRecord:
 
 def assert_pushed_by_layer(servers: Rig, answer_id: str) -> None:
     push = push_of(servers, id_of(answer_id))
-    assert (push.mode, push.fallback, push.outcome) == ("layer", None, "completed")
+    assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
     assert push.engine_id == servers.prefill.name
     assert push.hooked_layers > 0
 
@@ -224,7 +224,7 @@ def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, E
     if example is sequential_example:
         assert push.fallback == NOBODY_YET
     else:
-        assert push.mode == "layer"
+        assert push.mode == "auto"
     servers.await_idle()
 
 
@@ -277,7 +277,7 @@ def test_what_vllms_push_proxy_sends_is_pushed_by_layer(servers: Rig) -> None:
     changes = {"remote_request_id": request_id, "transfer_id": f"xfer-{uuid.uuid4()}"}
     assert at_once(servers, text, request_id, request_id, **changes) == expected(servers, text)
     push = push_of(servers, request_id)
-    assert (push.mode, push.outcome) == ("layer", "completed")
+    assert (push.mode, push.outcome) == ("auto", "completed")
 
 
 @patient

@@ -9,7 +9,7 @@ from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
 from tests.e2e.pushtrace import wait_for_pushes
 
 TWO_RANKS = (("tensor_parallel_size", 2),)
-P_TWO = EngineSpec("P-tp2", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE), TWO_RANKS)
+P_TWO = EngineSpec("P-tp2", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), TWO_RANKS)
 CASES: tuple[tuple[int, Order], ...] = (
     (1, "together"),
     (33, "late"),

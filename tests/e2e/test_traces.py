@@ -15,7 +15,7 @@ from tests.trace_command import Fields, arrows, end, lines, merged, parts_add_up
 from tests.unit.test_trace_perfetto import check
 
 MODES = {
-    "layer": EngineSpec("P-traced", "P", transfer(LAYERWISE, min_write_bytes=0, trace_dir=TRACE)),
+    "layer": EngineSpec("P-traced", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE)),
     "chunk": EngineSpec("P-traced-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE)),
     "request": EngineSpec("P-traced-whole", "P", transfer(LAYERWISE, layerwise=False, trace_dir=TRACE)),
 }

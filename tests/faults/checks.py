@@ -61,7 +61,8 @@ def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) 
     handoff = send(p, d, prompt(700, seed=seed), "early")
     check(handoff.outcome(), reference)
     push = check_planned(handoff)
-    assert (push.outcome, push.mode) == ("completed", "layer")
+    assert push.outcome == "completed"
+    assert push.mode in ("auto", "layer")
 
 
 def check_planned(handoff: Handoff) -> Push:

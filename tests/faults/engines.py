@@ -21,7 +21,7 @@ SMALL_CACHE = (("max_model_len", 2560), ("num_gpu_blocks_override", 160), ("sche
 
 
 def _prefill(name: str, **extra: Any) -> EngineSpec:
-    fields: dict[str, Any] = {"min_write_bytes": 0, "trace_dir": TRACE, "peer_timeout_s": PEER_TIMEOUT_S}
+    fields: dict[str, Any] = {"granularity": "layer", "trace_dir": TRACE, "peer_timeout_s": PEER_TIMEOUT_S}
     return EngineSpec(name, "P", transfer(LAYERWISE, **(fields | extra)))
 
 

@@ -19,7 +19,6 @@ P_BUSY = EngineSpec(
     "P",
     transfer(
         LAYERWISE,
-        min_write_bytes=1 << 15,
         trace_dir=TRACE,
         peer_timeout_s=engines.PEER_TIMEOUT_S,
         kv_lease_duration=10,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from layerpush.core.layout import CacheLayout, LayerSlots, Region
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
+from layerpush.prefill.writer import PushWriter
 
 
 def registration(
@@ -72,3 +74,8 @@ def layout_of(groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, bl
     regions = tuple(Region(0x1000 + index * span, block_bytes, blocks) for index in range(len(groups)))
     layers = tuple(LayerSlots(f"layers.{index}", group, (index,)) for index, group in enumerate(groups))
     return CacheLayout(layers, regions, blocks_per_page)
+
+
+def wait_at_random(writer: PushWriter, draw: random.Random) -> None:
+    """Ready layers wait or leave by chance: whatever a schedule decides must be safe."""
+    writer._schedule.waits = lambda _: draw.random() < 0.5  # type: ignore[method-assign]

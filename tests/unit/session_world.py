@@ -144,17 +144,12 @@ class PushWorld:
             cells |= {(layer, block) for block in range(total - self.shape.wanted[group], total)}
         return cells
 
-    @property
-    def wants_all(self) -> bool:
-        """The decode engine has nothing of the prompt, and every block is to be written."""
-        every = tuple(blocks_of(self.shape.tokens, size) for size in self.shape.block_sizes)
-        return self.shape.wanted == every and not any(self.shape.nulls)
-
     def send(self, event: Event) -> None:
         """Deliver one event as the writer does (never to a closed session) and check what comes of it."""
         if self.state is State.CLOSED:
             return
         before = self.state
+        self.waits = isinstance(event, push_protocol.PostReady) and event.wait
         for action in self.session.handle(event):
             if isinstance(action, push_protocol.Post):
                 assert before is State.STREAMING
@@ -177,7 +172,7 @@ class PushWorld:
                 assert self.told or self.delivered or self.session.failure is not None
                 self.releases += 1
         if isinstance(event, push_protocol.PostReady):
-            self._check_left()
+            self._check_left(event)
         assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
         assert self.tells <= 1
         assert len(self.delegates) == len(set(self.delegates))
@@ -323,8 +318,8 @@ class PushWorld:
         if not self.shape.policy.by_layer:
             assert cells <= self.computed_cells, "posted in the middle of a chunk"
         assert write.size == LAYER_BYTES * sum(pairs_in(write).values()) == self._bytes(cells)
-        if write.size < self.shape.policy.min_write_bytes and self.wants_all:
-            assert cells & self.computed_cells or not self.posted, "too little in the middle of a chunk"
+        if self.waits:
+            assert cells & self.computed_cells, "posted in the middle of a chunk that waits"
         for part in write.segments:
             self._check_mapping(part)
         self.posted |= cells
@@ -332,13 +327,13 @@ class PushWorld:
         self.in_flight[write.id] = write
         assert len(self.in_flight) <= self.shape.policy.max_in_flight
 
-    def _check_left(self) -> None:
+    def _check_left(self, event: push_protocol.PostReady) -> None:
         """What ``PostReady`` leaves unposted waits for the end of its chunk, or for room on the wire."""
         policy = self.shape.policy
         if self.state is State.STREAMING and len(self.in_flight) < policy.max_in_flight:
             left = self.ready & self.wanted - self.posted
             assert not left & self.computed_cells
-            assert not policy.by_layer or self._bytes(left) < max(1, policy.min_write_bytes)
+            assert not policy.by_layer or event.wait or not self._bytes(left)
 
     def _bytes(self, cells: set[Cell]) -> int:
         """Null blocks count, but move nothing."""

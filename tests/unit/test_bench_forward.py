@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench.forward import report
+from bench.forward import page, report
 from bench.forward.__main__ import app
 from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
@@ -79,10 +79,13 @@ def series(
     )
 
 
-def cell(layer: Series | None = None, ceiling_s: float = 0.02, forward_s: float = 0.8) -> Cell:
+def cell(
+    layer: Series | None = None, ceiling_s: float = 0.02, forward_s: float = 0.8, auto: Series | None = None
+) -> Cell:
     """One descriptor of 16 MiB takes ``ceiling_s``, all 160 MiB ten times that."""
     measured = {
         OFF: series(forward_s),
+        **({"auto": auto} if auto else {}),
         "layer": layer or series(forward_s, exposed_s=0.002),
         "chunk": series(forward_s, exposed_s=0.05),
         "request": series(forward_s, exposed_s=0.2),
@@ -141,6 +144,23 @@ def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None
 def test_a_missed_limit_is_named(layer: Series, missed: str) -> None:
     assert cell(layer).misses == [missed]
     assert report.missed([cell(layer)]) == [f"loopback, llama-70b-tp8 4k random: {missed}"]
+
+
+def test_auto_has_the_limits_if_it_was_measured_and_is_compared_with_all_others() -> None:
+    slow = series(0.84, 0.001)
+    here = cell(slow, auto=series(0.8, 0.001))
+    assert here.misses == []
+    assert cell(auto=slow).misses == ["the forward takes 1.050 x its time for sure"]
+    written = json.loads(json.dumps(here.as_json()))
+    auto = written["modes"]["auto"]
+    assert auto["forward_of_layer"]["ratio"] == pytest.approx(0.8 / 0.84)
+    assert auto["exposed_of_chunk"]["ratio"] == pytest.approx(0.02)
+    about = {"cpus": 2, "gpus": []}
+    text = page.table({"cells": [written], "rounds": 4, "date": "2026-01-02", "machine": about, "versions": {}})
+    headings, _, row = text.splitlines()[:3]
+    assert headings.index("exposed by `auto`") < headings.index("exposed by `layer`") < headings.index("forward of")
+    assert row.endswith("| 0.952 [0.952, 0.952] | 1.000 [1.000, 1.000] | 1.000 [1.000, 1.000] | 0.020 [0.020, 0.020] |")
+    assert "in mode `auto`" in text
 
 
 def test_a_line_through_points_is_found() -> None:

@@ -69,7 +69,7 @@ def test_every_part_is_described_and_knows_its_modules() -> None:
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
     """Pictures are drawn of what is there by then."""
-    for name in ("serve", "serve-layer", "serve-request"):
+    for name in ("serve", "serve-auto", "serve-request"):
         (tmp_path / f"{name}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
         (tmp_path / f"{name}.json").touch()
     for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
@@ -89,15 +89,15 @@ def test_options_go_to_the_bench_and_not_to_what_is_around_it(part: str, gpu_mib
 
 def test_a_large_gpu_has_both_modes_side_by_side_and_prompts_of_64k() -> None:
     (one,) = engines_for(H200)
-    assert one.modes == "request,layer"
+    assert one.modes == "request,auto"
     assert one.lengths[0] == 8192
     assert one.lengths[-1] >= 65536
 
 
 def test_a_smaller_gpu_has_one_mode_after_the_other() -> None:
-    assert [one.modes for one in engines_for(H100)] == ["layer", "request"]
+    assert [one.modes for one in engines_for(H100)] == ["auto", "request"]
     names = [step.name for step in steps("serve", H100)]
-    assert names == ["model", "serve-layer", "serve-layer-pictures", "serve-request", "serve-request-pictures"]
+    assert names == ["model", "serve-auto", "serve-auto-pictures", "serve-request", "serve-request-pictures"]
     assert sum(step.share for step in steps("serve", H100) if not step.name.endswith("pictures")) <= 1.11
 
 

@@ -75,7 +75,8 @@ def test_lengths_show_medians_ratios_and_exposed_time(tmp_path: Path) -> None:
 
     assert first["pull"] == pytest.approx(medians("pull", "ttft_ms"))
     assert exposed["layer"] == pytest.approx(medians("layer", "exposed_ms"))
-    assert set(exposed) == {"request", "chunk", "layer"}, "the stock connectors keep no trace"
+    stock = {"aggregated", "pull", "push"}
+    assert set(exposed) == by_tokens[0]["modes"].keys() - stock, "the stock connectors keep no trace"
     of_aggregated = [cell["ratios"]["ttft_ms"]["layer/aggregated"]["ratio"] for cell in by_tokens]
     assert of_aggregated in list(ratios.values())
 

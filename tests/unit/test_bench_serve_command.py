@@ -63,8 +63,8 @@ def test_resume_needs_something_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_settings_can_be_compared_and_written() -> None:
-    settings = json.loads(json.dumps(choices(extra={"layer": {"min_write_bytes": 0}}).settings()))
-    assert settings["modes"]["layer"] == {"layerwise": True, "granularity": "layer", "min_write_bytes": 0}
+    settings = json.loads(json.dumps(choices(extra={"layer": {"packing": "off"}}).settings()))
+    assert settings["modes"]["layer"] == {"layerwise": True, "granularity": "layer", "packing": "off"}
     assert settings["modes"]["aggregated"] == {}
     assert settings["setups"] == [{"link": "loopback", "step_tokens": 512}]
     assert settings != json.loads(json.dumps(choices(corrupt=True).settings()))

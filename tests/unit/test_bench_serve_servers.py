@@ -42,7 +42,7 @@ def lineup(**changes: object) -> Lineup:
 
 def test_layerpushs_modes_share_a_d_and_stock_ones_have_their_own() -> None:
     names = [spec.name for spec in lineup().engines(EVERY)]
-    assert len(names) == len(set(names)) == 9
+    assert len(names) == len(set(names)) == 10
     assert [name for name in names if name.endswith("decode")] == ["pull-decode", "push-decode", "layerpush-decode"]
     assert [spec.name for spec in lineup().engines([AGGREGATED, "layer"])] == [
         AGGREGATED,
@@ -52,17 +52,17 @@ def test_layerpushs_modes_share_a_d_and_stock_ones_have_their_own() -> None:
 
 
 def test_each_mode_has_its_connector() -> None:
-    this = lineup(extra={"layer": {"min_write_bytes": 0}})
+    this = lineup(extra={"layer": {"packing": "off"}})
     connectors = {mode: this.prefill(mode).transfer_config() for mode in MODES}
     assert connectors[AGGREGATED] is None
     found = {mode: config["kv_connector"] for mode, config in connectors.items() if config}
     assert (found["pull"], found["push"]) == ("NixlConnector", "NixlPushConnector")
-    assert {found[mode] for mode in ("request", "chunk", "layer")} == {"LayerwisePushConnector"}
+    assert {found[mode] for mode in ("request", "chunk", "layer", "auto")} == {"LayerwisePushConnector"}
     assert connectors["layer"] is not None
     assert connectors["layer"]["kv_connector_extra_config"] == {
         "layerwise": True,
         "granularity": "layer",
-        "min_write_bytes": 0,
+        "packing": "off",
         "trace_dir": "/work/trace/layer",
     }
     assert connectors["pull"] is not None

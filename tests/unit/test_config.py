@@ -62,16 +62,15 @@ def test_vllms_own_keys_pass_whatever_their_value() -> None:
         ("layerwise", 0, "true or false"),
         ("layerwise", None, "true or false"),
         ("layerwise", "on", "true or false"),
-        ("granularity", "block", '"layer" or "chunk"'),
-        ("granularity", None, '"layer" or "chunk"'),
-        ("granularity", ["layer"], '"layer" or "chunk"'),
-        ("min_write_bytes", -1, "integer >= 0"),
-        ("min_write_bytes", 1.0, "integer >= 0"),
-        ("min_write_bytes", True, "integer >= 0"),
-        ("min_write_bytes", None, "integer >= 0"),
-        ("min_write_bytes", "256k", "integer >= 0"),
+        ("granularity", "block", '"auto" or "layer" or "chunk"'),
+        ("granularity", None, '"auto" or "layer" or "chunk"'),
+        ("granularity", ["layer"], '"auto" or "layer" or "chunk"'),
         ("layerwise_min_tokens", -5, "integer >= 0"),
-        ("layerwise_min_tokens", False, "integer >= 0"),
+        ("layerwise_min_tokens", 1.0, "integer >= 0"),
+        ("layerwise_min_tokens", True, "integer >= 0"),
+        ("layerwise_min_tokens", None, "integer >= 0"),
+        ("layerwise_min_tokens", "256k", "integer >= 0"),
+        ("min_write_bytes", -1, "integer >= 0 or null"),
         ("packing", "on", '"auto" or "off" or "gather" or "packed"'),
         ("packing", None, '"auto" or "off" or "gather" or "packed"'),
         ("staging_bytes", -1, "integer from 0 to 1073741824"),
@@ -104,7 +103,7 @@ def test_a_bad_value_is_refused_with_key_value_and_choices(key: str, value: obje
 @pytest.mark.parametrize(
     ("key", "value", "hint"),
     [
-        ("min_write_bytes", "262144", "write 262144 without quotes"),
+        ("layerwise_min_tokens", "512", "write 512 without quotes"),
         ("layerwise", "True", "write true without quotes"),
         ("granularity", "Chunk", 'write "chunk"'),
         ("granularity", "layers", 'did you mean "layer"?'),
@@ -145,7 +144,7 @@ def test_a_bad_host_is_refused_by_name_with_what_is_wrong(entry: str, why: str) 
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("layerwize", "layerwise"), ("min_write_byte", "min_write_bytes"), ("num_thread", "num_threads")],
+    [("layerwize", "layerwise"), ("layerwise_min_token", "layerwise_min_tokens"), ("num_thread", "num_threads")],
 )
 def test_an_unknown_key_is_refused_with_the_closest_one(key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key {key!r}; did you mean {meant!r}"):
@@ -163,7 +162,7 @@ def test_documentation_covers_every_key() -> None:
     rows = {row.key: row for row in documentation_rows()}
     assert set(rows) == OWN_KEYS
     assert all(row.meaning.endswith(".") for row in rows.values())
-    assert rows["granularity"][1:3] == ('"layer" or "chunk"', '"layer"')
+    assert rows["granularity"][1:3] == ('"auto" or "layer" or "chunk"', '"auto"')
     assert rows["trace_dir"].default == "null"
     assert documentation_table().count("\n") == len(rows) + 2
 

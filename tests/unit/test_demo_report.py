@@ -39,7 +39,8 @@ def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
 
 
 def report(**modes: list[Sample]) -> DemoReport:
-    samples = {"layer": [sample(0.01)], "chunk": [sample(0.05)], "request": [sample(0.1)]} | modes
+    exposed = {"auto": 0.01, "layer": 0.02, "chunk": 0.05, "request": 0.1}
+    samples = {mode: [sample(seconds)] for mode, seconds in exposed.items()} | modes
     return DemoReport(samples, negative_control_detected=True)
 
 
@@ -47,10 +48,10 @@ def test_a_good_run_has_no_problem_and_all_keys():
     good = report()
     assert good.problems() == []
     written = json.loads(json.dumps(good.as_json()))
-    assert set(written["modes"]) == {"layer", "chunk", "request"}
+    assert set(written["modes"]) == {"auto", "layer", "chunk", "request"}
     assert all(set(mode) == KEYS for mode in written["modes"].values())
     assert written["negative_control_detected"] is True
-    assert written["modes"]["layer"]["exposed_ms"] == pytest.approx(10)
+    assert written["modes"]["auto"]["exposed_ms"] == pytest.approx(10)
     assert written["samples"]["layer"][0]["push"]["chunks"]
     assert good.exposed_ratio() == pytest.approx(0.1)
 
@@ -78,7 +79,19 @@ def test_the_table_fits_80_columns_and_names_every_mode():
     with console.capture() as captured:
         console.print(report(chunk=[sample(tokens_equal=False)]).table())
     text = captured.get()
-    words = ("layer", "chunk", "request", "exposed", "10.0 ms", "hand-over", "200 ms", "DIFFER", "equal", "1.5-1.5 s")
+    words = (
+        "auto",
+        "layer",
+        "chunk",
+        "request",
+        "exposed",
+        "10.0 ms",
+        "hand-over",
+        "200 ms",
+        "DIFFER",
+        "equal",
+        "1.5-1.5 s",
+    )
     assert all(word in text for word in words)
     assert "…" not in text
     assert text.index("exposed") < text.index("hand-over") < text.index("equal") < text.index("time to first token")

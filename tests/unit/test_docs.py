@@ -26,7 +26,7 @@ from layerpush.telemetry.trace_records import (
     PushRecord,
     WriteRecord,
 )
-from scripts.docgen import messages, protocol, versions
+from scripts.docgen import messages, protocol, schedule, versions
 from scripts.docgen.markers import MarkerError, fill
 from scripts.docgen.sections import pages, updated
 from tests.quotes import blank, is_said, ours
@@ -49,6 +49,10 @@ def test_a_stale_part_is_found() -> None:
     stale = text.replace("WAITING --> CONNECTING", "WAITING --> DONE")
     assert stale != text
     assert updated(ROOT, page, stale) == text
+
+
+def test_the_picture_of_the_schedule_is_up_to_date() -> None:
+    assert schedule.render() == schedule.FILE.read_text(), "run scripts/pages"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ BAD_SETTINGS: tuple[dict[str, object], ...] = (
     {"granularity": "block"},
     {"granularity": "Layer"},
     {"layerwise": "false"},
-    {"min_write_bytes": -1},
+    {"layerwise_min_tokens": -1},
     {"trace_dir": ""},
     {"allowed_hosts": "10.0.0.0/8"},
     {"allowed_hosts": ["10.1.2.3/8"]},

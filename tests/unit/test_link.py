@@ -75,7 +75,7 @@ def test_several_decode_engines_have_their_own_offsets() -> None:
     assert [planner.descriptors(write, link)[1].tolist() for link in (small, large, small)] == [[9], [104], [9]]
 
 
-@pytest.mark.parametrize(("source", "target"), [(3, 5), (10, 2)])
+@pytest.mark.parametrize(("source", "target"), [(3, 5), (10, 2), (3, -1), (-1, 2)])
 def test_a_block_outside_a_region_is_refused(source: int, target: int) -> None:
     """Unchecked, its id would be that of another layer's block."""
     layout = CacheLayout((LayerSlots("a", 0, (0,)), LayerSlots("b", 0, (1,))), (Region(0, 8, 10), Region(80, 8, 10)))

@@ -64,7 +64,7 @@ def pushes(tally: Tally) -> dict[str, int]:
 
 
 def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
-    metered = Metered(policy=Policy(min_write_bytes=1))
+    metered = Metered()
     tally, layers = metered.run(), metered.rig.layers
     assert pushes(tally) == {"layerwise": 1}
     assert tally.counters[LAYERS_READY.key] == {"hooked": 3 * layers}
@@ -112,7 +112,7 @@ def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
 
 
 def test_writes_are_told_apart_by_their_plan() -> None:
-    metered = Metered(policy=Policy(min_write_bytes=1))
+    metered = Metered()
     post, plans = Writes.post, itertools.cycle(Plan)
 
     def planned(writes: Writes, *args: Any) -> Iterator[Transfer]:

@@ -34,6 +34,15 @@ def test_what_was_taken_does_not_come_again() -> None:
     assert [(part.layers.start, part.source) for part in made.pending()] == [(4, BLOCKS)]
 
 
+def test_bytes_are_those_of_the_groups_that_have_layers() -> None:
+    made = ReadyBlocks([0, 0, 1], [64, 64, 8], by_layer=True)
+    groups = tuple(GroupSlice(0, BLOCKS, len(BLOCKS)) for _ in range(3))
+    made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, groups, streams=True))
+    assert made.planned_bytes == 0
+    made.align([BLOCKS, BLOCKS[1:], BLOCKS])
+    assert made.planned_bytes == made.chunk_bytes == 4 * 128 + 3 * 8
+
+
 def test_what_is_not_taken_stays() -> None:
     made = supply()
     made.ready(0, 3)

@@ -58,7 +58,7 @@ def changed(**changes: object) -> dict[str, object]:
         changed(remote_prefill_cached_tokens=None, remote_block_ids=None, router="nginx", nested={"a": [1]}),
         changed(remote_host="prefill-0.cluster.local", remote_port=65535, tp_size=1024, pp_size=64),
         changed(remote_host="[fd00::1]", remote_port=1, remote_engine_id="ünï 7", remote_request_id="x" * 1024),
-        *(TO_P | {"layerpush_mode": mode} for mode in ("layer", "chunk", "request", None)),
+        *(TO_P | {"layerpush_mode": mode} for mode in ("auto", "layer", "chunk", "request", None)),
         {"do_remote_prefill": False, "tp_size": "many", "layerpush_mode": "fast"},  # nobody reads them
         changed(layerpush_mode="fast"),  # D need not know how P pushes
     ],
@@ -114,9 +114,9 @@ def test_a_bad_key_is_named_with_its_value_and_the_remedy(key: str, value: objec
     assert says in text
 
 
-@pytest.mark.parametrize("mode", ["", "Layer", "auto", "packed", True, 0, 1.0, ["layer"], {}])
+@pytest.mark.parametrize("mode", ["", "Layer", "packed", True, 0, 1.0, ["layer"], {}])
 def test_a_mode_that_there_is_none_of_is_refused_by_the_engine_that_pushes(mode: object) -> None:
-    says = f"'layerpush_mode' is {mode!r} ({type(mode).__name__}), must be one of 'layer', 'chunk', 'request'"
+    says = f"'layerpush_mode' is {mode!r} ({type(mode).__name__}), must be one of 'auto', 'layer', 'chunk', 'request'"
     assert refusal(TO_P | {"layerpush_mode": mode}) == f"kv_transfer_params: {says}"
     assert refusal(TO_P | {"layerpush_mode": mode}, "kv_producer", LayerPushConfig(layerwise=False)).endswith(says)
 
@@ -124,7 +124,7 @@ def test_a_mode_that_there_is_none_of_is_refused_by_the_engine_that_pushes(mode:
 def test_a_request_that_does_not_choose_leaves_its_mode_to_the_configuration() -> None:
     assert chosen_mode({}) is chosen_mode({"layerpush_mode": None}) is None
     assert chosen_mode(TO_P | {"layerpush_mode": "chunk"}) == "chunk"
-    assert [LayerPushConfig().mode, LayerPushConfig(granularity="chunk").mode] == ["layer", "chunk"]
+    assert [LayerPushConfig().mode, LayerPushConfig(granularity="chunk").mode] == ["auto", "chunk"]
     assert LayerPushConfig(layerwise=False, granularity="chunk").mode == "request"
 
 

@@ -18,7 +18,7 @@ from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import State, Write
 from layerpush.core.push_session import Session
 from tests.unit.builders import blocks_of, chunks_of, registration
-from tests.unit.session_world import LAYER_BYTES, PushWorld, Shape
+from tests.unit.session_world import PushWorld, Shape
 
 
 def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | None = None) -> PushWorld:
@@ -32,16 +32,16 @@ def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | No
     return world
 
 
-def posted(world: PushWorld) -> list[Write]:
+def posted(world: PushWorld, *, wait: bool = False) -> list[Write]:
     """The WRITEs that one ``PostReady`` posts."""
     before = set(world.in_flight)
-    world.send(push_protocol.PostReady())
+    world.send(push_protocol.PostReady(wait))
     return [write for number, write in world.in_flight.items() if number not in before]
 
 
-def parts(world: PushWorld) -> list[list[tuple[slice, int, int]]]:
+def parts(world: PushWorld, *, wait: bool = False) -> list[list[tuple[slice, int, int]]]:
     """(layers, first block, end) of each segment of these WRITEs."""
-    return [[(part.layers, part.first, part.end) for part in write.segments] for write in posted(world)]
+    return [[(part.layers, part.first, part.end) for part in write.segments] for write in posted(world, wait=wait)]
 
 
 def test_registered_first_every_layer_goes_as_it_is_ready() -> None:
@@ -103,13 +103,13 @@ def test_a_lost_write_fails_the_push_once_the_others_have_ended() -> None:
     assert (world.state, world.releases) == (State.CLOSED, 1)
 
 
-def test_layers_merge_up_to_the_floor_or_the_end_of_their_chunk() -> None:
-    world = world_of(State.STREAMING, layers=3, policy=Policy(min_write_bytes=2 * LAYER_BYTES))
+def test_layers_that_wait_merge_until_they_are_called_for_or_their_chunk_ends() -> None:
+    world = world_of(State.STREAMING, layers=4)
     written = []
-    for layer in range(3):
+    for layer, wait in enumerate([True, False, True, True]):
         world.hook(layer)
-        written.append([segments[0][0] for segments in parts(world)])
-    assert written == [[], [slice(0, 2)], [slice(2, 3)]]
+        written.append([segments[0][0] for segments in parts(world, wait=wait)])
+    assert written == [[], [slice(0, 2)], [], [slice(2, 4)]]
 
 
 def test_a_full_wire_merges_what_becomes_ready() -> None:

@@ -24,7 +24,7 @@ SHAPES = {
     "two layers": Shape(4, (0, 0), (4,), (1,), Policy(max_in_flight=2)),
     "preempted twice": Shape(4, (0,), (4,), (1,)),
     "by chunk": Shape(8, (0, 0), (4,), (2,), Policy(by_layer=False)),
-    "a hit on D": Shape(8, (0, 0), (4,), (1,), Policy(min_write_bytes=15)),
+    "a hit on D": Shape(8, (0, 0), (4,), (1,)),
     "nothing wanted": Shape(8, (0,), (4,), (0,)),
     "two groups": Shape(8, (0, 1), (4, 8), (2, 1), Policy(max_in_flight=1)),
     "a sliding window": Shape(8, (0,), (4,), (2,), nulls=(1, 0, 0)),
@@ -68,6 +68,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield lambda w: w.preempt(announced=True)
     if world.session.accepts(push_protocol.PostReady):
         yield lambda w: w.send(push_protocol.PostReady())
+        yield lambda w: w.send(push_protocol.PostReady(wait=True))
     if world.registrable:
         yield PushWorld.register
     if world.withdrawable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -66,6 +66,18 @@ def test_events_come_in_order_and_end_with_the_first_sweep() -> None:
     source.sweep()
     assert kinds(taken(source)) == [StepStarted, 2, 0, StepEnded]
     assert not source.pending
+
+
+def test_cached_blocks_wait_for_the_steps_before() -> None:
+    """The device may still compute them."""
+    device = SlowDevice()
+    source = StepEvents(NAMES, Wakes(), device)
+    source.arm(StepPlan(tuple(replace(chunk, cached=True) for chunk in PLAN.chunks)))
+    source.layer_saved("layers.0")
+    assert taken(source) == []
+    device.fences[0].open = True
+    assert kinds(taken(source)) == [StepStarted]
+    assert device.fences[0].recycled == 1
 
 
 @pytest.mark.parametrize("plans", [[], [StepPlan()]], ids=["before the first step", "nothing to push"])

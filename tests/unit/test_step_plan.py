@@ -154,6 +154,34 @@ def test_computed_tokens_that_were_thrown_away_are_planned_again() -> None:
     assert (again.epoch, again.index, again.groups[0].first, again.groups[0].blocks) == (1, 0, 0, (1, 5, 6, 7))
 
 
+def test_cached_tokens_are_a_chunk_of_their_own() -> None:
+    progress = PromptProgress("p-1", (16, 32))
+    tables = [[1, 2, 3, 4, 5], [7, 8, 9]]
+    cached, rest = progress.found(48, 70, tables), progress.advance(48, 64, 70, tables)
+    assert cached is not None
+    assert rest is not None
+    assert [(part.index, part.cached, part.final) for part in (cached, rest)] == [(0, True, False), (1, False, True)]
+    assert cached.groups == (GroupSlice(0, (1, 2, 3), 5), GroupSlice(0, (7,), 3))
+    assert rest.groups == (GroupSlice(3, (4, 5), 5), GroupSlice(1, (8, 9), 3))
+
+
+def test_a_request_that_resumes_may_find_its_answer_too() -> None:
+    """The prompt's last block is full then: it goes with the others."""
+    progress = PromptProgress("p-1", (16,))
+    cached = progress.found(48, 20, [[1, 2, 3, 4]])
+    assert cached is not None
+    assert (cached.final, cached.groups) == (True, (GroupSlice(0, (1, 2), 2),))
+    assert progress.advance(48, 3, 20, [[1, 2, 3, 4]]) is None
+
+
+def test_cached_tokens_that_fill_no_block_wait_for_the_step() -> None:
+    progress = PromptProgress("p-1", (64,))
+    assert progress.found(48, 70, [[1, 2]]) is None
+    chunk = progress.advance(48, 22, 70, [[1, 2]])
+    assert chunk is not None
+    assert (chunk.index, chunk.groups) == (0, (GroupSlice(0, (1, 2), 2),))
+
+
 def test_a_request_that_is_only_watched_says_so() -> None:
     watched = PromptProgress("p-1", (16,), streams=False).advance(0, 8, 8, [[1]])
     assert watched is not None

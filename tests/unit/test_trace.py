@@ -56,7 +56,7 @@ def test_one_line_for_a_push(tmp_path: Path) -> None:
     (line,) = lines(tmp_path)
     assert line["kind"] == "push"
     assert (line["request_id"], line["engine_id"], line["rank"], line["mode"]) == ("p-1", "eng", 1, "layer")
-    assert line["chunks"] == [{"start_block": 0, "end_block": 2, "t_planned": 1.0}]
+    assert line["chunks"] == [{"start_block": 0, "end_block": 2, "t_planned": 1.0, "cached": False}]
     assert line["ready"] == [[0, 0, 1.5, True], [0, 1, 1.75, False]]
     assert (line["hooked_layers"], line["swept_layers"], line["t_last_ready"]) == (1, 1, 1.75)
     assert line["writes"] == [

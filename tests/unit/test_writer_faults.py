@@ -13,6 +13,7 @@ from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import HandshakeError
 from tests.support.fake_transport import Faults
+from tests.unit.builders import wait_at_random
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22
@@ -561,8 +562,10 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
 def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
     """Random faults, preemptions, aborts, cancellations and merging over several requests."""
     draw = random.Random(seed)
-    policy = Policy(draw.random() < 0.7, draw.choice([0, 40, 10_000]), draw.randint(1, 8), draw.random() < 0.8)
+    policy = Policy(draw.random() < 0.7, draw.random() < 0.5, draw.randint(1, 8), draw.random() < 0.8)
     rig = Rig(Faults.seeded(seed, rate=draw.choice([0.0, 0.02, 0.1])), policy=policy, seed=seed)
+    if policy.scheduled:
+        wait_at_random(rig.writer, draw)
     decoder = rig.decoder(ranks=draw.choice([1, 2]))
     prompts = [Prompt(f"p-{n}", draw.randint(1, 30), list(range(1 + 8 * n, 9 + 8 * n))) for n in range(4)]
     wishes = {p.name: rig.asks(p, decoder, 1 + 10 * n, draw.randint(0, len(p.blocks))) for n, p in enumerate(prompts)}

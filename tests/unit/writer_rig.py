@@ -75,6 +75,13 @@ class Prompt:
         self.computed = plan.end
         return plan
 
+    def cached(self, tokens: int) -> ChunkPlan:
+        """Its first tokens are in P's prefix cache."""
+        plan = self.progress.found(tokens, self.tokens, [self.table])
+        assert plan is not None
+        self.computed = tokens
+        return plan
+
     def preempted(self, table: list[int]) -> None:
         self.progress.restart()
         self.computed, self.table = 0, table
@@ -313,13 +320,22 @@ class Rig:
     def step(
         self,
         *work: tuple[Prompt, int],
+        cached: Sequence[tuple[Prompt, int]] = (),
         preempted: Sequence[Prompt] = (),
         hooked: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """One engine step of ``(prompt, tokens)``; the writer gets a turn after every layer."""
+        """One engine step of ``(prompt, tokens)``; the writer gets a turn after every layer.
+
+        Of the ``cached`` prompts so many tokens were computed before.
+        """
+        found = [(prompt, prompt.cached(tokens)) for prompt, tokens in cached]
+        for prompt, chunk in found:
+            for layer in range(self.layers):
+                self._compute(prompt, chunk, layer)
         chunks = [(prompt, prompt.chunk(tokens)) for prompt, tokens in work]
-        self.capture.arm(StepPlan(tuple(chunk for _, chunk in chunks), tuple(prompt.name for prompt in preempted)))
+        plans = tuple(chunk for _, chunk in found + chunks)
+        self.capture.arm(StepPlan(plans, tuple(prompt.name for prompt in preempted)))
         self.writer.turn()
         for layer in range(self.layers):
             for prompt, chunk in chunks:

@@ -14,6 +14,7 @@ CONNECTOR = "LayerwisePushConnector"
 FAULTY_CONNECTOR = "FaultyPushConnector"
 FAULTY_MODULE = "layerpush.apps.demo.faulty"
 MODES: Mapping[str, Mapping[str, object]] = {
+    "auto": {"layerwise": True, "granularity": "auto"},
     "layer": {"layerwise": True, "granularity": "layer"},
     "chunk": {"layerwise": True, "granularity": "chunk"},
     "request": {"layerwise": False},

@@ -1,4 +1,4 @@
-"""``layerpush demo``: one P and one D, three ways to push, one table."""
+"""``layerpush demo``: one P and one D, four ways to push, one table."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _show(console: Console, report: DemoReport, plot: Path, json_file: Path | No
     ratio = report.exposed_ratio()
     if ratio is not None:
         console.print(
-            f"After prefill, layer mode leaves {100 * ratio:.1f} % of the time that request mode leaves exposed."
+            f"After prefill, auto mode leaves {100 * ratio:.1f} % of the time that request mode leaves exposed."
         )
     if report.negative_control_detected:
         console.print("Negative control: one corrupted layer changed the tokens, as it must.")

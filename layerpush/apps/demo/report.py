@@ -60,12 +60,12 @@ class DemoReport:
         return problems
 
     def exposed_ratio(self) -> float | None:
-        """Exposed time of layer mode over that of request mode."""
+        """Exposed time of auto mode over that of request mode."""
         results = self.results()
-        layer, request = results["layer"].figures, results["request"].figures
-        if layer is None or request is None or request.exposed_ms <= 0:
+        auto, request = results["auto"].figures, results["request"].figures
+        if auto is None or request is None or request.exposed_ms <= 0:
             return None
-        return layer.exposed_ms / request.exposed_ms
+        return auto.exposed_ms / request.exposed_ms
 
     def typical_pushes(self, *modes: str) -> dict[str, PushRecord] | None:
         """Of each mode the push with the median exposed time; None when a mode has no push with figures."""

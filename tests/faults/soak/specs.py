@@ -27,17 +27,17 @@ LENGTH = ("max_model_len", MAX_MODEL_LEN)
 
 
 def prefills(count: int, *, corrupt: bool) -> list[EngineSpec]:
-    """Ps that differ in how they write: layer by layer, and layers merged into larger WRITEs."""
+    """Ps that differ in how they write: layer by layer, and just in time."""
     connector = {"kv_connector": LAYERWISE}
     if corrupt:
         connector = {"kv_connector": "SendsWrongLayer", "kv_connector_module_path": CORRUPTING_MODULE}
     variants = (
-        (0, (CACHING, LENGTH, ("max_num_batched_tokens", 150), *TIGHT)),
-        (1 << 16, (LENGTH, ("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 120))),
+        ("layer", (CACHING, LENGTH, ("max_num_batched_tokens", 150), *TIGHT)),
+        ("auto", (LENGTH, ("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 120))),
     )
     return [
-        EngineSpec(f"P{number + 1}", "P", _transfer(connector, min_write_bytes=size, trace_dir=TRACE), options)
-        for number, (size, options) in enumerate(variants[:count])
+        EngineSpec(f"P{number + 1}", "P", _transfer(connector, granularity=granularity, trace_dir=TRACE), options)
+        for number, (granularity, options) in enumerate(variants[:count])
     ]
 
 

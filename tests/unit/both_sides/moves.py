@@ -94,7 +94,7 @@ def ask_decode_later(world: World, pick: Pick) -> None:
 
 @move(14, lambda world: _between_steps(world) and bool(_to_compute(world)))
 def begin_step(world: World, pick: Pick) -> None:
-    _prefill(world).begin_step(pick(_to_compute(world)), pick([2, 4, 8, 16]))
+    _prefill(world).begin_step(pick(_to_compute(world)), pick([2, 4, 8, 16]), cached=pick([0, 0, 1, 3]))
 
 
 @move(16, lambda world: _computes(world) and _prefill(world).step is not None)

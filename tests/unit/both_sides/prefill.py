@@ -66,21 +66,37 @@ class PrefillEngine:
             rank.digests[request.request_id] = prompt.text
         return request
 
-    def begin_step(self, request: Request, tokens: int) -> bool:
+    def begin_step(self, request: Request, tokens: int, cached: int = 0) -> bool:
+        """``cached`` blocks are in the prefix cache, if it is the first step of the request's epoch."""
         assert self.step is None
+        chunks = []
         if request.table is None:
             request.table = self.pool.take(request.prompt.blocks)
             if request.table is None:
                 return False
             for rank in self.ranks:
                 rank.own(request.table, request.prompt.text)
+            cached = min(cached, (request.prompt.tokens - 1) // BLOCK_SIZE)
+            if cached:
+                chunks.append(self._found(request, request.table, cached))
         chunk = request.progress.advance(request.computed, tokens, request.prompt.tokens, [request.table])
         assert chunk is not None
         request.computed = chunk.end
         self.step, self.layers_left = (request, chunk), list(range(LAYERS))
         for rank in self.ranks:
-            rank.capture.arm(StepPlan((chunk,)))
+            rank.capture.arm(StepPlan((*chunks, chunk)))
         return True
+
+    def _found(self, request: Request, table: list[int], blocks: int) -> ChunkPlan:
+        """The blocks have the prompt's KV, as earlier steps have left it there."""
+        for rank in self.ranks:
+            for layer in range(LAYERS):
+                for index, block in enumerate(table[:blocks]):
+                    rank.write_kv(layer, block, request.prompt.kv(layer, index))
+        request.computed = blocks * BLOCK_SIZE
+        chunk = request.progress.found(request.computed, request.prompt.tokens, [table])
+        assert chunk is not None
+        return chunk
 
     def run_layer(self, hooked: bool) -> None:
         """Attention of the next layer; after the last one the step is over."""

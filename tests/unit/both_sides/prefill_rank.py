@@ -39,7 +39,7 @@ from tests.unit.both_sides.process import (
     base_id,
 )
 from tests.unit.both_sides.rings import MixedStager, PrefillStaging
-from tests.unit.builders import layout_of, upstream_pairs
+from tests.unit.builders import layout_of, upstream_pairs, wait_at_random
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.decode import DecodeEngine
@@ -81,6 +81,8 @@ class PrefillRank(Process):
             _Plans(world),
             strategy=self.strategy,
         )
+        if policy.scheduled:
+            wait_at_random(self.writer, random.Random(rank))
         self.registrations = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
         self.peers.on_lost = self.registrations.peers.lost
 

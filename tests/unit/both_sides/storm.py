@@ -27,7 +27,12 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> 
     """A world with faults of its own, except for what ``weather`` and ``packing`` say."""
     draw = random.Random(seed)
     weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
-    policy = Policy(by_layer=draw.random() < 0.7, streams=draw.random() < 0.9, max_in_flight=draw.choice([1, 2, 4]))
+    policy = Policy(
+        by_layer=draw.random() < 0.7,
+        streams=draw.random() < 0.9,
+        max_in_flight=draw.choice([1, 2, 4]),
+        scheduled=draw.random() < 0.5,
+    )
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
     return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs)

@@ -1,0 +1,98 @@
+"""The seconds that a link to one decode engine takes for a WRITE, learned from WRITEs that landed. Pure: no clock.
+
+A WRITE of ``n`` bytes takes ``write_s + n * byte_s`` seconds. Both come from a least-squares line through the WRITEs
+that have landed; newer ones have more weight. ``slowdown`` is the time of recent WRITEs divided by the time on the
+line. It rises with one slow WRITE and falls slowly. An overdue WRITE raises it before it lands: so the engine notices a
+slow link at the time at which the WRITE should have landed.
+
+WRITEs share the link. A WRITE's own time begins when it is posted, or when the WRITE before it has ended, if that is
+later. It includes the copies of a WRITE that goes by way of staging memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+
+KEPT = 0.9
+"""Weight of a WRITE, relative to the next one."""
+RECOVERED = 0.2
+"""A faster WRITE lowers ``slowdown`` by this part of the difference."""
+
+
+class LinkSpeed:
+    """All times are in seconds, on one monotonic clock. A WRITE in flight has a ``key``."""
+
+    def __init__(self) -> None:
+        self._in_flight: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+        self.last_landed = -math.inf
+        self._free_since = -math.inf
+        self._weight = self._bytes = self._squares = self._seconds = self._products = 0.0
+        self._slowdown = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """``(write_s, byte_s)`` without slowdown; both are 0 if nothing is known."""
+        spread = self._weight * self._squares - self._bytes**2
+        mean = self._seconds / self._bytes if self._bytes else 0.0
+        if spread <= 1e-9 * self._bytes**2:
+            return 0.0, mean  # all of one size
+        byte_s = (self._weight * self._products - self._bytes * self._seconds) / spread
+        write_s = (self._seconds - byte_s * self._bytes) / self._weight
+        if byte_s <= 0 or write_s < 0:
+            return 0.0, mean
+        return write_s, byte_s
+
+    def posted(self, key: Hashable, size: int, at: float) -> None:
+        """A WRITE of ``size`` bytes is on the wire."""
+        self._in_flight[key] = (size, at)
+
+    def ended(self, key: Hashable, at: float, *, landed: bool) -> None:
+        """A WRITE is in D's memory, or has failed. The estimate ignores the time of a failed WRITE."""
+        size, posted = self._in_flight.pop(key, (0, at))
+        took = at - max(posted, self._free_since)
+        self._free_since = at
+        if not landed or not size:
+            return
+        self.last_landed = at
+        write_s, byte_s = self.line
+        due = write_s + size * byte_s
+        if due > 0:
+            seen = max(1.0, took / due)
+            self._slowdown = seen if seen > self._slowdown else self._slowdown + RECOVERED * (seen - self._slowdown)
+        self._weight = KEPT * self._weight + 1
+        self._bytes = KEPT * self._bytes + size
+        self._squares = KEPT * self._squares + size * size
+        self._seconds = KEPT * self._seconds + took
+        self._products = KEPT * self._products + took * size
+
+    @property
+    def next_landing(self) -> float:
+        """When the oldest WRITE in flight should land; infinite if none is in flight."""
+        if not self._in_flight:
+            return math.inf
+        size, posted = next(iter(self._in_flight.values()))
+        write_s, byte_s = self.line
+        return max(posted, self._free_since) + write_s + size * byte_s
+
+    def slowdown(self, now: float) -> float:
+        """At least 1. The oldest WRITE in flight counts with its time so far."""
+        if not self._in_flight or not self.is_known:
+            return self._slowdown
+        size, posted = next(iter(self._in_flight.values()))
+        write_s, byte_s = self.line
+        due = write_s + size * byte_s
+        return max(self._slowdown, (now - max(posted, self._free_since)) / due) if due > 0 else self._slowdown
+
+    def busy_s(self, now: float, times: float) -> float:
+        """Seconds until all WRITEs in flight have landed, if each takes ``times`` as long as estimated."""
+        slower, (write_s, byte_s) = times * self.slowdown(now), self.line
+        free = self._free_since
+        for size, posted in self._in_flight.values():
+            free = max(free, posted) + slower * (write_s + size * byte_s)
+        return max(0.0, free - now)

@@ -1,0 +1,67 @@
+"""Blocks of P's prefix cache that are in memory before a step begins. Pure.
+
+vLLM enters blocks in its prefix cache when it schedules the step that fills them. So a request may hit blocks that this
+very step computes, for another request; and the tail of a hit may be a copy that the step itself makes. A hit counts
+up to the first such block. The blocks before it were filled by earlier steps. They do not change while the request
+holds them: vLLM computes a full block once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from layerpush.core.wire import NULL_BLOCK
+
+Tables = Sequence[Sequence[int]]
+"""A request's block ids in token order, for each KV cache group."""
+
+
+class PrefixHits:
+    """The hits of requests that are not scheduled yet. ``block_sizes`` are each group's tokens in a block."""
+
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        self._block_sizes = tuple(block_sizes)
+        self._hits: dict[str, int] = {}
+
+    def found(self, request_id: str, tokens: int) -> None:
+        """vLLM's own prefix cache has the first ``tokens`` tokens, in whole blocks. A later lookup replaces it."""
+        self._hits[request_id] = tokens
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._hits.pop(request_id, None)
+
+    def take(self, scheduled: Iterable[str]) -> dict[str, int]:
+        """The hits of requests that a step schedules, in tokens."""
+        return {request_id: self._hits.pop(request_id) for request_id in scheduled if request_id in self._hits}
+
+    def in_memory(
+        self,
+        hits: Mapping[str, int],
+        scheduled: Mapping[str, int],
+        computed: Mapping[str, int],
+        tables: Callable[[str], Tables],
+    ) -> dict[str, int]:
+        """How many leading tokens of each hit were computed before the step.
+
+        The step computes ``scheduled`` tokens of each request, after the first ``computed``. vLLM may take less than it
+        has found, and compute the rest again; and another connector may load tokens after the hit in this step.
+        """
+        written: set[int] = set()
+        for request_id, tokens in scheduled.items():
+            start = min(hits.get(request_id, computed[request_id]), computed[request_id])
+            end = computed[request_id] + tokens
+            for size, table in zip(self._block_sizes, tables(request_id), strict=True):
+                written.update(table[start // size : -(-end // size)])
+        written.discard(NULL_BLOCK)
+        return {
+            request_id: min([tokens, computed[request_id], *self._untouched(tables(request_id), written)])
+            for request_id, tokens in hits.items()
+        }
+
+    def _untouched(self, tables: Tables, written: set[int]) -> list[int]:
+        """For each group, the tokens before the first written block."""
+        return [
+            next((index for index, block in enumerate(table) if block in written), len(table)) * size
+            for size, table in zip(self._block_sizes, tables, strict=True)
+        ]

@@ -1,0 +1,92 @@
+"""Decides when the ready layers of the running step leave for each decode engine, and when the writer looks next.
+
+``core.write_schedule`` has the rule. Its numbers come from here: a layer's time from the steps (``LayerInterval``), a
+link's from WRITEs that landed (``LinkSpeed``), bytes from the sessions. All prompts of a step that go to one decode
+engine share its link, so they wait, and leave, together.
+
+``decide`` is called in each turn of the writer. Writer thread only. Times are seconds of ``time.perf_counter``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from layerpush.core.bounded_dict import BoundedDict
+from layerpush.core.link_speed import LinkSpeed
+from layerpush.core.push_protocol import State
+from layerpush.core.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
+from layerpush.prefill.layer_interval import LayerInterval
+from layerpush.prefill.push import Push
+
+LINKS_KEPT = 256
+"""Decode engines whose speed is remembered."""
+FRESH_S = 1.0
+"""Seconds after a WRITE has landed for which its link needs no probe."""
+
+
+class StepSchedule:
+    def __init__(self, layers: int, interval: LayerInterval) -> None:
+        self._layers = layers
+        self._interval = interval
+        self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT)
+        self._leave_at: dict[str, float] = {}
+
+    def link(self, engine_id: str) -> LinkSpeed:
+        """The measured speed of the link to a decode engine."""
+        speed = self._links.get(engine_id)
+        if speed is None:
+            speed = LinkSpeed()
+            self._links.note(engine_id, speed)
+        return speed
+
+    def decide(self, pushes: Iterable[Push], step: set[str], ready: int, now: float) -> None:
+        """Decide for each decode engine whether ready layers wait.
+
+        ``step`` holds the request ids of the running step; ``ready`` is the number of its layers that are in memory.
+        """
+        self._leave_at = {}
+        if not step or ready >= self._layers:
+            return
+        links: dict[str, list[Push]] = {}
+        for push in pushes:
+            registration = push.session.registration
+            if push.session.state is State.STREAMING and registration is not None:
+                links.setdefault(registration.decode_engine_id, []).append(push)
+        for engine_id, sharing in links.items():
+            running = [push for push in sharing if push.request_id in step]
+            if running and all(push.session.policy.scheduled for push in running):
+                self._decide(engine_id, sharing, running, ready, now)
+
+    def waits(self, push: Push) -> bool:
+        """Whether ready layers of the push wait for more. A chunk that is ready in all its layers does not."""
+        registration = push.session.registration
+        return registration is not None and registration.decode_engine_id in self._leave_at
+
+    @property
+    def next_look(self) -> float | None:
+        """The time at which layers that wait leave, unless more become ready later than expected; None if none wait."""
+        return min(self._leave_at.values(), default=None)
+
+    @property
+    def next_landing(self) -> float:
+        """The time at which the next WRITE on any link should land; infinite if none is in flight."""
+        return min((link.next_landing for link in self._links.values()), default=math.inf)
+
+    def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
+        speed, layer_s = self.link(engine_id), self._interval.layer_s
+        slowdown, (write_s, byte_s) = speed.slowdown(now), speed.line
+        progress = Progress(
+            layers=self._layers,
+            ready=ready,
+            layer_bytes=sum(push.session.chunk_bytes for push in running) // self._layers,
+            unposted_bytes=sum(push.session.unposted_bytes for push in sharing),
+            busy_s=speed.busy_s(now, SAFETY),
+            next_part=min(push.session.next_part for push in running),
+            probed=speed.last_landed > now - FRESH_S or any(push.session.landed_bytes for push in running),
+        )
+        known = Speeds(layer_s, slowdown * byte_s, slowdown * write_s) if speed.is_known else Speeds()
+        layers = layers_to_wait(known, progress)
+        if layers and layer_s is not None:
+            since = now if self._interval.last is None else self._interval.last
+            self._leave_at[engine_id] = since + layers * layer_s

@@ -1,0 +1,66 @@
+"""The picture of the write schedule: WRITEs and exposed time over the load of the link, on a simulated wire."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.plot.canvas import COLOURS, PANEL_INCHES, logarithmic
+from layerpush.core.write_schedule import Progress, Speeds, layers_to_wait
+from tests.support.simulated_wire import Case, Outcome, Rule, by_chunk, by_layer, known, push
+
+FILE = Path(__file__).parents[2] / "docs/design/schedule.svg"
+LAYERS, CHUNKS = 32, 4
+LOADS = tuple(float(load) for load in np.geomspace(0.01, 2.0, 60))
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+
+def whole(_: Speeds, progress: Progress) -> int:
+    """One WRITE after the last layer of the prompt."""
+    return 0 if not progress.next_part and progress.ready == progress.layers else 1
+
+
+RULES: Mapping[str, Rule] = {"auto": layers_to_wait, "layer": by_layer, "chunk": by_chunk, "request": whole}
+
+
+def outcomes(rule: Rule) -> list[Outcome]:
+    """One prompt for each load. The engine knows the link."""
+    cases = [Case(layers=LAYERS, chunks=CHUNKS, load=load) for load in LOADS]
+    return [push(case, rule, known(case)) for case in cases]
+
+
+def render() -> str:
+    """The picture as SVG. Equal results make equal text."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    text = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "layerpush", "svg.fonttype": "none"}):
+        size = (2 * PANEL_INCHES[0], PANEL_INCHES[1])
+        made, (writes, exposed) = plt.subplots(1, 2, figsize=size, layout="constrained")
+        for mode, rule in RULES.items():
+            found = outcomes(rule)
+            style = {"color": COLOURS[mode], "label": mode, "lw": 2.4 if mode == "auto" else 1.2}
+            writes.plot(LOADS, [len(each.writes) for each in found], **style)
+            exposed.plot(LOADS, [1e3 * each.exposed_s for each in found], **style)
+        _finish(writes, "WRITEs", (1, 2, 5, 10, 20, 50, 100))
+        _finish(exposed, "exposed, milliseconds", (0.2, 1, 5, 20, 100, 500))
+        writes.legend(fontsize="small")
+        made.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        plt.close(made)
+    return text.getvalue()
+
+
+def _finish(panel: Any, what: str, ticks: tuple[float, ...]) -> None:
+    logarithmic(panel, "x", TICKS)
+    logarithmic(panel, "y", ticks)
+    panel.set_xlabel("load: a layer's transfer over its computation")
+    panel.set_title(what, loc="left", fontsize="medium")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)

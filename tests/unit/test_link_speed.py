@@ -1,0 +1,78 @@
+"""What an engine learns of a link from WRITEs that landed."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerpush.core.link_speed import LinkSpeed
+
+WRITE_S, BYTE_S = 2e-4, 1e-9
+
+
+def seconds(size: int) -> float:
+    return WRITE_S + size * BYTE_S
+
+
+def learned() -> LinkSpeed:
+    """From six WRITEs, one behind the other; the last landed at time 1."""
+    speed, at = LinkSpeed(), 1.0 - sum(map(seconds, range(1 << 20, 7 << 20, 1 << 20)))
+    for size in range(1 << 20, 7 << 20, 1 << 20):
+        speed.posted(size, size, at)
+        at += seconds(size)
+        speed.ended(size, at, landed=True)
+    return speed
+
+
+def test_a_line_through_the_writes() -> None:
+    assert not LinkSpeed().is_known
+    assert learned().line == pytest.approx((WRITE_S, BYTE_S), rel=1e-6)
+    assert learned().slowdown(1.0) == pytest.approx(1.0)
+
+
+def test_writes_of_one_size_give_a_mean() -> None:
+    speed = LinkSpeed()
+    for at in (1.0, 2.0, 3.0):
+        speed.posted(at, 100, at)
+        speed.ended(at, at + 0.5, landed=True)
+    assert speed.line == pytest.approx((0.0, 0.005))
+
+
+def test_writes_queue_for_the_link() -> None:
+    speed = learned()
+    for key in range(3):
+        speed.posted(key, 1 << 20, 1.0)
+    assert speed.next_landing == pytest.approx(1.0 + seconds(1 << 20))
+    assert speed.busy_s(1.0, times=2.0) == pytest.approx(6 * seconds(1 << 20))
+    assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
+
+
+def test_an_overdue_write_and_a_slow_one_raise_the_slowdown_at_once_and_fast_ones_lower_it_slowly() -> None:
+    speed, size = learned(), 1 << 20
+    speed.posted("slow", size, 1.0)
+    assert speed.slowdown(1.0 + 3 * seconds(size)) == pytest.approx(3.0)
+    at = 1.0 + 4 * seconds(size)
+    speed.ended("slow", at, landed=True)
+    assert speed.slowdown(at) == pytest.approx(4.0)
+    speed.posted("fast", 100 * size, at)
+    speed.ended("fast", at + seconds(100 * size) / 2, landed=True)
+    assert speed.slowdown(at) == pytest.approx(4.0 - 0.2 * 3.0)
+
+
+def test_a_lost_write_says_nothing_of_the_link_and_is_no_part_of_the_next_one() -> None:
+    speed = learned()
+    line = speed.line
+    speed.posted("lost", 1 << 30, 1.0)
+    speed.posted("next", 1 << 20, 1.0)
+    speed.ended("lost", 6.0, landed=False)
+    assert speed.line == line
+    assert speed.last_landed == 1.0
+    speed.ended("next", 6.0 + seconds(1 << 20), landed=True)
+    assert speed.slowdown(7.0) == pytest.approx(1.0)
+
+
+def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
+    speed = LinkSpeed()
+    for key in range(3):
+        speed.posted(key, 100, 1.0)
+        speed.ended(key, 1.0, landed=True)
+    assert speed.slowdown(2.0) == 1.0

@@ -1,0 +1,66 @@
+"""Blocks of the prefix cache that are in memory before a step begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerpush.core.prefix_hits import PrefixHits
+
+SIZE = 16
+TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("hits", "scheduled", "computed", "expected"),
+    [
+        ({"p-1": 48}, {"p-1": 16}, {"p-1": 48}, {"p-1": 48}),
+        ({"p-1": 0}, {"p-1": 16}, {"p-1": 0}, {"p-1": 0}),
+        ({}, {"p-1": 16}, {"p-1": 48}, {}),
+        ({"p-1": 48}, {"p-1": 32}, {"p-1": 32}, {"p-1": 32}),
+        ({"p-1": 16}, {"p-1": 16}, {"p-1": 48}, {"p-1": 16}),
+        ({"p-1": 0, "p-2": 48}, {"p-1": 64, "p-2": 16}, {"p-1": 0, "p-2": 48}, {"p-1": 0, "p-2": 0}),
+        ({"p-1": 48, "p-2": 48}, {"p-1": 64, "p-2": 16}, {"p-1": 0, "p-2": 48}, {"p-1": 0, "p-2": 0}),
+        ({"p-1": 16, "p-2": 48}, {"p-1": 16, "p-2": 16}, {"p-1": 48, "p-2": 48}, {"p-1": 16, "p-2": 16}),
+        ({"p-2": 48}, {"p-2": 16, "p-3": 1}, {"p-2": 48, "p-3": 47}, {"p-2": 32}),
+    ],
+    ids=[
+        "computed by earlier steps",
+        "no hit",
+        "no lookup: it goes on",
+        "vLLM took less than it found",
+        "the rest was loaded from elsewhere",
+        "computed by this step, for another prompt",
+        "vLLM took less for another prompt",
+        "loaded in this step, for another prompt",
+        "filled by this step, for a request that goes on",
+    ],
+)
+def test_a_hit_counts_up_to_the_first_block_that_the_step_writes(
+    hits: dict[str, int], scheduled: dict[str, int], computed: dict[str, int], expected: dict[str, int]
+) -> None:
+    found = PrefixHits([SIZE])
+    for request_id, tokens in hits.items():
+        found.found(request_id, tokens)
+    assert found.in_memory(found.take(scheduled), scheduled, computed, TABLES.__getitem__) == expected
+
+
+def test_the_shortest_group_decides() -> None:
+    tables = {"p-1": [[1, 2, 3, 4, 5], [6, 7, 8]], "p-2": [[11], [7]]}
+    found = PrefixHits([16, 32]).in_memory({"p-1": 64}, {"p-1": 8, "p-2": 1}, {"p-1": 64, "p-2": 0}, tables.__getitem__)
+    assert found == {"p-1": 32}
+
+
+def test_the_null_block_belongs_to_nobody() -> None:
+    """The groups of sliding windows have it in place of blocks that they have dropped."""
+    tables = {"p-1": [[0, 2, 3, 4]], "p-2": [[0, 0, 7]]}
+    found = PrefixHits([16]).in_memory({"p-1": 48}, {"p-1": 8, "p-2": 48}, {"p-1": 48, "p-2": 0}, tables.__getitem__)
+    assert found == {"p-1": 48}
+
+
+def test_a_hit_is_taken_once_and_can_be_forgotten() -> None:
+    hits = PrefixHits([SIZE])
+    for name in ("p-1", "p-2"):
+        hits.found(name, 48)
+    hits.forget("p-2")
+    assert hits.take(["p-1", "p-2"]) == {"p-1": 48}
+    assert hits.take(["p-1", "p-2"]) == {}
