@@ -22,8 +22,8 @@ class Host(Protocol):
     """The worker, as far as pushes use it. Writer thread."""
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
-        """The link to a decode engine, with its window for this request, if it offers one. None while the handshake
-        runs; ``Push.reconnect`` follows.
+        """The link to a decode engine, with its window for this request, if it offers one. None while a handshake
+        runs: ``Push.reconnect`` follows. If the handshake has just ended, ``reconnect`` is called before the return.
 
         Raises ``HandshakeError``. Any exception ends the push.
         """

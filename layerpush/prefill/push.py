@@ -231,12 +231,13 @@ class Push:
         self.record.decode_request_id = registration.request_id
         self.record.decode_engine_id = registration.decode_engine_id
         try:
-            link = self._link = self._shared.host.connect(self, registration)
+            link = self._shared.host.connect(self, registration)
         except Exception as error:  # noqa: BLE001  no handshake, or a host that fails: either way this push cannot go on
             self.fail(f"{type(error).__name__}: {error}")
             return
-        if link is None:
+        if link is None:  # `reconnect` follows, or was called meanwhile
             return
+        self._link = link
         if link.refusal is not None:
             self.record.fallback = link.refusal
             self.handle(Refused(link.refusal))

@@ -84,6 +84,18 @@ def test_a_handshake_in_the_background_delays_the_first_write() -> None:
     rig.assert_delivered(prompt, wanted)
 
 
+def test_a_handshake_may_end_while_the_push_asks_for_the_link() -> None:
+    """Another push began it. It ends between the look at the connection and the start of a handshake."""
+    rig, prompt = Rig(), prompt_of()
+    wanted = rig.registers(prompt)
+    rig.host.links["D"] = [None]
+    rig.host.handshakes_end_at_once = True
+    rig.step((prompt, 12))
+    rig.step((prompt, 12))
+    rig.settle()
+    rig.assert_delivered(prompt, wanted)
+
+
 @pytest.mark.parametrize("blocks", [2, 0])
 def test_what_the_decode_engine_has_is_not_sent(blocks: int) -> None:
     """If it has everything it is only told."""

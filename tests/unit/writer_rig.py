@@ -170,6 +170,8 @@ class ScriptedHost:
         self.links: dict[str, list[Link | Exception | None]] = {}
         self.pending: dict[str, Registration] = {}
         self.delegated: dict[str, Registration] = {}
+        self.handshakes_end_at_once = False
+        """Whether ``connect`` calls ``Push.reconnect`` before it answers "later"."""
         self.posts_whole = True
         """Whether ``delegate`` finds the decode engine connected."""
         self.released: list[str] = []
@@ -196,6 +198,8 @@ class ScriptedHost:
         answer = answers.pop(0) if answers else self.rig.decoders[registration.decode_engine_id].link
         if isinstance(answer, Exception):
             raise answer
+        if answer is None and self.handshakes_end_at_once:
+            push.reconnect(None)
         return answer and replace(answer, window=self.rig.window(answer, registration))
 
     def is_unwanted(self, request_id: str) -> bool:
