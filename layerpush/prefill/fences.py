@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from layerpush.prefill.step_events import FenceSource, NoFences
+from layerpush.prefill.step_events import FenceSource
 
 
 class StreamFence:
@@ -40,6 +40,6 @@ class FencePool:
         return fence
 
 
-def fences_for(device: torch.device) -> FenceSource:
-    """The source of fences for a forward pass on ``device``."""
-    return NoFences() if device.type == "cpu" else FencePool(device)
+def fences_for(device: torch.device) -> FenceSource | None:
+    """The source of fences for a forward pass on ``device``; None if it computes before it returns."""
+    return None if device.type == "cpu" else FencePool(device)

@@ -4,6 +4,9 @@ The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish`
 never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
 of the step covers every layer that no hook reported.
 
+``layer_saved`` runs between a model's operations, with cold processor caches. There each object and each call costs
+about a microsecond. So the events of layers are made once, and one entry of the queue is all that a hook makes.
+
 A revocation takes a request's blocks away: an abort, a preemption, the end of a lease. It must not queue behind steps
 that are still being computed, so it takes effect at once. From then on ``is_void`` is true of every step that was armed
 for the request before, whether or not the writer has seen it.
@@ -12,10 +15,10 @@ for the request before, whether or not the writer has seen it.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 from layerpush.core.push_protocol import Aborted, Event, LeaseExpired, Preempted
@@ -35,15 +38,8 @@ class Fence(Protocol):
 
 
 class FenceSource(Protocol):
-    def record(self) -> Fence | None:
-        """Mark this point of the current stream; None if everything before it has been computed. Main thread."""
-
-
-class NoFences:
-    """For devices that compute before they return, as CPUs do."""
-
-    def record(self) -> None:
-        return None
+    def record(self) -> Fence:
+        """Mark this point of the current stream. Main thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +48,16 @@ class StepStarted:
 
     step: int
     chunks: tuple[ChunkPlan, ...]
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSaved:
     layer: int
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
     """The step's forward is over: every layer that was not reported is ready too."""
-
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,9 @@ StepEvent = StepStarted | LayerSaved | StepEnded
 
 
 class StepEvents:
-    """``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
+    """``fences`` is None for a device that computes before it returns, as a CPU does.
+
+    ``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
     ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire once for each.
     """
 
@@ -102,19 +96,18 @@ class StepEvents:
         self,
         layer_index: dict[str, int],
         wake: Callable[[], None],
-        fences: FenceSource,
+        fences: FenceSource | None,
         *,
         wake_lazily: Callable[[], None] | None = None,
         hooked: bool = True,
     ) -> None:
-        self._hooked = hooked
-        self._layer_index = layer_index
+        self._layer_saved = {name: LayerSaved(index) for name, index in layer_index.items()} if hooked else {}
         self._layers = len(set(layer_index.values()))
         self._to_come = 0
         self._wake = wake
         self._wake_lazily = wake_lazily or wake
         self._fences = fences
-        self._queue: deque[tuple[StepEvent, Fence | None]] = deque()
+        self._queue: deque[tuple[StepEvent, float, Fence | None]] = deque()
         self._armed = False
         self._step = 0
         self._void: dict[str, int] = {}
@@ -135,10 +128,9 @@ class StepEvents:
             for chunk in plan.chunks:
                 self._first_step.setdefault(chunk.request_id, self._step)
                 self._last_step[chunk.request_id] = self._step
-            cached = any(chunk.cached for chunk in plan.chunks)
             # The device may still compute earlier steps, and with them the cached blocks.
-            fence = self._fences.record() if cached else None
-            self._put(StepStarted(self._step, plan.chunks, time.perf_counter()), fence)
+            fenced = any(chunk.cached for chunk in plan.chunks)
+            self._put(StepStarted(self._step, plan.chunks), self._wake, fenced=fenced)
 
     def revoke(self, preempted: Iterable[str] = (), aborted: Iterable[str] = ()) -> None:
         """These requests lose their blocks before the next step runs. Main thread."""
@@ -185,33 +177,31 @@ class StepEvents:
 
     def layer_saved(self, name: str) -> None:
         """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache."""
-        if not self._armed or not self._hooked:
+        if not self._armed:
             return
-        index = self._layer_index.get(name)
-        if index is None:
+        event = self._layer_saved.get(name)
+        if event is None:
             return
         if len(self._queue) >= QUEUE_LIMIT:
             self.dropped += 1
             return
         self._to_come -= 1
-        wake = self._wake if self._to_come <= 0 else self._wake_lazily
-        self._put(LayerSaved(index, time.perf_counter()), self._fences.record(), wake)
+        self._put(event, self._wake if self._to_come <= 0 else self._wake_lazily)
 
     def sweep(self) -> None:
         """The step's forward is over: covers every layer that no hook reported. Main thread."""
         if self._armed:
             self._armed = False
-            self._put(StepEnded(time.perf_counter()), self._fences.record())
+            self._put(StepEnded(), self._wake)
 
     def take(self) -> Iterator[tuple[StepEvent, float]]:
         """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached.
 
         The device has reached fences at the time of this call, or before.
         """
-        now = time.perf_counter()
+        now = perf_counter()
         while self._queue:
-            event, fence = self._queue[0]
-            at = event.at
+            event, at, fence = self._queue[0]
             if fence is not None:
                 if not fence.passed():
                     return
@@ -230,7 +220,8 @@ class StepEvents:
             self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))
         self._wake()
 
-    def _put(self, event: StepEvent, fence: Fence | None, call: Callable[[], None] | None = None) -> None:
-        self._queue.append((event, fence))
+    def _put(self, event: StepEvent, wake: Callable[[], None], *, fenced: bool = True) -> None:
+        fence = None if self._fences is None or not fenced else self._fences.record()
+        self._queue.append((event, perf_counter(), fence))
         if fence is None or len(self._queue) == 1:  # otherwise the writer is polling the fence before this one
-            (call or self._wake)()
+            wake()

@@ -16,7 +16,7 @@ from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Identity
 from layerpush.prefill.push import BlockIds, Push
-from layerpush.prefill.step_events import NoFences, StepEvents
+from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -277,7 +277,7 @@ class Rig:
         self.decoders: dict[str, Decoder] = {}
         self.host = ScriptedHost(self)
         self.trace = KeptRecords()
-        self.capture = StepEvents(self.layout.index_of, lambda: None, NoFences())
+        self.capture = StepEvents(self.layout.index_of, lambda: None, None)
         meter = meter or PushMeter(Recorder())
         self.totals = Totals(meter)
         self.writer = PushWriter(

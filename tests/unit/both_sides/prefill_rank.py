@@ -16,7 +16,7 @@ from layerpush.core.wire import Cancel, Heartbeat, Message, Ping, Registration, 
 from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations, address_of
-from layerpush.prefill.step_events import NoFences, StepEvents
+from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -62,7 +62,7 @@ class PrefillRank(Process):
         self.evictions: list[str] = []
         self.whole: dict[int, tuple[str, Registration]] = {}
         self.digests: dict[str, str] = {}
-        self.capture = StepEvents(layout.index_of, lambda: None, NoFences())
+        self.capture = StepEvents(layout.index_of, lambda: None, None)
         identity, trace = Identity(engine.engine_id, rank, "layer"), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
         self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
