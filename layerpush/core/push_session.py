@@ -118,21 +118,9 @@ class Session(Machine[State, Event, Action]):
         if self.state is not S.STREAMING:
             return self.state
         may_split = self.policy.by_layer and not event.wait
-        while len(self.in_flight) < self.policy.max_in_flight and (may_split or self._ready_blocks.has_whole_chunk):
-            segments = self._ready_blocks.pending()
-            if not segments:
-                break
-            size = self._ready_blocks.size(segments)
-            self.posted_bytes += size
-            self._ready_blocks.take()
-            assert self._coverage is not None
-            for part in segments:
-                skipped = self._ready_blocks.skipped(part.group)
-                self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
-            write = Write(self._writes, self.epoch, self._ready_blocks.chunks - 1, size, segments)
-            self._writes += 1
-            self.in_flight[write.id] = write
-            actions.append(Post(write))
+        has_room = len(self.in_flight) < self.policy.max_in_flight
+        if has_room and (may_split or self._ready_blocks.has_whole_chunk):
+            self._post_pending(actions)
         return self._settle(actions)
 
     def _on_registered(self, event: push_protocol.Registered, actions: list[Action]) -> State:
@@ -213,6 +201,22 @@ class Session(Machine[State, Event, Action]):
         self._dropped = True
         self._conclude("cancelled" if isinstance(event, push_protocol.Aborted) else "failed", event.reason)
         return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
+
+    def _post_pending(self, actions: list[Action]) -> None:
+        segments = self._ready_blocks.pending()
+        if not segments:
+            return
+        size = self._ready_blocks.size(segments)
+        self.posted_bytes += size
+        self._ready_blocks.take()
+        assert self._coverage is not None
+        for part in segments:
+            skipped = self._ready_blocks.skipped(part.group)
+            self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
+        write = Write(self._writes, self.epoch, self._ready_blocks.chunks - 1, size, segments)
+        self._writes += 1
+        self.in_flight[write.id] = write
+        actions.append(Post(write))
 
     def _settle(self, actions: list[Action]) -> State:
         if self.in_flight or not self.all_ready or self._ready_blocks.pending():
