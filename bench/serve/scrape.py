@@ -61,11 +61,11 @@ def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
 class Meter:
     """Histograms at ``url`` from now on; none if ``url`` is None. The first of ``names`` counts requests."""
 
-    def __init__(self, url: str | None, names: Sequence[str], patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str | None, names: Sequence[str], cancel_timeout_s: float = PATIENCE_S) -> None:
         self.problems: list[str] = []
         self._url = url
         self._names = names
-        self._patience_s = patience_s
+        self._cancel_timeout_s = cancel_timeout_s
         self._before = self._look()
 
     def since(self, requests: int) -> dict[str, Histogram]:
@@ -73,7 +73,7 @@ class Meter:
 
         Waits a little for ``requests`` observations, because engines report from time to time only.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._cancel_timeout_s
         while self._before:
             now = self._look()
             since = {name: now[name].since(self._before[name]) for name in now}

@@ -220,9 +220,9 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
-def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
+def check_dispatch(mode: str, proxy: str, cancel_timeout_s: float = DISPATCH_PATIENCE_S) -> None:
     """Wait until the proxy knows P and dispatches as the mode demands. Raises ``SiteError``."""
-    wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
+    wanted, deadline = dispatch_of(mode), time.monotonic() + cancel_timeout_s
     while (found := _dispatch(proxy)) != wanted:
         if time.monotonic() > deadline:
             raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {wanted}; see its log")

@@ -61,12 +61,12 @@ class LayerSlots:
 class CacheLayout:
     """Every layer's slots, in model order, and this engine's region sizes.
 
-    ``blocks_per_page`` is the number of kernel blocks in one block of the scheduler's tables.
+    ``kernel_blocks_per_block`` is the number of kernel blocks in one block of the scheduler's tables.
     """
 
     layers: tuple[LayerSlots, ...]
     regions: tuple[Region, ...]
-    blocks_per_page: int = 1
+    kernel_blocks_per_block: int = 1
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -76,7 +76,8 @@ class CacheLayout:
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of one scheduler block in each layer."""
         return tuple(
-            self.blocks_per_page * sum(self.regions[slot].block_bytes for slot in layer.slots) for layer in self.layers
+            self.kernel_blocks_per_block * sum(self.regions[slot].block_bytes for slot in layer.slots)
+            for layer in self.layers
         )
 
     @cached_property
@@ -84,7 +85,7 @@ class CacheLayout:
         """Equal for caches with the same packed form: the same layers, regions and block sizes."""
         layers = [(layer.group, layer.slots) for layer in self.layers]
         sizes = [region.block_bytes for region in self.regions]
-        return hashlib.blake2b(repr((layers, sizes, self.blocks_per_page)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((layers, sizes, self.kernel_blocks_per_block)).encode(), digest_size=16).hexdigest()
 
     @property
     def groups(self) -> int:
@@ -96,13 +97,15 @@ class CacheLayout:
 
     def expand(self, blocks: tuple[int, ...]) -> BlockIds:
         """Kernel block ids of scheduler blocks: ``[4, 5]`` for ``[2]`` if a scheduler block has two kernel blocks."""
-        pages = np.asarray(blocks, dtype=np.int32)
-        if self.blocks_per_page == 1:
-            return pages
-        return (pages[:, None] * self.blocks_per_page + np.arange(self.blocks_per_page, dtype=np.int32)).ravel()
+        ids, kernel_blocks = np.asarray(blocks, dtype=np.int32), self.kernel_blocks_per_block
+        if kernel_blocks == 1:
+            return ids
+        return (ids[:, None] * kernel_blocks + np.arange(kernel_blocks, dtype=np.int32)).ravel()
 
 
-def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks_per_page: int = 1) -> CacheLayout:
+def match_layers(
+    caches: Sequence[LayerCache], regions: Sequence[Region], kernel_blocks_per_block: int = 1
+) -> CacheLayout:
     """Find each layer's slots by address and check them.
 
     Raises ``LayoutError`` if a layer has no region of its own, if a region belongs to no layer, or if the blocks of a
@@ -119,18 +122,18 @@ def match_layers(caches: Sequence[LayerCache], regions: Sequence[Region], blocks
                 f"hold {held} bytes a block"
             )
         layers.append(LayerSlots(cache.name, cache.group, slots))
-    return _checked(CacheLayout(tuple(layers), tuple(regions), blocks_per_page))
+    return _checked(CacheLayout(tuple(layers), tuple(regions), kernel_blocks_per_block))
 
 
 def named_layers(
-    names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], blocks_per_page: int = 1
+    names: Sequence[str], groups: Sequence[int], regions: Sequence[Region], kernel_blocks_per_block: int = 1
 ) -> CacheLayout:
     """The layout of an engine that registered one region per named layer, in this order. Raises ``LayoutError``."""
     if not len(names) == len(groups) == len(regions):
         raise LayoutError(f"{len(names)} layer names, {len(groups)} groups and {len(regions)} regions disagree")
     pairs = enumerate(zip(names, groups, strict=True))
     layers = tuple(LayerSlots(name, group, (slot,)) for slot, (name, group) in pairs)
-    return _checked(CacheLayout(layers, tuple(regions), blocks_per_page))
+    return _checked(CacheLayout(layers, tuple(regions), kernel_blocks_per_block))
 
 
 def _slots_of(cache: LayerCache, regions: Sequence[Region], by_base: dict[int, int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
-    CANCELLING    the load has failed; agents are asked to stop; after ``patience_s`` the load is parked
+    CANCELLING    the load has failed; agents are asked to stop; after ``cancel_timeout_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
     PARKED        the load was reported as failed; the blocks are set aside until no agent may write
     CLOSED        no agent may write
@@ -50,18 +50,18 @@ RETRY_S = 1.0
 class LoadSession(Machine[State, Event, Action]):
     """See the module's text.
 
-    ``patience_s`` is how long the engine's request waits for agents that do not answer a ``Cancel``. ``retry_s`` is
-    the time from the first ``Cancel`` to the second; it doubles with each one, up to ``patience_s``.
+    ``cancel_timeout_s``: seconds for which the engine's request waits for agents that do not answer a ``Cancel``.
+    ``retry_s``: seconds from the first ``Cancel`` to the second; it doubles with each one, up to ``cancel_timeout_s``.
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
 
-    def __init__(self, request_id: str, patience_s: float, retry_s: float = RETRY_S) -> None:
+    def __init__(self, request_id: str, cancel_timeout_s: float, retry_s: float = RETRY_S) -> None:
         super().__init__(request_id, State.REGISTERING)
         self.agents: frozenset[str] = frozenset()
         self.statuses: dict[str, FinalStatus] = {}
         self.cause: str | None = None
-        self._patience_s = patience_s
+        self._cancel_timeout_s = cancel_timeout_s
         self._retry_s = retry_s
         self._needed = 1
         self._asked_at = 0.0
@@ -135,7 +135,7 @@ class LoadSession(Machine[State, Event, Action]):
         if self.state is S.WAITING:
             return self.state
         if now >= self._asked_at + self._retry_s:
-            self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._patience_s))
+            self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._cancel_timeout_s))
             self._ask(now, actions)
         if self.state is S.CANCELLING and now >= self._park_at:
             actions.append(Park(self.cause or ""))
@@ -158,7 +158,7 @@ class LoadSession(Machine[State, Event, Action]):
             return self._close(cause, actions)
         if self.state is not S.WAITING:
             return self.state
-        self._park_at = now + self._patience_s
+        self._park_at = now + self._cancel_timeout_s
         self._ask(now, actions)
         return S.CANCELLING
 

@@ -51,7 +51,7 @@ class Loads:
         self,
         engine_id: str,
         world_size: int,
-        patience_s: float,
+        cancel_timeout_s: float,
         peers: PrefillPeers,
         host: LoadHost,
         unpacking: Unpacking,
@@ -61,7 +61,7 @@ class Loads:
         self.peers = peers
         self._engine_id = engine_id
         self._world_size = world_size
-        self._patience_s = patience_s
+        self._cancel_timeout_s = cancel_timeout_s
         self._unpacking = unpacking
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
@@ -101,7 +101,7 @@ class Loads:
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        session = LoadSession(request_id, self._patience_s)
+        session = LoadSession(request_id, self._cancel_timeout_s)
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._world_size, self.peers, self._outcomes
         )
@@ -132,7 +132,7 @@ class Loads:
             if not isinstance(message, Cancelled):
                 self._early.add(sender, message, payload, now)
         elif sender not in load.session.agents:
-            text = f"agent {sender} speaks of {message.request_id}, for which it was not asked"
+            text = f"agent {sender} reports on {message.request_id}, which is not registered with it"
             self._peer_errors.add("foreign word", text, now)
         elif isinstance(message, Unpack):
             self._unpack(sender, message, load, now)

@@ -85,7 +85,7 @@ class Listener:
         except zmq.Again:
             return
         except QueryError as error:
-            self._report("bad handshake query", f"dropped what {asker} sent: {error}")
+            self._report("bad handshake query", f"dropped a query from {asker}: {error}")
         except Exception as error:  # noqa: BLE001  # no other thread answers peers: this one must live on
             self._report("handshake query", f"cannot answer {asker}: {type(error).__name__}: {error}")
             self._stop.wait(WAIT_MS / 1000)  # a socket that fails at once must not spin

@@ -68,12 +68,14 @@ def upstream_pairs(prefill_blocks: Sequence[int], decode_blocks: Sequence[int]) 
     return list(zip(prefill_blocks[-len(decode_blocks) :], decode_blocks, strict=True))
 
 
-def layout_of(groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, blocks_per_page: int = 1) -> CacheLayout:
+def layout_of(
+    groups: Sequence[int], blocks: int = 64, block_bytes: int = 32, kernel_blocks_per_block: int = 1
+) -> CacheLayout:
     """One region for every layer."""
     span = blocks * block_bytes
     regions = tuple(Region(0x1000 + index * span, block_bytes, blocks) for index in range(len(groups)))
     layers = tuple(LayerSlots(f"layers.{index}", group, (index,)) for index, group in enumerate(groups))
-    return CacheLayout(layers, regions, blocks_per_page)
+    return CacheLayout(layers, regions, kernel_blocks_per_block)
 
 
 def wait_at_random(writer: PushWriter, draw: random.Random) -> None:

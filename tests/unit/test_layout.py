@@ -67,7 +67,7 @@ def test_keys_and_values_in_two_regions() -> None:
 
 
 def test_a_page_may_be_several_kernel_blocks() -> None:
-    layout = match_layers([cache(0)], own_regions(1), blocks_per_page=4)
+    layout = match_layers([cache(0)], own_regions(1), kernel_blocks_per_block=4)
     assert layout.layer_bytes == (4 * PAGE,)
     assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 

@@ -47,9 +47,9 @@ def test_pairs_are_those_of_brute_force(case: tuple[CacheLayout, tuple[int, ...]
         for layer in layout.layers[part.layers]:
             for slot in layer.slots:
                 for source, target in zip(part.source, part.target, strict=True):
-                    for inner in range(layout.blocks_per_page):
-                        here = sum(layout.region_blocks[:slot]) + source * layout.blocks_per_page + inner
-                        there = sum(remote[:slot]) + target * layout.blocks_per_page + inner
+                    for inner in range(layout.kernel_blocks_per_block):
+                        here = sum(layout.region_blocks[:slot]) + source * layout.kernel_blocks_per_block + inner
+                        there = sum(remote[:slot]) + target * layout.kernel_blocks_per_block + inner
                         expected.append((here, there))
 
     ours, theirs = DirectPlanner(layout).descriptors(write, Link("D", (), remote))

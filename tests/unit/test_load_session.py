@@ -93,12 +93,14 @@ def test_a_registration_needs_somebody_to_go_to() -> None:
 
 @pytest.mark.parametrize("end", [Aborted("why"), TimedOut("why")], ids=repr)
 @pytest.mark.parametrize(
-    ("patience_s", "retry_s", "pauses"),
+    ("cancel_timeout_s", "retry_s", "pauses"),
     [(5.0, 1.0, [1, 2, 4, 5, 5]), (20.0, 1.0, [1, 2, 4, 8, 16, 20, 20]), (0.5, 1.0, [1, 1, 1])],
 )
-def test_cancels_become_rare_but_never_cease(end: Event, patience_s: float, retry_s: float, pauses: list[int]) -> None:
+def test_cancels_become_rare_but_never_cease(
+    end: Event, cancel_timeout_s: float, retry_s: float, pauses: list[int]
+) -> None:
     """Each of them waits in the queue of a prefill engine that is stopped, for as long as it is."""
-    session = LoadSession("d-1", patience_s, retry_s)
+    session = LoadSession("d-1", cancel_timeout_s, retry_s)
     session.handle(Registered(frozenset("A")), 0.0)
     session.handle(end, 0.0)
     now, asked = 0.0, [0.0]

@@ -210,7 +210,7 @@ def test_garbage_is_counted_in_few_lines_that_name_the_sender(caplog: pytest.Log
         one.send_multipart([b"", query(7, 7)])
         assert one.recv_multipart() == [b"", b""]
     lines = [record.getMessage() for record in caplog.records]
-    dropped = [line for line in lines if "dropped what 127.0.0.1 sent" in line]
+    dropped = [line for line in lines if "dropped a query from 127.0.0.1" in line]
     assert 1 <= len(dropped) < 10
     assert [line for line in lines if "127.0.0.1 asks for pp rank 7, tp rank 7: no such" in line]
 

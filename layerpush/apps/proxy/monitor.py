@@ -128,7 +128,10 @@ class _Watch:
         self._probing = asyncio.create_task(self._probe())
         await asyncio.wait((self._probing,), timeout=self._settings.health_check_timeout_s)
         if self._probing is not None:
-            logger.info("%s has not said yet who it is: until then D is asked after it has answered", self._instance)
+            logger.info(
+                "%s has not reported its engine id yet: until it does, a request goes to D after P has answered",
+                self._instance,
+            )
 
     async def _probe(self) -> None:
         """Ask P for its identity. Each try costs P a request, so the intervals between failed tries grow."""
