@@ -17,6 +17,7 @@ from bench.pair.lists import names, numbers
 from bench.serve.command import Choices, run_command
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
 from bench.serve.plan import LOOPBACK, MODES, Load
+from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, described
 
 PIPE_WIDTH = 200
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
@@ -121,7 +122,17 @@ def main(
         typer.Option(
             metavar="PATH",
             show_default=False,
-            help="Model, with its tokenizer. Default: that of layerpush demo; with --at, the server's.",
+            help="Model, with its tokenizer. Default: one that the bench makes; with --at, the server's.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    shape: Annotated[
+        ShapeName | None,
+        typer.Option(
+            show_default=False,
+            help="Model that the bench makes. "
+            + "; ".join(f"{name}: {described(name)}" for name in SHAPES)
+            + f". Default: {DEFAULT_SHAPE}.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -177,6 +188,8 @@ def main(
 
     - python -m bench.serve --modes request,layer --lengths 1024,8192,max --out long.json
 
+    - python -m bench.serve --shape long --modes pull,request,layer,auto --lengths 4096,32768 --links loopback,1gbit
+
     - python -m bench.serve --modes push,layer --links loopback,1gbit --max-num-batched-tokens 256,1024
 
     - python -m bench.serve --resume long.json --modes request,layer --lengths 1024,8192,max
@@ -204,6 +217,7 @@ def main(
             corrupt=corrupt,
             at=at or [],
             model=model,
+            shape=shape,
             options=tuple(shlex.split(engine_args)),
             variables=dict(_pair("--engine-env", each) for each in engine_env or []),
             extra={mode: json.loads(text) for mode, text in (_pair("--config", each) for each in config or [])},

@@ -16,20 +16,20 @@ from bench.serve.lineup import DEFAULT_STEP_TOKENS, Lineup, Model, connector_con
 from bench.serve.measured import RequestsFailedError
 from bench.serve.parts import Parts, PartsError
 from bench.serve.plan import AGGREGATED, LOOPBACK, Load, Plan, Setup
-from bench.serve.report import Lines, tables
-from bench.serve.results import CellResult, by_cell, compared
+from bench.serve.report import Lines, missed, tables
+from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
+from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.cluster import DEMO_SHAPE
 from layerpush.apps.demo.cluster import MODES as LAYERPUSH
 from layerpush.apps.demo.display import Display
 from layerpush.apps.demo.engines import EngineFailedError, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
-from layerpush.apps.demo.model import write_model
+from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.provenance import provenance, unplaced
-from layerpush.apps.demo.workspace import model_cache, work_directory
+from layerpush.apps.demo.workspace import work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"
@@ -54,6 +54,7 @@ class Choices:
     corrupt: bool = False
     at: Sequence[str] = ()
     model: str | None = None
+    shape: ShapeName | None = None
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -63,11 +64,14 @@ class Choices:
 
     def check(self) -> None:
         """Raises ``ValueError`` for options that exclude each other. Starts and writes nothing."""
+        if self.shape and self.model:
+            raise ValueError(f"--shape {self.shape}: --model names another model")
         given(self.at) if self.at else None
         self.plan()
         if unknown := self.extra.keys() - set(self.all_modes):
             raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(self.all_modes)}")
         ours = {
+            "--shape": self.shape,
             "--links": self.links,
             "--max-num-batched-tokens": self.step_tokens,
             "--engine-args": self.options,
@@ -91,6 +95,15 @@ class Choices:
         """A model that the user has on disk. Raises ``ValueError``."""
         return None if self.at or self.model is None else Model.of_directory(Path(self.model).resolve())
 
+    @property
+    def shape_name(self) -> ShapeName:
+        return self.shape or DEFAULT_SHAPE
+
+    @property
+    def own_shape(self) -> ModelShape:
+        """The shape of the bench's own model."""
+        return SHAPES[self.shape_name]
+
     def plan(self) -> Plan:
         """Raises ``ValueError``."""
         steps: Sequence[int | None] = [None] if self.at else self.step_tokens or [DEFAULT_STEP_TOKENS]
@@ -112,14 +125,14 @@ class Choices:
             mode: connector_config(mode, self.extra) if mode in LAYERPUSH else dict(self.extra.get(mode, {}))
             for mode in plan.pop("modes")
         }
-        engines = {"at": list(self.at), "model": self.model, "options": list(self.options)}
+        engines = {"at": list(self.at), "model": self.model, "shape": self.shape, "options": list(self.options)}
         return {"modes": modes, **plan, **engines, "variables": dict(self.variables), "corrupt": self.corrupt}
 
     def _length(self, text: str) -> int:
         if text.strip() == LONGEST and self.at:
             raise ValueError(f"--lengths {LONGEST}: the limit of engines of --at is not known here")
         model = self.engine_model()
-        longest = DEMO_SHAPE.max_positions if model is None else model.longest
+        longest = self.own_shape.max_positions if model is None else model.longest
         limit = longest_prompt(longest, self.answer_tokens)
         if text.strip() == LONGEST:
             return limit
@@ -144,10 +157,12 @@ def run_command(console: Console, choices: Choices) -> int:
             cells = [cell for setup in plan.setups for cell in plan.cells(setup)]
             results = by_cell(cells, plan.modes, parts.calls)
             console.print(*tables(results), sep="\n")
+            if AUTO in plan.modes:
+                console.print(*(missed(results) or [f"{AUTO} is within its limits"]), sep="\n", markup=False)
             if choices.out is not None:
                 named = None if choices.model is None else unplaced(str(choices.model))
                 said = choices.settings() | {"model": named}
-                head = about | {"settings": said, "model": named or asdict(DEMO_SHAPE)}
+                head = about | {"settings": said, "model": named or _about_model(choices.own_shape)}
                 _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, results)
                 parts.remove()
                 console.print(f"Written: {choices.out}")
@@ -171,10 +186,10 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
         return GivenSite(given(choices.at), served)
     model = choices.engine_model()
     if model is None:
-        path = write_model(model_cache(), DEMO_SHAPE)
-        words, longest = DEMO_SHAPE.vocabulary, DEMO_SHAPE.max_positions
-        tokenizer = write_tokenizer(work / "tokenizer", words, longest, DEMO_SHAPE.config())
-        model = Model(path, tokenizer, DEMO_SHAPE.max_positions)
+        shape = choices.own_shape
+        path = write_model(folder(choices.shape_name), shape)
+        tokenizer = write_tokenizer(work / "tokenizer", shape.vocabulary, shape.max_positions, shape.config())
+        model = Model(path, tokenizer, shape.max_positions, shape.kv_bytes_per_token)
 
     def lineup(setup: Setup, places: tuple[Place, Place], traces: Path) -> Lineup:
         return Lineup(
@@ -200,6 +215,10 @@ def _can_fork(choices: Choices) -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu() and not (choices.options or choices.variables)
+
+
+def _about_model(shape: ModelShape) -> dict[str, Any]:
+    return {**asdict(shape), "kv_bytes_per_token": shape.kv_bytes_per_token}
 
 
 def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:

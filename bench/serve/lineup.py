@@ -12,7 +12,6 @@ from bench.serve.plan import AGGREGATED
 from layerpush.apps.demo.cluster import (
     BLOCK_SIZE,
     CONNECTOR,
-    DEMO_SHAPE,
     FAULTY_CONNECTOR,
     FAULTY_MODULE,
     TOKENS_PER_STEP,
@@ -27,7 +26,7 @@ CORRUPTED = "layer"
 LEAST_SEQUENCES = 8
 ROOM_TOKENS = 64
 ENGINE_BYTES, PROXY_BYTES = 1200 << 20, 120 << 20
-"""Memory of a server of the demo's model without its KV cache, and of a proxy."""
+"""Memory of a server of the bench's own models without its KV cache, and of a proxy."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Model:
     path: Path
     tokenizer: Path
     longest: int
-    kv_bytes_per_token: int | None = DEMO_SHAPE.kv_bytes_per_token
+    kv_bytes_per_token: int | None
 
     @classmethod
     def of_directory(cls, path: Path) -> Model:

@@ -2,85 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.markdown import Result, conditions, number_table, with_interval
 from bench.serve.plan import AGGREGATED, LOOPBACK
+from bench.serve.results import AUTO, PREFILL_LIMIT
 
 REFERENCE = "request"
-SWEPT = {
+SHOWN = {
     "ttft_ms": "Time to first token",
     "tpot_ms": "Time per further token",
     "requests_per_s": "Requests per second",
+    "prefill_ms": "Prefill alone, as P reports it",
     "exposed_ms": "Exposed time",
 }
+OF_LOADS = ("tpot_ms", "requests_per_s")
+"""Measures of runs with several loads."""
 
 Cell = Mapping[str, Any]
-Key = tuple[str, int | None, int | None, float | None]
 
 
 def tables(result: Result) -> str:
-    """For each link, step and load, by prompt length: time to first token of every mode, prefill and exposed time."""
+    """For each measure, and for the limits of ``auto``, a table with a row for each link, load and prompt length."""
     _check(result)
-    groups: dict[Key, list[Cell]] = {}
-    for cell in sorted(result["cells"], key=lambda cell: int(cell["prompt_tokens"])):
-        groups.setdefault(_key(cell), []).append(cell)
+    cells = _ordered(result["cells"])
+    varied, fixed = _conditions(cells)
     parts = []
-    for key in dict.fromkeys(map(_key, result["cells"])):
-        cells = groups[key]
-        parts += [f"{_where(key)}. Time to first token:", _by_length(cells, "ttft_ms", AGGREGATED)]
-        if prefill := _by_length(cells, "prefill_ms", AGGREGATED):
-            parts += ["Prefill alone, as P reports it:", prefill]
-        if exposed := _by_length(cells, "exposed_ms", REFERENCE):
-            parts += ["Exposed time:", exposed]
-    return "\n\n".join([*parts, _about(result)])
-
-
-def sweep(result: Result) -> str:
-    """A table for each measure under load, with one row for each step, load and prompt length."""
-    _check(result)
-    parts = []
-    for measure, what in SWEPT.items():
-        modes = _known(result["cells"], measure)
+    for measure, what in SHOWN.items():
+        modes = _known(cells, measure)
+        if not modes or (measure in OF_LOADS and _load not in varied.values()):
+            continue
         reference = AGGREGATED if AGGREGATED in modes else REFERENCE
-        rows = [
-            (
-                cell["link"],
-                str(cell["max_num_batched_tokens"] or ""),
-                str(cell["prompt_tokens"]),
-                _load(cell["concurrency"], cell["request_rate"]),
-                *(_median(cell, mode, measure, reference) for mode in modes),
-            )
-            for cell in result["cells"]
-        ]
-        headings = ("link", "tokens a step", "tokens", "load", *(f"`{mode}`" for mode in modes))
-        parts += [f"{what}:", number_table(headings, rows, words=4)] if modes else []
-    return "\n\n".join([*parts, _about(result)])
+        columns = {f"`{mode}`": [_median(cell, mode, measure, reference) for cell in cells] for mode in modes}
+        parts += [f"{what}:", _table(cells, varied, columns)]
+    if AUTO in cells[0]["modes"]:
+        parts += [f"`{AUTO}`, as ratios:", _table(cells, varied, _of_auto(cells))]
+    return "\n\n".join([*parts, _about(result, fixed)])
 
 
 def summary(result: Result) -> str:
-    """One row for each link: time to first token of the longest prompts in every mode."""
+    """One row for each link: time to first token of the longest prompts at the lowest load in every mode."""
     _check(result)
     longest = max(cell["prompt_tokens"] for cell in result["cells"])
-    cells = [cell for cell in result["cells"] if cell["prompt_tokens"] == longest]
-    modes = list(cells[0]["modes"])
-    rows = [(cell["link"], *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for cell in cells]
+    cells: dict[str, Cell] = {}
+    for cell in _ordered([cell for cell in result["cells"] if cell["prompt_tokens"] == longest]):
+        cells.setdefault(cell["link"], cell)
+    first = next(iter(cells.values()))
+    modes = list(first["modes"])
+    rows = [(link, *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for link, cell in cells.items()]
     about = (
-        f"Time to first token of prompts of {longest} tokens, median of {cells[0]['rounds']} rounds, and the ratio to "
-        f"one engine without any transfer, with its 95 % interval. `pull` and `push` are stock vLLM's."
+        f"Time to first token of prompts of {longest} tokens, {_load(first)}, median of {first['rounds']} rounds, and "
+        f"the ratio to one engine without any transfer, with its 95 % interval. `pull` and `push` are stock vLLM's."
     )
     return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
 
 
-def _about(result: Result) -> str:
+def _about(result: Result, fixed: Sequence[str]) -> str:
     rounds = sorted({cell["rounds"] for cell in result["cells"]})
     about = (
         f"Medians over {'/'.join(map(str, rounds))} rounds in which the modes take turns; in brackets the ratio to "
         f"{AGGREGATED} or to {REFERENCE}, with its 95 % interval. {result['answers']['compared']:,} answers compared "
         f"with the {AGGREGATED} engine's, all equal."
     )
-    return f"{about} {conditions(result)}"
+    if AUTO in result["cells"][0]["modes"]:
+        missed = sum(bool(cell["misses"]) for cell in result["cells"])
+        about += (
+            f" Best: the lowest median of all other modes with a transfer. In {missed} of {len(result['cells'])} cells "
+            f"the whole interval of `{AUTO}` is above its limit, 1 for the first token and {PREFILL_LIMIT} for prefill."
+        )
+    return f"{about} {conditions(result, *fixed)}"
 
 
 def _check(result: Result) -> None:
@@ -88,20 +79,47 @@ def _check(result: Result) -> None:
         raise ValueError("a run with wrong answers is not published")
 
 
-def _key(cell: Cell) -> Key:
-    return cell["link"], cell["max_num_batched_tokens"], cell["concurrency"], cell["request_rate"]
+def _load(cell: Cell) -> str:
+    rate = cell["request_rate"]
+    return f"{cell['concurrency']} at a time" if rate is None else f"{rate:g} requests per second"
 
 
-def _where(key: Key) -> str:
-    link, step, streams, rate = key
-    words = [link if link == LOOPBACK else f"link emulated at {link}", _load(streams, rate)]
-    if step is not None:
-        words.append(f"{step} tokens a step")
-    return (text := ", ".join(words))[0].upper() + text[1:]
+def _link(cell: Cell) -> str:
+    return str(cell["link"])
 
 
-def _load(streams: int | None, rate: float | None) -> str:
-    return f"{streams} at a time" if rate is None else f"{rate:g} requests per second"
+def _step(cell: Cell) -> str:
+    return str(cell["max_num_batched_tokens"] or "")
+
+
+CONDITIONS = {"link": _link, "tokens a step": _step, "load": _load}
+
+
+def _conditions(cells: Sequence[Cell]) -> tuple[dict[str, Callable[[Cell], str]], list[str]]:
+    """The conditions that vary between the cells, and all others in words."""
+    varied = {name: value for name, value in CONDITIONS.items() if len(set(map(value, cells))) > 1}
+    link, step, load = (None if name in varied else value(cells[0]) for name, value in CONDITIONS.items())
+    link = link if link in (LOOPBACK, None) else f"link emulated at {link}"
+    return varied, [words for words in (link, load, step and f"{step} tokens a step") if words]
+
+
+def _ordered(cells: Sequence[Cell]) -> list[Cell]:
+    """By the conditions, each in the order of the file, then by prompt length."""
+    places = [list(dict.fromkeys(map(value, cells))) for value in CONDITIONS.values()]
+
+    def key(cell: Cell) -> tuple[int, ...]:
+        order = (each.index(value(cell)) for each, value in zip(places, CONDITIONS.values(), strict=True))
+        return (*order, int(cell["prompt_tokens"]))
+
+    return sorted(cells, key=key)
+
+
+def _table(
+    cells: Sequence[Cell], varied: Mapping[str, Callable[[Cell], str]], columns: Mapping[str, Sequence[str]]
+) -> str:
+    places = [[*(value(cell) for value in varied.values()), str(cell["prompt_tokens"])] for cell in cells]
+    rows = [(*place, *figures) for place, *figures in zip(places, *columns.values(), strict=True)]
+    return number_table((*varied, "tokens", *columns), rows, words=len(varied) + 1)
 
 
 def _known(cells: Sequence[Cell], measure: str) -> list[str]:
@@ -109,13 +127,18 @@ def _known(cells: Sequence[Cell], measure: str) -> list[str]:
     return [mode for mode, figures in cells[0]["modes"].items() if figures[measure]]
 
 
-def _by_length(cells: Sequence[Cell], measure: str, reference: str) -> str:
-    """Empty where no mode has figures of this measure."""
-    modes = _known(cells, measure)
-    rows = [
-        (str(cell["prompt_tokens"]), *(_median(cell, mode, measure, reference) for mode in modes)) for cell in cells
-    ]
-    return number_table(("tokens", *(f"`{mode}`" for mode in modes)), rows) if modes else ""
+def _of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    return {
+        "best": [f"`{cell['best']}`" for cell in cells],
+        "first token of best's": [_ratio(cell, "ttft_ms", f"{AUTO}/{cell['best']}") for cell in cells],
+        "prefill of request's": [_ratio(cell, "prefill_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
+        "exposed of request's": [_ratio(cell, "exposed_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
+    }
+
+
+def _ratio(cell: Cell, measure: str, pair: str) -> str:
+    ratio = cell["ratios"].get(measure, {}).get(pair)
+    return "?" if ratio is None else with_interval(ratio)
 
 
 def _median(cell: Cell, mode: str, measure: str, reference: str) -> str:

@@ -54,6 +54,11 @@ def tables(results: Sequence[CellResult]) -> Iterator[Table]:
         yield _transfers(result)
 
 
+def missed(results: Sequence[CellResult]) -> list[str]:
+    """The missed limits of all cells, in words."""
+    return [f"{result.cell}: {text}" for result in results for text in result.misses]
+
+
 def _seen_by_clients(result: CellResult) -> Table:
     caption = (
         "p50 with its 95 % interval; ratios are of medians, to the aggregated engine's; prefill slowdown: P's prefill "

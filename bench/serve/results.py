@@ -44,7 +44,10 @@ PAIRS = (
     ("request", "pull"),
     ("push", "pull"),
 )
-COMPARED = ("ttft_ms", "exposed_ms")
+COMPARED = ("ttft_ms", "exposed_ms", "prefill_ms")
+AUTO = "auto"
+TTFT_LIMIT, PREFILL_LIMIT = 1.0, 1.01
+"""Limits of ``auto``: its time to first token to the best other mode's, its prefill to that of ``request``."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,25 @@ class CellResult:
             for measure, pairs in wanted.items()
         }
 
+    @property
+    def best(self) -> str | None:
+        """The mode with the lowest median time to first token, ``auto`` and aggregated left out; None without modes."""
+        found = {mode: self.series(mode, "ttft_ms") for mode in self.calls if mode not in (AGGREGATED, AUTO)}
+        medians = {mode: series.p50 for mode, series in found.items() if series is not None}
+        return min(medians, key=medians.__getitem__, default=None)
+
+    @property
+    def misses(self) -> list[str]:
+        """The limits that ``auto`` exceeds for sure, in words: the whole 95 % interval is beyond the limit."""
+        missed = []
+        first = None if self.best is None else self.ratio("ttft_ms", AUTO, self.best)
+        if first is not None and first.low > TTFT_LIMIT:
+            missed.append(f"the first token of {AUTO} takes {_shown(first)} x the time of {self.best}'s")
+        prefill = self.ratio("prefill_ms", AUTO, "request")
+        if prefill is not None and prefill.low > PREFILL_LIMIT:
+            missed.append(f"prefill of {AUTO} takes {_shown(prefill)} x the time of request's")
+        return missed
+
     def wrong(self) -> Iterator[Wrong]:
         """Answers that differ, of all rounds in which the aggregated engine has answered."""
         right = {call.round: call.answers for call in self.calls.get(AGGREGATED, ())}
@@ -160,6 +182,8 @@ class CellResult:
                 measure: {name: asdict(ratio) for name, ratio in ratios.items()}
                 for measure, ratios in self.ratios().items()
             },
+            "best": self.best,
+            "misses": self.misses,
         }
 
     def _mode_json(self, mode: str) -> dict[str, Any]:
@@ -195,6 +219,10 @@ def compared(results: Sequence[CellResult]) -> int:
         for call in calls
         if mode != AGGREGATED
     )
+
+
+def _shown(ratio: Ratio) -> str:
+    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _short(text: str) -> str:

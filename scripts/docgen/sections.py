@@ -44,7 +44,7 @@ SECTIONS: Mapping[str, Section] = {
     "serve-summary": Section((README,), of("serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
     "again-figures": Section((BENCHMARKS,), of("serve-again.json", serve.tables)),
-    "sweep-figures": Section((BENCHMARKS,), of("sweep.json", serve.sweep)),
+    "sweep-figures": Section((BENCHMARKS,), of("sweep.json", serve.tables)),
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),

@@ -12,17 +12,67 @@ from bench import RESULTS, kernelpage
 from bench.forward import page as forward
 from bench.markdown import Result, conditions
 from bench.serve import page as serve
+from bench.serve.plan import AGGREGATED, Cell, Load, Setup
+from bench.serve.results import by_cell
 from scripts.docgen import figures, soakrun
+from tests.unit.serve_rig import call
 
 
 def committed(name: str, **changes: Any) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text()) | changes
 
 
-@pytest.mark.parametrize("render", [serve.tables, serve.summary, serve.sweep])
+@pytest.mark.parametrize("render", [serve.tables, serve.summary])
 def test_engines_with_wrong_answers_are_not_published(render: Callable[[Result], str]) -> None:
     with pytest.raises(ValueError, match="wrong answers"):
         render(committed("serve", answers={"compared": 200, "wrong": 1}))
+
+
+def serve_cell(link: str, streams: int, tokens: int) -> dict[str, Any]:
+    """A cell of three modes, with ``auto`` slower than ``layer``."""
+    calls = [call(mode, 0, [s]) for mode, s in ((AGGREGATED, 1.0), ("request", 2.0), ("layer", 1.2), ("auto", 1.5))]
+    for each in calls:
+        each.cell = (cell := Cell(Setup(link, 512), tokens, Load(concurrency=streams))).key
+        each.prefill_ms = [900.0]
+    (found,) = by_cell([cell], [each.mode for each in calls], calls)
+    return found.as_json()
+
+
+def test_tables_of_engines_have_a_column_for_each_condition_that_varies() -> None:
+    places = [(link, streams, tokens) for link in ("loopback", "1gbit") for tokens in (512, 16) for streams in (1, 4)]
+    text = serve.tables(committed("serve", cells=[serve_cell(*place) for place in places]))
+    lines = text.splitlines()
+    assert "| link | load | tokens | `aggregated` | `request` | `layer` | `auto` |" in lines
+    rows = [line.split(" | ") for line in lines if line.startswith(("| loopback", "| 1gbit"))]
+    assert [(row[0], row[1], row[2]) for row in rows[:4]] == [
+        ("| loopback", "1 at a time", "16"),
+        ("| loopback", "1 at a time", "512"),
+        ("| loopback", "4 at a time", "16"),
+        ("| loopback", "4 at a time", "512"),
+    ]
+    assert "Requests per second:" in lines
+    assert "512 tokens a step, 2 CPU cores" in lines[-1]
+
+
+def test_tables_of_engines_have_the_limits_of_auto() -> None:
+    text = serve.tables(committed("serve", cells=[serve_cell("loopback", 1, 16), serve_cell("1gbit", 1, 16)]))
+    row = "| loopback | 16 | `layer` | 1.250 [1.250, 1.250] | 1.000 [1.000, 1.000] | ? |"
+    assert row in text.splitlines()
+    assert "In 2 of 2 cells the whole interval of `auto` is above its limit" in text
+    assert "Requests per second" not in text
+    assert "`auto`" not in serve.tables(committed("serve", cells=[without_auto(serve_cell("loopback", 1, 16))]))
+
+
+def without_auto(cell: dict[str, Any]) -> dict[str, Any]:
+    return cell | {"modes": {mode: figures for mode, figures in cell["modes"].items() if mode != "auto"}}
+
+
+def test_the_summary_of_engines_is_that_of_the_longest_prompts_at_the_lowest_load() -> None:
+    places = [("loopback", 4, 512), ("loopback", 1, 512), ("loopback", 1, 16), ("1gbit", 1, 512)]
+    cells = [serve_cell(*place) for place in sorted(places, key=lambda place: place[1])]
+    text = serve.summary(committed("serve", cells=cells))
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:4]] == ["| loopback", "| 1gbit"]
+    assert "prompts of 512 tokens, 1 at a time" in text
 
 
 def test_a_soak_that_found_something_is_not_published() -> None:

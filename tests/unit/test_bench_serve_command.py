@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from bench.serve.__main__ import app
 from bench.serve.command import Choices
 from bench.serve.plan import Load
+from bench.serve.shapes import LONG_SHAPE, described, folder
+from layerpush.apps.demo.workspace import model_cache
 
 RUNNER = CliRunner(env={"COLUMNS": "300"})
 
@@ -36,6 +38,10 @@ def choices(**changes: object) -> Choices:
         (["--modes", "layers"], "none of aggregated, pull, push"),
         (["--lengths", "1k"], "'1k' is no positive whole number"),
         (["--lengths", "40000"], "the model takes 32688 tokens"),
+        (["--shape", "long", "--lengths", "70000"], "the model takes 65456 tokens"),
+        (["--shape", "wide"], "'wide' is not one of 'demo', 'long'"),
+        (["--shape", "long", "--model", "/nothing"], "--model names another model"),
+        (["--at", "aggregated=http://a:1", "--shape", "long"], "--shape is for engines that are started here"),
         (["--concurrency", "0"], "positive whole number"),
         (["--rate", "-1"], "'-1' is no positive number"),
         (["--max-num-batched-tokens", "many"], "positive whole number"),
@@ -68,3 +74,17 @@ def test_settings_can_be_compared_and_written() -> None:
     assert settings["modes"]["aggregated"] == {}
     assert settings["setups"] == [{"link": "loopback", "step_tokens": 512}]
     assert settings != json.loads(json.dumps(choices(corrupt=True).settings()))
+
+
+def test_the_model_of_long_prompts_computes_little_for_its_kv() -> None:
+    assert choices(shape="long", lengths=["max"]).plan().lengths == [65456]
+    assert LONG_SHAPE.heads == LONG_SHAPE.kv_heads, "attention costs the least for each byte of KV"
+    assert LONG_SHAPE.kv_bytes_per_token == 8192
+    assert "8 layers, hidden size 256, query heads 1 x 128, KV heads 1 x 128, 8 KiB of KV" in described("long")
+    assert choices(shape="long").settings() != choices().settings()
+
+
+def test_each_model_has_its_folder() -> None:
+    assert folder("demo") == model_cache()
+    assert folder("long").parent == folder("demo").parent
+    assert folder("long") != folder("demo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,45 @@ def test_drift_that_hits_a_round_cancels_in_ratios() -> None:
     assert this.ratios()["exposed_ms"]["layer/request"].ratio == pytest.approx(0.05)
     assert "layer/pull" not in this.ratios()["ttft_ms"]
     assert "layer/chunk" not in this.ratios()["exposed_ms"]
+
+
+def with_auto(ttft_s: float, prefill_ms: float) -> CellResult:
+    """Five rounds of ``auto`` beside ``layer`` (1 s) and ``request`` (2 s, prefill 900 ms)."""
+    calls = []
+    for number in range(5):
+        noise = 1 + 0.02 * number
+        for mode, first_s in ((AGGREGATED, 0.5), ("request", 2.0), ("layer", noise), ("auto", ttft_s)):
+            calls.append(call(mode, number, [first_s]))
+            calls[-1].prefill_ms = [prefill_ms if mode == "auto" else 900.0 * noise]
+    (cell,) = by_cell([CELL], [*MODES, "auto"], calls)
+    return cell
+
+
+def test_the_best_mode_is_none_without_a_transfer() -> None:
+    assert with_auto(0.9, 900.0).best == "layer"
+    (alone,) = by_cell([CELL], MODES, [call(AGGREGATED, 0, [1.0])])
+    assert alone.best is None
+    assert alone.misses == []
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "prefill_ms", "missed"),
+    [
+        (1.0, 900.0, []),
+        (1.05, 910.0, []),  # the interval has the limit
+        (1.2, 900.0, ["the first token of auto takes 1.154 x the time of layer's"]),
+        (1.0, 1000.0, ["prefill of auto takes 1.068 x the time of request's"]),
+    ],
+)
+def test_a_limit_is_missed_if_the_whole_interval_is_beyond_it(
+    ttft_s: float, prefill_ms: float, missed: list[str]
+) -> None:
+    this = with_auto(ttft_s, prefill_ms)
+    assert [re.sub(r" \[[^]]*\]", "", text) for text in this.misses] == missed
+    written = this.as_json()
+    assert (written["best"], written["misses"]) == ("layer", this.misses)
+    assert {"auto/request"} <= written["ratios"]["prefill_ms"].keys()
+    assert {"auto/layer"} <= written["ratios"]["ttft_ms"].keys()
 
 
 def test_a_measure_that_a_round_lacks_is_not_known() -> None:
