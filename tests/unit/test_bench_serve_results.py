@@ -80,7 +80,7 @@ def test_the_best_mode_is_none_without_a_transfer() -> None:
     ("ttft_s", "prefill_ms", "missed"),
     [
         (1.0, 900.0, []),
-        (1.05, 910.0, []),  # the interval has the limit
+        (1.05, 955.0, []),  # both medians are beyond their limits, the intervals have them
         (1.2, 900.0, ["the first token of auto takes 1.154 x the time of layer's"]),
         (1.0, 1000.0, ["prefill of auto takes 1.068 x the time of request's"]),
     ],
