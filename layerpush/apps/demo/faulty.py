@@ -9,12 +9,14 @@ import torch
 
 from layerpush.connector import LayerwisePushConnector
 
-CORRUPTED_LAYER = 8
+CORRUPTED_LAYER = 0
 CORRUPTED_VALUE = 0.25
 
 
 class FaultyPushConnector(LayerwisePushConnector):
     """Overwrites all KV of one layer before it is pushed; the other layers stay as computed.
+
+    It is the first layer, because every model has one.
 
     Named by ``kv_connector`` with ``kv_connector_module_path`` set to this module. For the demo's negative control.
     """
