@@ -8,26 +8,25 @@ from typing import Annotated
 
 import typer
 
+from bench import OUTPUT
 from bench.forward import report
-from bench.forward.cases import CHUNK_TOKENS, IDS, QUICK_TOKENS, TOKENS, growing_cases, known_cases
+from bench.forward.cases import growing_cases, known_cases
 from bench.forward.cells import Cell
+from bench.forward.cores import of_this_machine, this_thread_on
 from bench.forward.growth import lines
 from bench.forward.links import HELP, links, wire_of
 from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure
+from bench.forward.presets import DEFAULT, LONG, QUICK
 from bench.forward.settings import ForwardSettings
 from bench.pair import command
 from bench.pair.lists import names, numbers, percents
 from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
-from bench.plot import lengths
-from bench.plot.series import of_forward
+from bench.plot.kinds import FORWARD
 
 MODES = ("auto", "layer", "chunk", "request")
-ROUNDS, QUICK_ROUNDS = 6, 3
-MOST_MIB, QUICK_MOST_MIB = 640, 160
 LAYER_MS = 5.0
-POINTS, QUICK_POINTS = 4, 3
 LEAST_NOISE = 64 << 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -37,27 +36,38 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def main(
     links_: Annotated[str, typer.Option("--links", help=HELP)] = "loopback",
     models: Annotated[
-        str, typer.Option(help="; ".join(f"{name}: {model.about}" for name, model in MODELS.items()) + ".")
-    ] = ",".join(MODELS),
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="; ".join(f"{name}: {model.about}" for name, model in MODELS.items())
+            + f". Default: {','.join(DEFAULT.models)}, or {','.join(LONG.models)} with --long.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            show_default=False, help="Prompt lengths. Default: 4096,16384,32768,131072, or 1024,4096 if quick."
+            show_default=False,
+            help="Prompt lengths. Default: 4096,16384,32768,131072; 1024,4096 with --quick; 65536, too, with --long.",
         ),
     ] = None,
     ids: Annotated[
         str | None,
         typer.Option(
             show_default=False,
-            help=f"{command.PATTERNS_HELP} Default: contiguous,random, or random if quick.",
+            help=f"{command.PATTERNS_HELP} Default: contiguous,random; random with --quick or --long.",
         ),
     ] = None,
     modes: Annotated[
         str, typer.Option(help="auto, layer, chunk: the granularity of this name. request: whole, after prefill.")
     ] = ",".join(MODES),
     chunk_tokens: Annotated[
-        int, typer.Option(min=BLOCK_TOKENS, help="Tokens of a step: --max-num-batched-tokens.")
-    ] = CHUNK_TOKENS,
+        int | None,
+        typer.Option(
+            min=BLOCK_TOKENS,
+            show_default=False,
+            help="Tokens of a step: --max-num-batched-tokens. Default: 2048, or 8192 with --long.",
+        ),
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
     cached: Annotated[
         str, typer.Option(help="How many percent of each prompt P has in its prefix cache; 0,90 measures both.")
@@ -66,25 +76,41 @@ def main(
         float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,
     rounds: Annotated[
-        int | None, typer.Option(min=2, show_default=False, help="Samples of each mode. Default: 6, or 3 if quick.")
+        int | None,
+        typer.Option(min=2, show_default=False, help="Samples of each mode. Default: 6; 3 with --quick or --long."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Short prompts, one pattern, few rounds: about a minute.")
+    ] = False,
+    long: Annotated[
+        bool,
+        typer.Option("--long", help="Prompts of 4k to 128k tokens, few rounds: about 25 minutes, 14 GiB of memory."),
     ] = False,
     most_mib: Annotated[
         int | None,
         typer.Option(
             min=1,
             show_default=False,
-            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640, or 160 if quick.",
+            help="Skip prompts with more KV; each side takes 1.25 times as much. Default: 640; 160 with --quick; with "
+            "--long as much as fits into 70 % of this machine's memory.",
         ),
     ] = None,
-    growth: Annotated[bool, typer.Option(help="Also measure the growth of costs, on the first link.")] = True,
+    growth: Annotated[
+        bool | None,
+        typer.Option(
+            show_default=False,
+            help="Also measure the growth of costs, on the first link. Default: yes, but not with --long.",
+        ),
+    ] = None,
     packing: Annotated[str, typer.Option(help="auto, off, gather, packed: the connector's setting.")] = "auto",
     staging_mib: command.StagingMib = 64,
     progress: command.ProgressThread = "calm",
     threads: command.AgentThreads = 4,
     forward_threads: Annotated[int, typer.Option(min=1, help="Threads of the matrix products, on a CPU.")] = 1,
+    pin: Annotated[
+        bool,
+        typer.Option(help="On a CPU: bind the forward to cores of its own, P's other threads and D to the others."),
+    ] = True,
     device: command.Device = "cpu",
     seed: command.Seed = 0,
     corrupt: command.Corrupt = False,
@@ -106,31 +132,42 @@ def main(
     limit of the wire. It poisons D's blocks before each sample and compares them byte for byte after it. If a byte is
     wrong, the bench writes nothing and the exit status is 1.
 
-    Use an otherwise idle machine with two cores: one computes, the other has P's writer and D.
+    Use an otherwise idle machine with two cores. The forward has one to itself. P's other threads, D and the kernel's
+    TCP have the other one. With `--no-pin`, or with one core, all share all cores.
 
     - python -m bench.forward --quick
+
+    - python -m bench.forward --long
 
     - python -m bench.forward --links shm,loopback --models llama-8b --tokens 4096 --rounds 20
 
     - sudo python -m bench.forward --links loopback,500mbit,1gbit,2gbit,5gbit,10gbit --models llama-70b-tp8 --no-growth
     """
     console = command.console()
+    if quick and long:
+        raise typer.BadParameter("--quick or --long, not both")
+    preset = QUICK if quick else LONG if long else DEFAULT
     with command.checked(console):
         device = command.one_of(device, ("cpu", "cuda"))
         packing = command.one_of(packing, ("auto", "off", "gather", "packed"))
         progress = command.one_of(progress, command.PROGRESS_THREADS)
         wanted_links = links(links_, device)
-        prompts = numbers(tokens) if tokens else list(QUICK_TOKENS if quick else TOKENS)
-        patterns = names(ids or ",".join(IDS[-1:] if quick else IDS), list(PATTERNS))
+        prompts = numbers(tokens) if tokens else list(preset.tokens)
+        patterns = names(ids, list(PATTERNS)) if ids else list(preset.ids)
         shares = percents(cached)
-        chosen, wanted_modes = names(models, list(MODELS)), names(modes, MODES)
+        chosen = names(models, list(MODELS)) if models else list(preset.models)
+        wanted_modes = names(modes, MODES)
         command.need_cuda(device)
-    most_mib = most_mib or (QUICK_MOST_MIB if quick else MOST_MIB)
-    cases, left_out = known_cases(chosen, prompts, patterns, chunk_tokens, most_mib << 20, requests, shares)
-    growing = list(growing_cases(QUICK_POINTS if quick else POINTS)) if growth else []
+    most_mib, step = most_mib or preset.most_mib, chunk_tokens or preset.chunk_tokens
+    cases, left_out = known_cases(chosen, prompts, patterns, step, most_mib << 20, requests, shares)
+    grows = preset.growth if growth is None else growth
+    growing = list(growing_cases(preset.points)) if grows else []
     if not cases:
         smallest = min(case.bytes for case in left_out) >> 20
         raise typer.BadParameter(f"every prompt has more KV than --most-mib {most_mib}; the smallest {smallest}")
+    cores = of_this_machine(forward_threads) if pin and device == "cpu" else None
+    if pin and device == "cpu" and cores is None:
+        console.print("The forward has no core of its own here: P and D share all cores.")
     every = [*cases, *(each.case for each in growing)]
     settings = ForwardSettings(
         seed=seed,
@@ -144,14 +181,16 @@ def main(
         forward_threads=forward_threads,
         noise_bytes=max(LEAST_NOISE, *(case.layer_bytes for case in every)),
         packing=packing,  # type: ignore[arg-type]
+        cores=cores,
     )
-    repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    repeats = rounds or preset.rounds
     grown = [(wanted_links[0], each.case) for each in growing]  # on the first link, after its known cases
     known = [(link, case) for link in wanted_links for case in cases]
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
     orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
-    answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line)
+    with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
+        answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line)
     cells: list[Cell] = answers[: len(cases)] + answers[len(cases) + len(grown) :]
     of_lines = list(zip(growing, answers[len(cases) :], strict=False))
     fitted = list(lines([(each.what, each.value, cell) for each, cell in of_lines]))
@@ -160,13 +199,13 @@ def main(
         console.print(report.growth(fitted))
     missed = report.missed(cells)
     console.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
-    path = command.path_of(out, quick, "forward.json")
+    path = out or (preset.file and OUTPUT / preset.file)
     if path is None:
         return
     result = command.header(settings, repeats, about, started_at) | {
         "misses": missed,
-        "left_out": [asdict(case) | {"bytes": case.bytes} for case in left_out],
-        "cells": (written := [cell.as_json() for cell in cells]),
+        "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
+        "cells": [cell.as_json() for cell in cells],
         "lines": [asdict(line) for line in fitted],
         "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
     }
@@ -174,7 +213,7 @@ def main(
         console,
         path,
         result,
-        lambda picture: lengths.draw(of_forward({"cells": written}), picture, "Pushes during a synthetic forward"),
+        lambda picture: FORWARD.draw(result, picture, "Pushes during a synthetic forward"),
         f"{len(left_out)} prompts above {most_mib} MiB",
     )
 

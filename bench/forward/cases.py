@@ -13,21 +13,25 @@ POOL_FACTOR = 1.25
 """A cache has so many times the blocks of the largest case."""
 FIXED_BYTES = 64 << 20
 """The fixed work of a sample takes about as long as this many bytes."""
-TOKENS = (4096, 16384, 32768, 131072)
-QUICK_TOKENS = (1024, 4096)
-IDS = ("contiguous", "random")
 CHUNK_TOKENS = 2048
-RANK_BLOCK = MODELS["llama-70b-tp8"].block_bytes
-LEAST = {"layers": 16, "blocks": 64, "requests": 1}
-"""Layers, blocks of a request and requests of the cases of a line; one of the three grows."""
-GROWN = {"layers": (8, 16, 32, 64), "blocks": (64, 128, 256, 512), "requests": (1, 2, 4, 8)}
+RANK_BLOCK, HEADS_BLOCK = MODELS["llama-70b-tp8"].block_bytes, MODELS["llama-8b"].block_bytes
+"""Bytes of a block with one KV head, and with eight of them."""
+LEAST = {"layers": 16, "blocks": 64, "requests": 1, "ranks": 1}
+"""Layers, blocks of a request, requests and D ranks of the cases of a line; one of the four grows."""
+GROWN = {
+    "layers": (8, 16, 32, 64),
+    "blocks": (64, 128, 256, 512),
+    "requests": (1, 2, 4, 8, 16),
+    "ranks": (1, 2, 4, 8),
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """``requests`` prompts of ``tokens`` tokens each, computed together, ``chunk_tokens`` a step in all.
 
-    ``cached`` percent of each prompt, in whole blocks, are in P's prefix cache.
+    ``cached`` percent of each prompt, in whole blocks, are in P's prefix cache. ``ranks`` ranks of D split each block:
+    each of them gets an equal part of it.
     """
 
     model: str
@@ -38,6 +42,7 @@ class Case:
     requests: int = 1
     chunk_tokens: int = CHUNK_TOKENS
     cached: int = 0
+    ranks: int = 1
 
     @property
     def cached_blocks(self) -> int:
@@ -60,6 +65,11 @@ class Case:
     def cache_bytes(self) -> int:
         """Bytes of a cache for this case; no prompt has block 0."""
         return self.layers * self.block_bytes * (int(POOL_FACTOR * self.requests * self.blocks) + 1)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of both caches, and of a layer's KV on both sides."""
+        return 2 * (self.cache_bytes + self.layer_bytes)
 
     @property
     def weight(self) -> int:
@@ -111,13 +121,18 @@ def known_cases(
 
 
 def growing_cases(values: int, ids: str = "random") -> Iterator[Growing]:
-    """Lines of up to ``values`` cases each, with blocks of a rank of TP 8. All prompts are one chunk."""
+    """Lines of up to ``values`` cases each. All prompts are one chunk.
+
+    A block has one KV head. Where ranks grow it has eight, so that up to eight of D's ranks can split them.
+    """
     for what, choices in GROWN.items():
         for value in choices[:values]:
             shape = LEAST | {what: value}
             layers, length, requests = shape["layers"], shape["blocks"] * BLOCK_TOKENS, shape["requests"]
-            name = f"{layers} layers of {RANK_BLOCK >> 10} KiB"
-            yield Growing(what, value, Case(name, layers, RANK_BLOCK, length, ids, requests, requests * length))
+            size, ranks = HEADS_BLOCK if what == "ranks" else RANK_BLOCK, shape["ranks"]
+            name = f"{layers} layers of {size >> 10} KiB" + (f" to {ranks} ranks" if ranks > 1 else "")
+            case = Case(name, layers, size, length, ids, requests, chunk_tokens=requests * length, ranks=ranks)
+            yield Growing(what, value, case)
 
 
 def tokens(count: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 
 import torch
@@ -29,13 +30,13 @@ class DecodeEnd(DecodeSide):
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
         self._meet(digest_of(self._noise.bytes))
         self._registrations: dict[str, Registration] = {}
-        self._completed: set[str] = set()
+        self._completions: Counter[str] = Counter()
         self._cpu_began = 0.0
 
     def heard(self, message: object) -> None:
         match message:
             case Completion(request_id):
-                self._completed.add(request_id)
+                self._completions[request_id] += 1
             case other:
                 raise ValueError(f"{PREFILL} sent {other}")
 
@@ -61,7 +62,7 @@ class DecodeEnd(DecodeSide):
         assert self._cache is not None
         missing = self._await(request_ids)
         if missing:
-            return f"no completion came for {', '.join(missing)}"
+            return f"not every rank got a completion for {', '.join(missing)}"
         targets = [block for name in request_ids for block in self._registrations[name].local_block_ids[0]]
         shape = (len(targets), self._cache.slots[0].shape[1])
         size = shape[0] * shape[1]
@@ -70,16 +71,19 @@ class DecodeEnd(DecodeSide):
         for name in request_ids:
             self._needed.forget(name)
             del self._registrations[name]
-            self._completed.discard(name)
+            del self._completions[name]
         return f"{wrong} bytes of D's blocks are not what the forward computed" if wrong else None
 
     def _await(self, request_ids: tuple[str, ...]) -> list[str]:
-        """The requests without a completion."""
+        """The requests without a completion for each rank."""
         deadline = time.monotonic() + COMPLETION_TIMEOUT_S
-        while not self._completed.issuperset(request_ids) and time.monotonic() < deadline:
+        while (missing := self._incomplete(request_ids)) and time.monotonic() < deadline:
             self._turn()
             time.sleep(NOTIFICATION_POLL_S)
-        return sorted(set(request_ids) - self._completed)
+        return missing
+
+    def _incomplete(self, request_ids: tuple[str, ...]) -> list[str]:
+        return sorted(name for name in request_ids if self._completions[name] < len(self._ranks))
 
     def _check_ceiling(self, size: int) -> str | None:
         got, wanted = self._end.ring[:size], self._noise.bytes[:size]

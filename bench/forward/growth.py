@@ -1,4 +1,4 @@
-"""Growth of costs with layers, blocks and requests: straight lines through the samples. Pure."""
+"""Growth of costs with layers, blocks, requests and ranks: straight lines through the samples. Pure."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ COSTS: Mapping[str, Callable[[Series], float]] = {
     "posting": lambda series: series.median("post_s"),
     "writer's processor time": lambda series: series.median("writer_s"),
     "exposed": lambda series: series.median("exposed_s"),
+    "WRITEs": lambda series: series.median("writes"),
 }
-"""Seconds of one forward with its push."""
+"""Costs of one forward with its push: seconds, but for the number of WRITEs."""
+COUNTED = {"WRITEs"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """``seconds = intercept_s + slope_s * value``, by least squares; ``r2`` is how much of the variance it explains."""
+    """``figure = intercept + slope * value``, by least squares; ``r2`` is how much of the variance it explains.
+
+    ``figures`` are in seconds, but for costs in ``COUNTED``.
+    """
 
     what: str
     mode: str
     cost: str
     values: tuple[int, ...]
-    seconds: tuple[float, ...]
-    slope_s: float
-    intercept_s: float
+    figures: tuple[float, ...]
+    slope: float
+    intercept: float
     r2: float
 
 
-def fit(values: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+def fit(values: Sequence[float], figures: Sequence[float]) -> tuple[float, float, float]:
     """Slope, intercept and R2. Raises ``ValueError`` for fewer than two values."""
     if len(set(values)) < 2:
         raise ValueError(f"a line needs two points, not {list(values)}")
-    slope, intercept = np.polyfit(values, seconds, 1)
-    measured = np.asarray(seconds)
+    slope, intercept = np.polyfit(values, figures, 1)
+    measured = np.asarray(figures)
     residual = float(np.sum((measured - (slope * np.asarray(values) + intercept)) ** 2))
     spread = float(np.sum((measured - measured.mean()) ** 2))
     return float(slope), float(intercept), 1 - residual / spread if spread else 1.0
@@ -53,5 +58,5 @@ def lines(grown: Sequence[tuple[str, int, Cell]]) -> Iterator[Line]:
         values = tuple(value for value, _ in here)
         for mode in here[0][1].modes:
             for cost, of in COSTS.items():
-                seconds = tuple(of(cell.series[mode]) for _, cell in here)
-                yield Line(what, mode, cost, values, seconds, *fit(values, seconds))
+                figures = tuple(of(cell.series[mode]) for _, cell in here)
+                yield Line(what, mode, cost, values, figures, *fit(values, figures))

@@ -70,6 +70,7 @@ class PairHost:
     def ended(self, request_id: str, failure: str | None) -> None:
         if failure is not None:
             self.problems.append(f"{request_id}: {failure}")
+        self._delegated.pop(request_id, None)
         self._running.discard(request_id)
         if not self._running:
             self.all_over.set()
@@ -78,9 +79,8 @@ class PairHost:
         self.problems.append(f"the connection to {decode_engine_id} is lost")
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
-        registration = self._delegated.pop(request_id)
-        if landed:
-            self._transport.notify(DECODE, self.completion(registration))
+        if landed:  # each of D's ranks gets a completion of its own
+            self._transport.notify(DECODE, self.completion(self._delegated[request_id]))
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, 1)

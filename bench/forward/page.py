@@ -24,9 +24,10 @@ def table(result: Result) -> str:
     headings = (
         *("model", "link", "blocks", "tokens", "load"),
         *(f"exposed by `{mode}`" for mode in modes),
-        *("of request's", "limit", "end", "forward", "computing", "for a core", "for the lock", "hook"),
+        *("of request's", "limit", "end", "forward", "computing", "for a core", "for the lock", "hook", "writer"),
         *(f"forward of {other}'s" for other in beside),
         *(f"exposed of {other}'s" for other in beside),
+        *(f"writer of {other}'s" for other in beside),
     )
     rows = number_table(headings, [_row(cell, modes, early, beside) for cell in cells], words=3)
     missed = sum(bool(cell["misses"]) for cell in cells)
@@ -36,16 +37,16 @@ def table(result: Result) -> str:
         f"end of a push {by} over max(forward, transfer) plus one layer. Forward: with a push {by} over one without, "
         "with its 95 % interval. Computing, for a core, for the lock: mean parts of the additional time, in percent of "
         "the forward without a push; the thread computes, waits for a core, or sleeps, on a CPU until Python's lock is "
-        "free. Hook: one call on that thread. "
+        "free. Hook: one call on that thread. Writer: processor time of P's writer thread. "
         f"In {missed} of {len(cells)} cases a figure is beyond its limit; the JSON names it."
     )
-    return f"{rows}\n\n{about} {conditions(result)}"
+    return f"{rows}\n\n{about} {_cores(result)} {conditions(result)}"
 
 
 def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str]) -> tuple[str, ...]:
     exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     pushed = cell["modes"].get(early)
-    rest: tuple[str, ...] = ("",) * (8 + 2 * len(beside))
+    rest: tuple[str, ...] = ("",) * (9 + 3 * len(beside))
     if pushed is not None:
         share = pushed.get(f"exposed_of_{REFERENCE}")
         rest = (
@@ -55,10 +56,58 @@ def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str
             with_interval(pushed["slowdown"]),
             *(f"{100 * pushed['delays'][part]:+.1f} %" if pushed["delays"] else "" for part in DELAYS),
             f"{pushed['hook_us']['p50']:.1f} µs",
+            f"{1e3 * _writer_s(pushed):.1f} ms",
             *(with_interval(pushed[f"forward_of_{other}"]) for other in beside),
             *(with_interval(pushed[f"exposed_of_{other}"]) for other in beside),
+            *(f"{_writer_s(pushed) / _writer_s(cell['modes'][other]):.2f}" for other in beside),
         )
     return (cell["model"], cell["link"], cell["ids"], str(cell["tokens"]), f"{cell['load']:.2f}", *exposed, *rest)
+
+
+def _writer_s(figures: Mapping[str, Any]) -> float:
+    return statistics.median(figures["raw"]["writer_s"])
+
+
+def _cores(result: Result) -> str:
+    """The places of the threads, in a sentence."""
+    cores = result["settings"].get("cores")
+    if cores is None:
+        return "P and D share all cores."
+    forward, others = (", ".join(map(str, cores[part])) for part in ("forward", "others"))
+    return f"The forward has core {forward} to itself; P's other threads and D have core {others}."
+
+
+def long_table(result: Result) -> str:
+    """One row for each model and prompt length: KV, and exposed time by each mode; below it the prompts left out."""
+    cells = result["cells"]
+    modes = list(cells[0]["modes"])
+    headings = (
+        *("model", "tokens", "MiB of KV", "load"),
+        *(f"exposed by `{mode}`" for mode in modes),
+        *("of request's", "limit", "forward"),
+    )
+    rows = number_table(headings, [_long_row(cell, modes) for cell in cells], words=1)
+    left_out = [
+        f"{each['model']} with {each['tokens']} tokens ({each['memory_bytes'] / 2**30:.0f} GiB)"
+        for each in result["left_out"]
+    ]
+    absent = f"Left out, with the memory of both sides: {', '.join(left_out)}. " if left_out else ""
+    about = f"Medians of {result['rounds']} rounds, {cells[0]['chunk_tokens']} tokens a step."
+    return f"{rows}\n\n{about} {absent}{_cores(result)} {conditions(result)}"
+
+
+def _long_row(cell: Mapping[str, Any], modes: list[str]) -> tuple[str, ...]:
+    pushed = cell["modes"][AUTO]
+    return (
+        cell["model"],
+        str(cell["tokens"]),
+        f"{cell['bytes'] / 2**20:.0f}",
+        f"{cell['load']:.2f}",
+        *(f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes),
+        with_interval(pushed[f"exposed_of_{REFERENCE}"]),
+        f"{cell['exposed_limit']:.3f}" if cell["exposed_limit"] is not None else "",
+        with_interval(pushed["slowdown"]),
+    )
 
 
 def cached_table(result: Result) -> str:

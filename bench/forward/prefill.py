@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from bench.forward.cases import Case
 from bench.forward.cells import OFF, Cell, Series
 from bench.forward.compute import Products, Prompts
+from bench.forward.cores import bind_this_thread, this_thread_on
 from bench.forward.kv import Noise
 from bench.forward.lane import STREAMS, Lane, Pusher
 from bench.forward.models import BLOCK_TOKENS
@@ -43,6 +45,11 @@ class PushError(RuntimeError):
     """A push failed, or did not end: nothing is known of its speed."""
 
 
+def as_the_writer(settings: ForwardSettings) -> AbstractContextManager[None]:
+    """The main thread posts WRITEs of its own on the cores of the writer thread, which posts all others."""
+    return this_thread_on(settings.cores.others if settings.cores else ())
+
+
 class Bench:
     """The reach and the lanes of all modes, for one geometry."""
 
@@ -51,7 +58,8 @@ class Bench:
         packing = settings.packing
         strategy = None if packing == "off" else reach.strategy(packing)
         if strategy is not None:
-            reach.calibrate(strategy, WRITE_POLL_S)
+            with as_the_writer(settings):
+                reach.calibrate(strategy, WRITE_POLL_S)
         self.lanes = {mode: Lane(mode, reach, end.transport, pusher, strategy) for mode in STREAMS}
 
 
@@ -61,9 +69,10 @@ class PrefillEnd(PrefillSide):
         self._settings = settings
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
         self._other = self._meet(digest_of(self._noise.bytes))
+        self._pusher = Pusher(self._end.transport)
+        bind_this_thread(settings.cores.forward if settings.cores else ())  # every thread so far is on the other cores
         torch.set_num_threads(settings.forward_threads)
         self._products = Products(settings.layer_s, self._end.device)
-        self._pusher = Pusher(self._end.transport)
         self._bench: Bench | None = None
         self._turn = 0
 
@@ -89,7 +98,7 @@ class PrefillEnd(PrefillSide):
         return Cell(self._link, case, series, ceiling_bytes, ceiling_s)
 
     def _bench_for(self, case: Case) -> Bench:
-        geometry = (case.block_bytes, case.layers)
+        geometry = (case.block_bytes, case.layers, case.ranks)
         self._pusher.rest()
         if self._is_new(*geometry) or self._bench is None:
             if self._bench is not None:
@@ -219,8 +228,9 @@ class PrefillEnd(PrefillSide):
         end = self._end
         end.ring[:size].copy_(self._noise.bytes[:size])
         settle(end.device)
-        self._write_one(min(RUN_UP_BYTES, size))
-        took = self._write_one(size)
+        with as_the_writer(self._settings):
+            self._write_one(min(RUN_UP_BYTES, size))
+            took = self._write_one(size)
         self._check(CheckCeiling(size), "the wire's ceiling")
         return took
 

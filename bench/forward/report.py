@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bench.bootstrap import Ratio
 from bench.forward.cells import Cell, Delays
-from bench.forward.growth import Line
+from bench.forward.growth import COUNTED, Line
 
 
 def line(cell: Cell) -> str:
@@ -31,7 +31,7 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
             table.add_column(heading, justify="left" if heading in ("case", "mode") else "right")
         for heading in ("exposed ms", "of request", "GB/s", "of ceiling", "posting", "end/bound", "forward"):
             table.add_column(heading, justify="right")
-        for heading in ("cpu/core/lock", "hook us"):
+        for heading in ("cpu/core/lock", "hook us", "writer ms"):
             table.add_column(heading, justify="right")
         for cell in here:
             for index, mode in enumerate(cell.modes):
@@ -41,7 +41,7 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
             "request. posting: share of the transfer. end/bound: when the last WRITE landed, over max(forward, "
             "transfer) and one layer. forward: over the one without a push, with its 95 % interval. cpu/core/lock: "
             "mean parts of the difference: the thread computes, waits for a core, sleeps (on a CPU for Python's lock). "
-            "hook: p50 / p99."
+            "hook: p50 / p99. writer: processor time of P's writer thread."
         )
         yield table
 
@@ -49,22 +49,20 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
 def growth(lines: Sequence[Line]) -> Table:
     """The straight lines."""
     table = Table(title="How a forward's costs grow", title_justify="left")
-    for heading in ("with", "mode", "cost", "measured ms", "us for one more", "ms for none", "R2"):
+    for heading in ("with", "mode", "cost", "measured", "for one more", "for none", "R2"):
         table.add_column(heading, justify="left" if heading in ("with", "mode", "cost") else "right")
     for each in lines:
         measured = ", ".join(
-            f"{value}: {1e3 * seconds:.3g}" for value, seconds in zip(each.values, each.seconds, strict=True)
+            f"{value}: {_cost(each, figure)}" for value, figure in zip(each.values, each.figures, strict=True)
         )
-        table.add_row(
-            each.what,
-            each.mode,
-            each.cost,
-            measured,
-            f"{1e6 * each.slope_s:.3g}",
-            f"{1e3 * each.intercept_s:.3g}",
-            f"{each.r2:.3f}",
-        )
+        ends = (_cost(each, each.slope), _cost(each, each.intercept))
+        table.add_row(each.what, each.mode, each.cost, measured, *ends, f"{each.r2:.3f}")
+    table.caption = "Milliseconds, but for the number of WRITEs."
     return table
+
+
+def _cost(line: Line, figure: float) -> str:
+    return f"{figure if line.cost in COUNTED else 1e3 * figure:.3g}"
 
 
 def missed(cells: Sequence[Cell]) -> list[str]:
@@ -89,6 +87,7 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
         _interval(cell.slowdown(mode)),
         _delays(cell.delays(mode)),
         f"{series.hook_percentile(50):.1f} / {series.hook_percentile(99):.1f}",
+        f"{1e3 * series.median('writer_s'):.1f}",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,13 +89,12 @@ def header(settings: Settings, rounds: int, about: Mapping[str, object], started
 
 
 def publish(
-    console: Console, path: Path, result: Mapping[str, object], draw: Callable[[Path], None], left_out: str
+    console: Console, path: Path, result: Mapping[str, object], draw: Callable[[Path], Sequence[Path]], left_out: str
 ) -> None:
-    """Write the JSON and the picture."""
+    """Write the JSON and beside it the pictures; ``draw`` gets the path of the first one and returns all paths."""
     write(path, result)
-    picture = path.with_suffix(".png")
-    draw(picture)
-    console.print(f"Written: {path}, {picture}; {left_out} left out")
+    drawn = draw(path.with_suffix(".png"))
+    console.print(f"Written: {', '.join(map(str, (path, *drawn)))}; {left_out} left out")
 
 
 def path_of(out: Path | None, quick: bool, name: str) -> Path | None:

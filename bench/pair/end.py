@@ -42,10 +42,15 @@ class End:
     def device_id(self) -> int:
         return self.device.index or 0
 
-    def descriptors(self, agent: str, base: int, size: int, element: int, device_id: int) -> Any:
-        """A NIXL descriptor list, ``element`` bytes each, of our memory (``"NIXL_INIT_AGENT"``) or another agent's."""
-        rows = np.empty((size // element, 3), dtype=np.uint64)
-        rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
+    def descriptors(
+        self, agent: str, base: int, size: int, element: int, device_id: int, every: int | None = None
+    ) -> Any:
+        """A NIXL descriptor list of our memory (``"NIXL_INIT_AGENT"``) or another agent's: ``element`` bytes each, one
+        after the other, or the first ones of ``every`` so many bytes.
+        """
+        every = every or element
+        rows = np.empty((size // every, 3), dtype=np.uint64)
+        rows[:, 0] = base + every * np.arange(size // every, dtype=np.uint64)
         rows[:, 1] = element
         rows[:, 2] = device_id
         return self.agent.prep_xfer_dlist(agent, self.agent.get_xfer_descs(rows, self._memory_type))
@@ -80,6 +85,12 @@ def shaped(memory: torch.Tensor, block_bytes: int, layers: int) -> list[torch.Te
     """Memory as layers, ``uint8 [blocks, block_bytes]`` each; a rest at the end belongs to no layer."""
     blocks = memory.numel() // (block_bytes * layers)
     return list(memory[: layers * blocks * block_bytes].view(layers, blocks, block_bytes).unbind())
+
+
+def by_rank(memory: torch.Tensor, block_bytes: int, layers: int, ranks: int) -> list[list[torch.Tensor]]:
+    """Memory as the caches of ``ranks`` ranks, one after the other, each with an equal part of every block."""
+    used = memory.numel() // (block_bytes * layers) * block_bytes * layers
+    return [shaped(part, block_bytes // ranks, layers) for part in memory[:used].chunk(ranks)]
 
 
 def fill_with_noise(memory: torch.Tensor, seed: int) -> None:

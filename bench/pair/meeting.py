@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.pair.end import Cache, End, settle, strays
+from bench.pair.end import Cache, End, by_rank, settle, strays
 from bench.pair.orders import CheckRest, Introduction, UseCache, WrongBytesError
 from bench.pair.settings import POISON, Settings
 from bench.pair.unpacking import Unpacking
@@ -28,7 +28,7 @@ class PrefillSide:
         self._link = link
         self._decode = decode
         self._end = End("P", settings)
-        self._geometry: tuple[int, int] | None = None
+        self._geometry: UseCache | None = None
         self._requests = 0
 
     def obey(self, order: Any) -> Any:
@@ -47,12 +47,13 @@ class PrefillSide:
         self._decode.send(order)
         return self._decode.recv()
 
-    def _is_new(self, block_bytes: int, layers: int) -> bool:
+    def _is_new(self, block_bytes: int, layers: int, ranks: int = 1) -> bool:
         """Whether this is another geometry than the last one; D uses it from now on."""
-        if self._geometry == (block_bytes, layers):
+        geometry = UseCache(block_bytes, layers, ranks)
+        if self._geometry == geometry:
             return False
-        self._geometry = (block_bytes, layers)
-        self._ask(UseCache(block_bytes, layers))
+        self._geometry = geometry
+        self._ask(geometry)
         return True
 
     def _names(self, count: int) -> tuple[str, ...]:
@@ -80,6 +81,7 @@ class DecodeSide:
         self._pause = NOTIFICATION_POLL_S if settings.polls == "engine" else 0.0
         self._corrupts = settings.corrupt
         self._cache: Cache | None = None
+        self._ranks: list[list[torch.Tensor]] = []
         self._unpacking: Unpacking | None = None
 
     def obey(self, order: Any) -> Any:
@@ -123,8 +125,9 @@ class DecodeSide:
 
     def _answer(self, order: object) -> Any:
         match order:
-            case UseCache(block_bytes, layers):
+            case UseCache(block_bytes, layers, ranks):
                 self._cache = self._end.cache(block_bytes, layers)
+                self._ranks = by_rank(self._end.memory, block_bytes, layers, ranks)
                 self._unpacking = Unpacking(self._end, self._cache)
                 return None
             case CheckRest():
@@ -133,20 +136,19 @@ class DecodeSide:
                 return self.obey(order)
 
     def _wrong_bytes(self, targets: Sequence[int], expected: Iterable[torch.Tensor]) -> int:
-        """The number of wrong bytes in these blocks. ``expected``: ``uint8 [blocks, block_bytes]`` for each layer.
-
-        Poisons the blocks.
+        """The number of wrong bytes in these blocks, on all ranks. ``expected``: ``uint8 [blocks, block_bytes]`` for
+        each layer. Poisons the blocks.
         """
-        assert self._cache is not None
         places = torch.tensor(targets, device=self._end.device)
         if self._corrupts:
-            self._cache.slots[0][places[-1], -1] ^= 0x01
+            self._ranks[-1][0][places[-1], -1] ^= 0x01
         wrong = 0
-        for got, there in zip(self._cache.slots, expected, strict=True):
-            here = got.index_select(0, places)
-            if not torch.equal(here, there):
-                wrong += int((here != there).sum())
-            got.index_fill_(0, places, POISON)
+        for layer, whole in zip(zip(*self._ranks, strict=True), expected, strict=True):
+            for got, there in zip(layer, whole.chunk(len(layer), dim=1), strict=True):
+                here = got.index_select(0, places)
+                if not torch.equal(here, there):
+                    wrong += int((here != there).sum())
+                got.index_fill_(0, places, POISON)
         return wrong
 
     def _rest(self) -> str | None:

@@ -22,10 +22,14 @@ class Introduction:
 
 @dataclass(frozen=True)
 class UseCache:
-    """To D: from now on its memory is a cache of ``layers`` layers with blocks of ``block_bytes`` bytes."""
+    """To D: from now on its memory is a cache of ``layers`` layers with blocks of ``block_bytes`` bytes.
+
+    Or it is as many caches as D has ``ranks``, one after the other, with an equal part of each block in each of them.
+    """
 
     block_bytes: int
     layers: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

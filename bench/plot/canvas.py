@@ -34,7 +34,10 @@ def colours(modes: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
-    """A grid of panels, ``grid[row][column]``, that becomes a file when the block ends well."""
+    """A grid of panels, ``grid[row][column]``, that becomes a file when the block ends well.
+
+    Equal panels make equal files: an SVG has no date.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -46,7 +49,7 @@ def figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
         yield grid
         made.suptitle(title, x=0.01, ha="left", fontsize="large")
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.savefig(path, dpi=DPI)
+        made.savefig(path, dpi=DPI, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     finally:
         plt.close(made)
 

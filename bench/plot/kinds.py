@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.plot import lengths, links
+from bench.plot import growth, lengths, links
 from bench.plot.series import ResultError, Series, of_forward, of_serve
 
 Result = Mapping[str, Any]
@@ -25,18 +25,23 @@ class Kind:
     draw_cells: Callable[[Cells, Path, str], None] | None = None
 
     def draw(self, result: Result, path: Path, text: str) -> list[Path]:
-        """Draw ``path``, and beside it a sweep over the links if there are several speeds. Returns their paths."""
+        """Draw ``path``, and beside it a sweep over the links if there are several speeds, and the growth of costs if
+        it was measured. Returns their paths.
+        """
         if self.draw_cells is not None:
             self.draw_cells(result["cells"], path, text)
             return [path]
         assert self.series is not None
         series = self.series(result)
         lengths.draw(series, path, text)
-        if len(links.speeds(series)) < 2:
-            return [path]
-        sweep = path.with_stem(f"{path.stem}-links")
-        links.draw(series, sweep, text)
-        return [path, sweep]
+        drawn = [path]
+        if len(links.speeds(series)) > 1:
+            drawn.append(path.with_stem(f"{path.stem}-links"))
+            links.draw(series, drawn[-1], text)
+        if lines := growth.lines_of(result):
+            drawn.append(path.with_stem(f"{path.stem}-growth"))
+            growth.draw(lines, drawn[-1], text)
+        return drawn
 
 
 def read(path: Path) -> tuple[Kind, Result]:
@@ -74,9 +79,10 @@ def _kernel(cells: Cells, path: Path, text: str) -> None:
     plot([Cell.from_json(cell) for cell in cells], path, text)
 
 
+FORWARD = Kind("python -m bench.forward", frozenset({"modes", "ceiling", "tokens"}), of_forward)
 KINDS = (
     Kind("python -m bench.serve", frozenset({"prompt_tokens", "ratios", "request_rate"}), of_serve),
-    Kind("python -m bench.forward", frozenset({"modes", "ceiling", "tokens"}), of_forward),
+    FORWARD,
     Kind("python -m bench.push", frozenset({"ways", "runs", "estimate_s"}), draw_cells=_push),
     Kind("python -m bench.kernel", frozenset({"ways", "direction"}), draw_cells=_kernel),
 )

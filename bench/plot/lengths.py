@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ Panel = Callable[[Any, Mapping[str, Sequence[Series]], Mapping[str, str]], None]
 
 
 def draw(series: Sequence[Series], path: Path, title: str) -> None:
-    """A row for each link and load; columns for the time to first token, the ratios and the exposed time, if known."""
+    """A row for each link and load; columns for the time to first token, the ratios and the exposed time, if known.
+
+    Where only the exposed time is known, two panels share a row.
+    """
     every = places(series)
     panels: list[Panel] = [_times, _ratios] if any(one.ttft_ms for one in series) else []
     panels += [_exposed] if any(one.exposed_ms for one in series) else []
     chosen = colours(list(in_order(series)))
-    with figure(len(every), len(panels), path, title) as grid:
-        for row, where in zip(grid, every, strict=True):
+    beside = 2 if len(panels) == 1 < len(every) else 1
+    with figure(-(-len(every) // beside), beside * len(panels), path, title) as grid:
+        for row, where in zip_longest(grid.reshape(-1, len(panels)), every):
+            if where is None:
+                row[0].set_axis_off()
+                continue
             here = in_order(one for one in series if one.where == where)
             for panel, fill in zip(row, panels, strict=True):
                 fill(panel, here, chosen)

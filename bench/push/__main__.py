@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -141,7 +142,12 @@ def main(
     if path is not None:
         title = f"A WRITE between two processes on one {'GPU' if device == 'cuda' else 'machine'}, by plan"
         left = f"{len(left_out)} points above {most_mib} MiB"
-        command.publish(console, path, result, lambda picture: plot(cells, picture, title), left)
+
+        def draw(picture: Path) -> list[Path]:
+            plot(cells, picture, title)
+            return [picture]
+
+        command.publish(console, path, result, draw, left)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import RESULTS
+from bench.forward.growth import Line
 from bench.plot import __main__ as command
-from bench.plot import lengths, links, timeline
+from bench.plot import growth, lengths, links, timeline
 from bench.plot.series import Series, Where, of_serve
 from tests.unit.test_demo_figures import push_line
 
@@ -80,6 +82,42 @@ def test_lengths_show_medians_ratios_and_exposed_time(tmp_path: Path) -> None:
     assert set(exposed) == by_tokens[0]["modes"].keys() - stock, "the stock connectors keep no trace"
     of_aggregated = [cell["ratios"]["ttft_ms"]["layer/aggregated"]["ratio"] for cell in by_tokens]
     assert of_aggregated in list(ratios.values())
+
+
+def test_the_growth_has_a_panel_for_each_thing_and_cost_with_the_slopes(tmp_path: Path) -> None:
+    lines = [
+        asdict(Line(what, mode, cost, (1, 2), (0.001, 0.003), slope=0.002, intercept=-0.001, r2=1.0))
+        for what in ("layers", "ranks")
+        for mode in ("auto", "request")
+        for cost in ("hooks", *growth.SHOWN)
+    ]
+    path = few("links", tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lines": lines}))
+    status, said = run(path)
+    assert status == 0, said
+    assert (tmp_path / "links-growth.png").read_bytes().startswith(PNG)
+    panels = curves(growth.draw, growth.lines_of({"lines": lines}), tmp_path / "a.png", "title")
+    assert len(panels) == 3 * 2
+    for panel in panels[2:]:
+        assert panel["auto +2 ms"] == pytest.approx([1.0, 3.0])
+    assert panels[0]["request +0.002"] == pytest.approx([0.001, 0.003]), "WRITEs are a number"
+
+
+def test_lines_without_a_count_of_writes_are_not_drawn() -> None:
+    assert growth.lines_of({"cells": []}) == []
+    assert growth.lines_of({"lines": [{"what": "layers", "slope_s": 0.1}]}) == []
+
+
+def test_panels_of_the_exposed_time_alone_stand_side_by_side(tmp_path: Path) -> None:
+    series = [
+        Series(Where("loopback", f"model {number}"), mode, tokens, exposed_ms=(number + tokens / 1024,))
+        for number in range(3)
+        for mode in ("auto", "request")
+        for tokens in (4096, 131072)
+    ]
+    panels = curves(lengths.draw, series, tmp_path / "a.svg", "title")
+    assert [panel.get("auto") for panel in panels] == [[4.0, 128.0], [5.0, 129.0], [6.0, 130.0], None]
+    assert "<dc:date>" not in (tmp_path / "a.svg").read_text()
 
 
 def test_a_sweep_goes_by_the_speed_of_the_link(tmp_path: Path) -> None:
