@@ -21,6 +21,7 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
+from layerpush.transport.base import Transport
 from layerpush.transport.nixl import NixlTransport
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.worker.wake import Waker
@@ -65,15 +66,14 @@ class Lane:
         self,
         mode: str,
         reach: Reach,
-        transport: NixlTransport,
-        pusher: Pusher,
+        transport: Transport,
+        waker: Waker,
         strategy: PackingStrategy | None,
     ) -> None:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
         self.kept = Kept(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
-        waker = pusher.waker
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None

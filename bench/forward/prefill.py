@@ -60,7 +60,7 @@ class Bench:
         if strategy is not None:
             with as_the_writer(settings):
                 reach.calibrate(strategy, WRITE_POLL_S)
-        self.lanes = {mode: Lane(mode, reach, end.transport, pusher, strategy) for mode in STREAMS}
+        self.lanes = {mode: Lane(mode, reach, end.transport, pusher.waker, strategy) for mode in STREAMS}
 
 
 class PrefillEnd(PrefillSide):
