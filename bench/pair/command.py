@@ -41,8 +41,8 @@ Out = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="All samples as JSON; the picture goes beside it, as PNG. Default: a file in build/bench, or nothing with "
-        "--quick.",
+        help="All samples as JSON; a picture, if there is one, goes beside it, as PNG. Default: a file in build/bench, "
+        "or nothing with --quick.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""bench.forward and bench.push between two real processes: what they write, their gate, and that nothing stays."""
+"""bench.forward, bench.push and bench.writer between two processes: what they write, their gate, that nothing stays."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from tests.contract.waiting import until
 
 FORWARD = "bench.forward --models llama-8b --tokens 160 --chunk-tokens 64 --layer-ms 0.5 --staging-mib 8 --no-growth"
 PUSH = "bench.push --block-kib 4 --blocks 16 --staging-mib 8"
+WRITER = "bench.writer"
 EMULATES = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 needs_emulation = pytest.mark.skipif(not EMULATES, reason="an emulated link needs root and iproute2")
-HEAD = {"argv", "git_sha", "versions", "machine", "seed", "settings", "rounds", "about", "left_out", "cells"}
+CONDITIONS = {"argv", "git_sha", "versions", "machine", "seed", "settings", "rounds", "about"}
+HEAD = CONDITIONS | {"left_out", "cells"}
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +79,19 @@ def test_a_push_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
             assert min(each["ways"][plan]["seconds"]) > 0
 
 
+def test_a_writer_writes_every_sample_with_its_conditions(tmp_path: Path) -> None:
+    out = tmp_path / "writer.json"
+    process = start(*WRITER.split(), "--rounds", "2", "--link", "shm", "--out", str(out))
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    written = json.loads(out.read_text())
+    assert written.keys() >= CONDITIONS | {"lines", "turns", "calls"}
+    assert [each["case"]["requests"] for each in written["turns"]] == [1, 4, 16] * 2
+    assert [each["case"]["descriptors"] for each in written["calls"]] == [1, 16, 64, 256, 1000]
+    samples = [values for each in written["turns"] + written["calls"] for values in each["raw"].values()]
+    assert all(len(values) == 2 and min(values) > 0 for values in samples)
+
+
 @pytest.mark.parametrize(("packing", "plan"), [("packed", "packed"), ("gather", "gathered")])
 def test_several_requests_and_every_way_to_pack_arrive_byte_for_byte(tmp_path: Path, packing: str, plan: str) -> None:
     written = written_by(f"{FORWARD} --requests 3 --ids random --packing {packing}", tmp_path / "forward.json")
@@ -91,8 +106,9 @@ def test_several_requests_and_every_way_to_pack_arrive_byte_for_byte(tmp_path: P
     [
         (f"{FORWARD} --ids random", "1 bytes of D's blocks are not what the forward computed"),
         (f"{PUSH} --ids random --links tcp", "1 bytes of D's blocks are not P's"),
+        (WRITER, "1 bytes of D's blocks are not P's"),
     ],
-    ids=["forward", "push"],
+    ids=["forward", "push", "writer"],
 )
 def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path, command: str, problem: str) -> None:
     process = start(*command.split(), "--rounds", "2", "--corrupt", "--out", str(tmp_path / "result.json"))
