@@ -84,7 +84,7 @@ def main(
     ] = False,
     long: Annotated[
         bool,
-        typer.Option("--long", help="Prompts of 4k to 128k tokens, few rounds: about 25 minutes, 14 GiB of memory."),
+        typer.Option("--long", help="Prompts of 4k to 128k tokens, few rounds: half an hour, 14 GiB of memory."),
     ] = False,
     most_mib: Annotated[
         int | None,

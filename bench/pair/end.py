@@ -100,8 +100,13 @@ def fill_with_noise(memory: torch.Tensor, seed: int) -> None:
 
 
 def strays(memory: torch.Tensor) -> int:
-    """The number of bytes that are not poison. Compares piece by piece: a copy of all memory may not fit."""
-    return sum(int((piece != POISON).sum()) for piece in memory.split(LOOK_BYTES))
+    """The number of bytes that are not poison. Compares piece by piece: a copy of all memory may not fit.
+
+    Counts only where a piece is not all poison, because to count takes ten times as long.
+    """
+    poison = torch.full_like(memory[:LOOK_BYTES], POISON)
+    pieces = (piece for piece in memory.split(LOOK_BYTES) if not torch.equal(piece, poison[: piece.numel()]))
+    return sum(int((piece != POISON).sum()) for piece in pieces)
 
 
 def digest_of(memory: torch.Tensor) -> bytes:

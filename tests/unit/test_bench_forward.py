@@ -23,7 +23,7 @@ from bench.forward.kv import Noise
 from bench.forward.models import SMALL, WHOLE
 from bench.forward.presets import LONG, MEMORY_SHARE, fitting_mib
 from bench.forward.queued import queued_s
-from bench.pair.end import by_rank
+from bench.pair.end import LOOK_BYTES, by_rank, strays
 from bench.pair.settings import POISON
 
 CASE = Case("llama-70b-tp8", 80, 8192, 4096, "random")
@@ -283,6 +283,15 @@ def test_the_caches_of_all_ranks_share_the_memory(ranks: int) -> None:
     for layer in itertools.chain(*caches):
         layer.add_(1)
     assert int(memory.sum()) == 3 * 5 * 64, "each byte has one place"
+
+
+@pytest.mark.parametrize("size", [0, 100, LOOK_BYTES + 100])
+def test_every_byte_that_is_not_poison_is_counted(size: int) -> None:
+    memory = torch.full((size,), POISON, dtype=torch.uint8)
+    assert strays(memory) == 0
+    wrong = sorted({0, size // 2, size - 1}) if size else []
+    memory[wrong] = 1
+    assert strays(memory) == len(wrong)
 
 
 def test_long_prompts_of_every_model_fit_into_24_gb() -> None:
