@@ -4,6 +4,9 @@ WRITEs can be held, fail to post or end in an error; notifications can be droppe
 writer thread can be stopped at a named moment. Everything is counted from the call that asks for it; WRITEs that carry
 no blocks, with which an engine times the link, do not count. The module-level functions are for `EngineHost.call`; the
 rest runs on the threads that call NIXL.
+
+Moments are post, landed, send:KIND and got:KIND. A WRITE of a push by layer that carries several layers has two more,
+post:merged and landed:merged.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -19,6 +22,7 @@ import msgspec
 from tests.e2e import stagingfaults
 
 if TYPE_CHECKING:
+    from layerpush.core.push_protocol import Write
     from tests.e2e.hostmain import HostedEngine
 
 REGISTRATION = b"PUSH_REG:"
@@ -55,6 +59,22 @@ def kind_of(payload: bytes) -> str:
         return "garbage"
 
 
+@dataclasses.dataclass(eq=False)
+class PostRule:
+    """What happens to the next `left` WRITEs, once a moment (post or post:merged) has come `after` times."""
+
+    fault: PostFault
+    moment: str
+    after: int
+    left: int
+
+    def takes(self, counts: Counter[str]) -> bool:
+        if self.left == 0 or counts[self.moment] <= self.after:
+            return False
+        self.left -= 1
+        return True
+
+
 @dataclasses.dataclass
 class MessageRule:
     """What happens to the next `left` notifications of a kind that mention a text."""
@@ -75,14 +95,16 @@ class MessageRule:
 
 
 class WireFaults:
-    """Stands between the worker's threads and its locked NIXL agent."""
+    """Stands between the worker's threads and its locked NIXL agent. `writes`: the worker's, if it pushes by layer."""
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any, writes: Any) -> None:
         self._lock = threading.Lock()
         self._real: dict[str, Callable[..., Any]] = {name: getattr(agent, name) for name in WRAPPED}
         self._error = _backend_error(agent)
         self.open: set[Any] = set()
         self._timings: set[Any] = set()
+        self._merged: set[Any] = set()
+        self._layers: set[int] = set()
         self.counts: Counter[str] = Counter()
         self.sent: deque[tuple[str, bytes, str]] = deque(maxlen=REMEMBERED)
         self._held: set[Any] = set()
@@ -91,10 +113,12 @@ class WireFaults:
         self.clear()
         for name in WRAPPED:
             setattr(agent, name, getattr(self, name))
+        if writes is not None:
+            self._post_write, writes.post = writes.post, self.post_write
 
     def clear(self) -> None:
         """Forget every script and let everything held go."""
-        self.post_faults: list[tuple[range, PostFault]] = []
+        self.post_rules: list[PostRule] = []
         self.rules: list[MessageRule] = []
         self.change: Change | None = None
         self.gates: dict[tuple[str, int], threading.Event] = getattr(self, "gates", {})
@@ -120,11 +144,21 @@ class WireFaults:
 
     # What the worker calls.
 
+    def post_write(self, write: Write, link: Any) -> Iterator[Any]:
+        """Knows the layers of the WRITEs that are made for it. On a CPU, none is made later."""
+        self._layers = {layer for part in write.segments for layer in range(part.layers.start, part.layers.stop)}
+        try:
+            yield from self._post_write(write, link)
+        finally:
+            self._layers = set()
+
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         handle = self._real["make_prepped_xfer"](*args, **kwargs)
         self.open.add(handle)
         if stagingfaults.is_timing(*args):
             self._timings.add(handle)
+        if len(self._layers) > 1:
+            self._merged.add(handle)
         if kwargs.get("notif_msg"):
             self.carries_completion.add(handle)
         return handle
@@ -132,8 +166,8 @@ class WireFaults:
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         if handle in self._timings:
             return self._real["transfer"](handle, *args, **kwargs)
-        number = self._reach("post")
-        fault = next((fault for numbers, fault in self.post_faults if number in numbers), None)
+        self._reach("post", handle)
+        fault = next((rule.fault for rule in [rule for rule in self.post_rules if rule.takes(self.counts)]), None)
         if fault == "fail":
             raise self._error("scripted: this WRITE cannot be posted")
         if fault == "hold":
@@ -157,7 +191,7 @@ class WireFaults:
         state = self._real["check_xfer_state"](handle)
         if state == "DONE" and handle not in self.landed and handle not in self._timings:
             self.landed.add(handle)
-            self._reach("landed")
+            self._reach("landed", handle)
         return "ERR" if state == "DONE" and handle in self.errs else state
 
     def release_xfer_handle(self, handle: Any) -> None:
@@ -168,6 +202,7 @@ class WireFaults:
         self._real["release_xfer_handle"](handle)
         self.open.discard(handle)
         self._timings.discard(handle)
+        self._merged.discard(handle)
 
     def send_notif(self, agent: str, notif_msg: bytes, *args: Any, **kwargs: Any) -> None:
         kind = kind_of(notif_msg)
@@ -227,20 +262,21 @@ class WireFaults:
                 self._start_if_lifted(handle)
             elif self._real["check_xfer_state"](handle) != "PROC":
                 self._orphans.discard(handle)
+                self._merged.discard(handle)
                 self._real["release_xfer_handle"](handle)
                 self.open.discard(handle)
 
-    def _reach(self, moment: str) -> int:
-        """Count a moment; stop here if there is a gate for it. Returns its number, from 0."""
+    def _reach(self, moment: str, handle: Any = None) -> None:
+        """Count a moment, of a WRITE if it has a handle; stop here if there is a gate for it."""
+        moments = [moment, f"{moment}:merged"] if handle in self._merged else [moment]
         with self._lock:
-            number = self.counts[moment]
-            self.counts[moment] += 1
-            gate = self.gates.get((moment, number))
-            if gate is not None:
-                self.reached.append((moment, number))
-        if gate is not None:
+            numbers = [(moment, self.counts[moment]) for moment in moments]
+            self.counts.update(moments)
+            reached = [number for number in numbers if number in self.gates]
+            gates = [self.gates[number] for number in reached]
+            self.reached += reached
+        for gate in gates:
             gate.wait()
-        return number
 
 
 # For EngineHost.call.
@@ -248,9 +284,17 @@ class WireFaults:
 
 def on_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
     """hold: PROC until `lift`, and the bytes go out only then; fail: cannot be posted; err: ends in ERR."""
+    _add_post_rule(host, fault, "post", first, count)
+
+
+def on_merged_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
+    """`on_posts`, beginning with a WRITE of several layers: `first` such WRITEs go well."""
+    _add_post_rule(host, fault, "post:merged", first, count)
+
+
+def _add_post_rule(host: HostedEngine, fault: PostFault, moment: str, first: int, count: int) -> None:
     faults = _faults(host)
-    start = faults.counts["post"] + first
-    faults.post_faults.append((range(start, start + count), fault))
+    faults.post_rules.append(PostRule(fault, moment, faults.counts[moment] + first, count))
 
 
 def on_messages(
@@ -269,7 +313,7 @@ def change_registrations(host: HostedEngine, change: Change | None) -> None:
 
 
 def gate(host: HostedEngine, moment: str, number: int = 0) -> None:
-    """Stop the thread that comes to a moment for the `number`th time from now: post, landed or send:KIND."""
+    """Stop the thread that comes to a moment (any but got:KIND) for the `number`th time from now."""
     faults = _faults(host)
     with faults._lock:
         faults.gates[(moment, faults.counts[moment] + number)] = threading.Event()
@@ -289,7 +333,7 @@ def open_gates(host: HostedEngine) -> None:
 def lift(host: HostedEngine) -> None:
     """Stop holding: what is held goes out, later WRITEs and notifications are not held."""
     faults = _faults(host)
-    faults.post_faults = [entry for entry in faults.post_faults if entry[1] != "hold"]
+    faults.post_rules = [rule for rule in faults.post_rules if rule.fault != "hold"]
     faults.rules = [rule for rule in faults.rules if rule.fault != "hold"]
     faults.lift()
 
@@ -308,7 +352,7 @@ def watch(host: HostedEngine) -> None:
 
 
 def seen(host: HostedEngine, moment: str, at_least: int = 1) -> bool:
-    """Has a moment (post, landed, send:KIND, got:KIND) come so often?"""
+    """Has a moment come so often?"""
     return _faults(host).counts[moment] >= at_least
 
 
@@ -377,7 +421,8 @@ def forget_peers(host: HostedEngine) -> None:
 
 def _faults(host: HostedEngine) -> WireFaults:
     if host.faults is None:
-        host.faults = WireFaults(_worker().nixl_wrapper)
+        worker = _worker()
+        host.faults = WireFaults(worker.nixl_wrapper, worker.writer._writes if hasattr(worker, "writer") else None)
     return host.faults
 
 

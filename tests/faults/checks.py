@@ -11,7 +11,7 @@ from tests.e2e.conftest import BOUNDED_MEMORIES, CLEAN_UP_S, check_nothing_left
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
 from tests.e2e.pushtrace import Push
 from tests.e2e.results import Finished
 from tests.faults import engines
@@ -25,9 +25,9 @@ THREADS = {
     "tqdm_monitor",
     "vllm-nixl-handshake-initiator_",
 }
-FEW = 2
-"""WRITEs or messages before a fault in the middle of a push. On a busy machine a push has few: layers that are ready at
-the same time go in one WRITE."""
+FEW = 1
+"""WRITEs, messages or copies before a fault in the middle of a push. A push has few: layers share WRITEs."""
+WARM_UP_S = 30.0
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
@@ -39,6 +39,31 @@ def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: i
     d.add(handoff.to_d())
     handoff.await_registration()
     return handoff
+
+
+def warm_up(p: EngineHost, d: EngineHost) -> None:
+    """Push prompts until P knows how fast it and its link to D are: from then on several layers share a WRITE."""
+
+    def shares_writes() -> bool:
+        handoff = send(p, d, prompt(700, seed=1 << 20), "early", max_tokens=1)
+        handoff.outcome()
+        push = handoff.push()
+        return push.mode == "auto" and 2 * len(push.writes) <= len(push.layer_chunks)
+
+    eventually(shares_writes, WARM_UP_S, f"layers of {p.engine_id} share WRITEs")
+
+
+def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count: int = wirefaults.ALL) -> None:
+    """WRITEs from the middle of the next push on, first one with several layers; if the push is whole, all of it."""
+    if order == "late":
+        p.call(wirefaults.on_posts, fault, 0, count)
+    else:
+        p.call(wirefaults.on_merged_posts, fault, FEW, count)
+
+
+def check_merged(handoff: Handoff) -> None:
+    """Several layers of a push that is over shared a WRITE."""
+    assert any(first < last for first, last in (write["layers"] for write in handoff.push().writes))
 
 
 def described(value: object) -> str:
@@ -62,7 +87,7 @@ def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) 
     check(handoff.outcome(), reference)
     push = check_planned(handoff)
     assert push.outcome == "completed"
-    assert push.mode in ("auto", "layer")
+    assert push.mode == "auto"
 
 
 def check_planned(handoff: Handoff) -> Push:

@@ -1,4 +1,7 @@
-"""The engines of the fault tests: short deadlines, and caches small enough that a block let go too early is reused."""
+"""The engines of the fault tests: short deadlines, and caches small enough that a block let go too early is reused.
+
+Every P has the default granularity, "auto": its WRITEs carry one layer each until `checks.warm_up`, and several then.
+"""
 
 import dataclasses
 import json
@@ -21,7 +24,7 @@ SMALL_CACHE = (("max_model_len", 2560), ("num_gpu_blocks_override", 160), ("sche
 
 
 def _prefill(name: str, **extra: Any) -> EngineSpec:
-    fields: dict[str, Any] = {"granularity": "layer", "trace_dir": TRACE, "peer_timeout_s": PEER_TIMEOUT_S}
+    fields: dict[str, Any] = {"trace_dir": TRACE, "peer_timeout_s": PEER_TIMEOUT_S}
     return EngineSpec(name, "P", transfer(LAYERWISE, **(fields | extra)))
 
 

@@ -4,19 +4,22 @@ import pytest
 
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
     LogView,
     all_along,
     check_idle_soon,
+    check_merged,
     check_planned,
     check_serves,
     check_under_way,
     early,
     eventually,
     restart,
+    spoil_writes,
+    warm_up,
 )
 
 LENGTH = 1500
@@ -38,6 +41,7 @@ def test_client_disconnects_before_p_has_the_prompt(fleet: Fleet, reference: Ref
 
 def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
     p, d = fleet.get(engines.P, engines.D)
+    warm_up(p, d)
     p.hold()
     handoff = early(p, d, LENGTH, seed=322)
     p.add(handoff.to_p())
@@ -48,6 +52,7 @@ def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference,
     p.wait_output(handoff.request_id)
     check_idle_soon(p)
     assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
+    check_merged(handoff)
     check_serves(p, d, reference, seed=323)
 
 
@@ -56,8 +61,8 @@ def test_client_disconnects_with_writes_in_flight(
 ) -> None:
     """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW)
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=324)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -70,6 +75,7 @@ def test_client_disconnects_with_writes_in_flight(
     p.wait_output(handoff.request_id)
     check_idle_soon(p)
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=325)
 
 
@@ -106,8 +112,8 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, p
     """P lives on, frees the blocks, and serves another D."""
     (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     (d,) = fleet.spawn(engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", held)
+    warm_up(p, d)
+    p.call(wirefaults.on_merged_posts if held else wirefaults.on_posts, "hold", held)
     handoff = early(p, d, LENGTH, seed=328)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -118,6 +124,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, p
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, other, reference, seed=329)
 
 
@@ -125,6 +132,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     """Nothing is on the wire when D dies; the next WRITE finds out."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.spawn(engines.D)
+    warm_up(p, d)
     p.hold()
     handoff = early(p, d, LENGTH, seed=330)
     p.add(handoff.to_p())
@@ -134,6 +142,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     p.run()
     p.wait_output(handoff.request_id)
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    check_merged(handoff)
     check_serves(p, other, reference, seed=331)
 
 
@@ -160,8 +169,8 @@ def test_d_restarted_mid_transfer(
     """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.spawn(engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW)
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
     lost = early(p, d, LENGTH, seed=335)
     p.add(lost.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -174,4 +183,5 @@ def test_d_restarted_mid_transfer(
     check_planned(handoff)
     p.wait_output(lost.request_id)
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    check_merged(lost)
     check_serves(p, successor, reference, seed=337)

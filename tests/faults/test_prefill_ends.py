@@ -9,7 +9,7 @@ from tests.e2e import probes, wirefaults
 from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt
+from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -17,6 +17,7 @@ from tests.faults.checks import (
     all_along,
     check_idle_soon,
     check_load_failed,
+    check_merged,
     check_owned,
     check_planned,
     check_serves,
@@ -25,16 +26,18 @@ from tests.faults.checks import (
     early,
     eventually,
     restart,
+    spoil_writes,
+    warm_up,
 )
 
 LENGTH = 1500
 MOMENTS = {
     "before the first WRITE": ("post", 0),
-    "between layers": ("landed", FEW),
+    "between WRITEs": ("landed:merged", FEW),
     "after the last WRITE": ("send:completion", 0),
     "before D unpacks": ("send:unpack", FEW),
 }
-UNDER_WAY = ("between layers", "before D unpacks")
+UNDER_WAY = ("between WRITEs", "before D unpacks")
 """Moments at which a WRITE has not ended."""
 
 
@@ -42,6 +45,7 @@ UNDER_WAY = ("between layers", "before D unpacks")
 def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
     """D is told at once, and its policy decides."""
     p, d = fleet.get(engines.P, d_spec)
+    warm_up(p, d)
     p.hold()
     handoff = early(p, d, LENGTH, seed=300)
     p.add(handoff.to_p())
@@ -51,6 +55,7 @@ def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: 
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     log.check_one(d, handoff.request_id, "abort")
     check_idle_soon(d)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=301)
 
 
@@ -59,9 +64,9 @@ def test_aborted_on_p_with_writes_in_flight(
 ) -> None:
     """D's blocks are its own again only when the WRITEs have ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    introduce(p, d)
+    warm_up(p, d)
     p.hold()
-    p.call(wirefaults.on_posts, "hold", FEW)
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=302)
     p.add(handoff.to_p())
     p.step(3)
@@ -76,13 +81,16 @@ def test_aborted_on_p_with_writes_in_flight(
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     log.check_one(d, handoff.request_id, "abort")
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=303)
 
 
 def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
     """P's small cache makes it compute the prompt twice; D gets the bytes of the second time, and one completion."""
     p, d = fleet.get(engines.with_packing(engines.P_SMALL, packing), engines.D)
+    warm_up(p, d)
     p.call(wirefaults.watch)
+    merged = p.call(wirefaults.count_of, "post:merged")
     waiting, streaming = (Handoff(new_id(), prompt(length, seed=304), p, d) for length in (1600, 2000))
     p.hold()
     p.add(waiting.to_p())
@@ -93,6 +101,7 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
     p.add(streaming.to_p())
     while not p.call(probes.preemptions, streaming.request_id):
         assert p.step() == 1
+    assert p.call(wirefaults.count_of, "post:merged") > merged
     d.add(waiting.to_d())
     p.run()
     for handoff in (waiting, streaming):
@@ -106,12 +115,12 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
     ("d_spec", "moment", "packing"),
     [
         *itertools.product([engines.D], list(MOMENTS)[:3], ["auto"]),
-        (engines.D_FAIL, "between layers", "auto"),
+        (engines.D_FAIL, "between WRITEs", "auto"),
         *(
             pytest.param(engines.D_FAIL, moment, "auto", marks=pytest.mark.exhaustive)
             for moment in ("before the first WRITE", "after the last WRITE")
         ),
-        pytest.param(engines.D, "between layers", "gather", marks=pytest.mark.exhaustive),
+        pytest.param(engines.D, "between WRITEs", "gather", marks=pytest.mark.exhaustive),
         (engines.D, "before D unpacks", "packed"),
     ],
     ids=described,
@@ -122,7 +131,7 @@ def test_p_killed(
     """D finds out, uses the blocks only then, and serves the next P."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(d_spec)
-    introduce(p, d)
+    warm_up(p, d)
     p.call(wirefaults.gate, *MOMENTS[moment])
     handoff = early(p, d, LENGTH, seed=305)
     p.add(handoff.to_p())
@@ -131,13 +140,15 @@ def test_p_killed(
     check_owned(d, blocks)
     if moment in UNDER_WAY:
         check_under_way(p)
+    if moment != "before the first WRITE":
+        assert p.call(wirefaults.seen, "post:merged")
     p.kill()
     killed = time.monotonic()
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
     assert time.monotonic() - killed < engines.PEER_TIMEOUT_S + engines.GRACE_S
     log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
     check_idle_soon(d)
-    if (moment, packing) == ("between layers", "auto"):
+    if (moment, packing) == ("between WRITEs", "auto"):
         check_serves(fleet.respawn(p, same_id=False), d, reference, seed=306)
 
 
@@ -172,8 +183,8 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW)
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=312)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -190,6 +201,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     p.call(wirefaults.lift)
     check_idle_soon(d)
     check_idle_soon(p)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=314)
 
 

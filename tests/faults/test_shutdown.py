@@ -4,9 +4,18 @@ import time
 
 from tests.e2e import wirefaults
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, introduce
+from tests.e2e.handoff import Reference
 from tests.faults import engines
-from tests.faults.checks import FEW, LogView, check_idle_soon, check_load_failed, check_serves, early
+from tests.faults.checks import (
+    LogView,
+    check_idle_soon,
+    check_load_failed,
+    check_merged,
+    check_serves,
+    early,
+    spoil_writes,
+    warm_up,
+)
 
 LENGTH = 1500
 EXIT_S = 15.0
@@ -16,8 +25,8 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """WRITEs that do not end do not keep P from ending; D goes on without them."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW)
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=390)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -33,6 +42,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     """No WRITE is in the way."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D_FAIL)
+    warm_up(p, d)
     p.hold()
     handoff = early(p, d, LENGTH, seed=392)
     p.add(handoff.to_p())
@@ -50,8 +60,8 @@ def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P frees what it held for D and serves another one."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.spawn(engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW)
+    warm_up(p, d)
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=393)
     p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
@@ -61,4 +71,5 @@ def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     p.wait_output(handoff.request_id)
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
+    check_merged(handoff)
     check_serves(p, other, reference, seed=394)

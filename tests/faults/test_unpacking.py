@@ -7,7 +7,7 @@ import pytest
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Reference, check, introduce
+from tests.e2e.handoff import Reference, check
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
@@ -15,11 +15,13 @@ from tests.faults.checks import (
     all_along,
     check_idle_soon,
     check_load_failed,
+    check_merged,
     check_planned,
     check_serves,
     check_under_way,
     early,
     eventually,
+    warm_up,
 )
 
 LENGTH = 1500
@@ -33,11 +35,13 @@ def test_message_is_lost_or_comes_twice(
 ) -> None:
     """P asks again until it has an answer, and D scatters once."""
     p, d = fleet.get(P_PACKED, engines.D)
+    warm_up(p, d)
     d.call(wirefaults.on_messages, fault, kind, "", 3, "in" if kind == "unpack" else "out")
     handoff = early(p, d, LENGTH, seed=400)
     p.add(handoff.to_p())
     check(handoff.outcome(), reference)
     writes = len(check_planned(handoff).writes)
+    check_merged(handoff)
     assert d.call(wirefaults.count_of, "got:unpack") >= writes + (3 if fault == "drop" else 0)
     for host in (p, d):
         log.check_none(host, handoff.request_id)
@@ -48,6 +52,7 @@ def test_message_is_lost_or_comes_twice(
 def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
     """A client aborts while blocks lie in D's ring: they are D's again when P has heard that D is done with them."""
     p, d = fleet.get(P_PACKED, engines.D)
+    warm_up(p, d)
     p.hold()
     d.call(wirefaults.on_messages, "hold", "unpack", "", wirefaults.ALL, "in")
     handoff = early(p, d, LENGTH, seed=402)
@@ -68,6 +73,7 @@ def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView,
     for host in (p, d):
         check_idle_soon(host)
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=403)
 
 
@@ -75,6 +81,7 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
     """No WRITE is on the wire: P finds out when it asks again."""
     p, other = fleet.get(P_PACKED, engines.D)
     (d,) = fleet.spawn(engines.D)
+    warm_up(p, d)
     d.call(wirefaults.on_messages, "drop", "unpack", "", wirefaults.ALL, "in")
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=404)
@@ -87,13 +94,14 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(p, handoff.request_id, "cannot notify .*DISCONNECT")
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, other, reference, seed=405)
 
 
 def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """It finds each question several times, and goes on where it was."""
     p, d = fleet.get(P_PACKED, engines.D)
-    introduce(p, d)
+    warm_up(p, d)
     p.call(wirefaults.watch)
     d.call(wirefaults.gate, "send:unpacked", FEW)
     handoff = early(p, d, LENGTH, seed=406)
@@ -108,6 +116,7 @@ def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     d.call(wirefaults.open_gates)
     check(handoff.outcome(), reference)
     check_planned(handoff)
+    check_merged(handoff)
     for host in (p, d):
         log.check_none(host, handoff.request_id)
     check_serves(p, d, reference, seed=407)
@@ -125,7 +134,7 @@ def test_blocks_cannot_be_copied(
 ) -> None:
     """No completion, whichever side it was, and D is told why."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
-    introduce(p, d)
+    warm_up(p, d)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=408)
     copies(p, d, copying).call(stagingfaults.fail_copies, copying, FEW)
@@ -138,6 +147,7 @@ def test_blocks_cannot_be_copied(
     for host in (p, d):
         check_idle_soon(host)
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=409)
 
 

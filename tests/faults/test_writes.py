@@ -8,20 +8,22 @@ import pytest
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
+from tests.e2e.handoff import Order, Reference, check, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
-    FEW,
     LogView,
     all_along,
     check_idle_soon,
     check_load_failed,
+    check_merged,
     check_owned,
     check_planned,
     check_serves,
     check_under_way,
     described,
     early,
+    spoil_writes,
+    warm_up,
 )
 
 LENGTH = 1500
@@ -57,8 +59,8 @@ def test_one_write_fails(
 ) -> None:
     """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, fault, FEW if order == "early" else 0, 1)
+    warm_up(p, d)
+    spoil_writes(p, order, fault, 1)
     handoff = send(p, d, prompt(LENGTH, seed=370), order)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
@@ -69,6 +71,7 @@ def test_one_write_fails(
     check_idle_soon(p)
     check_idle_soon(d)
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=371)
 
 
@@ -87,9 +90,9 @@ def test_write_does_not_end(
 ) -> None:
     """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
     p, d = fleet.get(engines.with_packing(engines.P_IMPATIENT, packing), d_spec)
-    introduce(p, d)
+    warm_up(p, d)
     d.call(wirefaults.watch)
-    p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0, 1)
+    spoil_writes(p, order, "hold", 1)
     handoff = send(p, d, prompt(LENGTH, seed=372), order)
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
@@ -105,6 +108,7 @@ def test_write_does_not_end(
     p.wait_output(handoff.request_id)
     check_idle_soon(p)
     check_planned(handoff)
+    check_merged(handoff)
     check_serves(p, d, reference, seed=373)
 
 
@@ -112,8 +116,8 @@ def test_write_does_not_end(
 def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """P's blocks are read until the last WRITE has ended, though the lease would be over."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
-    introduce(p, d)
-    p.call(wirefaults.on_posts, "hold", FEW if order == "early" else 0)
+    warm_up(p, d)
+    spoil_writes(p, order, "hold")
     d.call(wirefaults.on_messages, "drop", "heartbeat")
     handoff = send(p, d, prompt(LENGTH, seed=374), order)
     p.peek_output(handoff.request_id)
@@ -123,6 +127,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
     p.call(wirefaults.lift)
     check(handoff.outcome(), reference)
+    check_merged(handoff)
     for host in (p, d):
         log.check_none(host, handoff.request_id)
 
@@ -131,11 +136,11 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
 def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     """Whatever P says once may be lost: D asks again, or its deadline ends the request."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
-    introduce(p, d)
+    warm_up(p, d)
     d.call(wirefaults.on_messages, "drop", kind, "", 1, "in")
     handoff = early(p, d, LENGTH, seed=375)
     if kind == "fail":
-        p.call(wirefaults.on_posts, "fail", FEW, 1)
+        spoil_writes(p, "early", "fail", 1)
     p.add(handoff.to_p())
     if kind == "cancelled":
         d.abort(handoff.request_id)
@@ -174,11 +179,11 @@ def test_message_of_d_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
 @pytest.mark.parametrize("kind", ["completion", "fail", "accepted", "pong"])
 def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
     p, d = fleet.get(engines.P, engines.D)
-    introduce(p, d)
+    warm_up(p, d)
     p.call(wirefaults.on_messages, "duplicate", kind)
     handoff = early(p, d, LENGTH, seed=379)
     if kind == "fail":
-        p.call(wirefaults.on_posts, "fail", FEW, 1)
+        spoil_writes(p, "early", "fail", 1)
     p.add(handoff.to_p())
     if kind == "fail":
         check_load_failed(handoff, reference, timeout=engines.GRACE_S)

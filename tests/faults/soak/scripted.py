@@ -64,16 +64,12 @@ def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first:
     """Of the WRITEs from now on, ``count`` after the ``first`` ones."""
     faults = wirefaults._faults(host)
     wirefaults.on_posts(host, fault, first, count)
-    entry = faults.post_faults[-1]
-    posts = entry[0]
-
-    def struck() -> int:
-        return len(range(posts.start, min(posts.stop, faults.counts["post"])))
+    rule = faults.post_rules[-1]
 
     def disarm() -> None:
-        faults.post_faults = [other for other in faults.post_faults if other is not entry]
+        faults.post_rules = [other for other in faults.post_rules if other is not rule]
 
-    _armed.append(Armed(kind, struck, disarm))
+    _armed.append(Armed(kind, lambda: count - rule.left, disarm))
 
 
 def arm_messages(host: HostedEngine, kind: str, fault: wirefaults.MessageFault, message: str, count: int) -> None:
