@@ -67,14 +67,14 @@ def plans_under_way(host: HostedEngine) -> list[str]:
 
 
 def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
-    """These copies, counted from now, cannot be made."""
+    """These copies of several layers, counted from now, cannot be made."""
     copies, numbers = _staging(), iter(range(1 << 30))
     real = getattr(copies, copying)
 
-    def fails(*args: Any) -> Any:
-        if first <= next(numbers) < first + count:
+    def fails(layers: slice, *args: Any) -> Any:
+        if layers.stop - layers.start > 1 and first <= next(numbers) < first + count:
             raise RuntimeError(f"scripted: this {copying} cannot be made")
-        return real(*args)
+        return real(layers, *args)
 
     setattr(copies, copying, fails)
 

@@ -42,7 +42,10 @@ def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: i
 
 
 def warm_up(p: EngineHost, d: EngineHost) -> None:
-    """Push prompts until P knows how fast it and its link to D are: from then on several layers share a WRITE."""
+    """Push prompts until P knows how fast it and its link to D are: from then on several layers share a WRITE.
+
+    P has no scripts after it, and counts from 0.
+    """
 
     def shares_writes() -> bool:
         handoff = send(p, d, prompt(700, seed=1 << 20), "early", max_tokens=1)
@@ -51,6 +54,7 @@ def warm_up(p: EngineHost, d: EngineHost) -> None:
         return push.mode == "auto" and 2 * len(push.writes) <= len(push.layer_chunks)
 
     eventually(shares_writes, WARM_UP_S, f"layers of {p.engine_id} share WRITEs")
+    p.call(wirefaults.reset)
 
 
 def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count: int = wirefaults.ALL) -> None:
@@ -59,6 +63,14 @@ def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count
         p.call(wirefaults.on_posts, fault, 0, count)
     else:
         p.call(wirefaults.on_merged_posts, fault, FEW, count)
+
+
+def step_merged(p: EngineHost, chunks: int) -> None:
+    """Compute chunks of the only prompt while the writer posts its first WRITE: the rest of them goes in one WRITE."""
+    p.call(wirefaults.gate, "post")
+    assert p.step(chunks) == chunks
+    p.poll_until(wirefaults.is_at_gate)
+    p.call(wirefaults.open_gates)
 
 
 def check_merged(handoff: Handoff) -> None:

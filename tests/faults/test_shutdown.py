@@ -14,6 +14,7 @@ from tests.faults.checks import (
     check_serves,
     early,
     spoil_writes,
+    step_merged,
     warm_up,
 )
 
@@ -46,7 +47,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     p.hold()
     handoff = early(p, d, LENGTH, seed=392)
     p.add(handoff.to_p())
-    p.step(3)
+    step_merged(p, 3)
     started = time.monotonic()
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0

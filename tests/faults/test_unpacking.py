@@ -21,6 +21,7 @@ from tests.faults.checks import (
     check_under_way,
     early,
     eventually,
+    step_merged,
     warm_up,
 )
 
@@ -57,7 +58,7 @@ def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView,
     d.call(wirefaults.on_messages, "hold", "unpack", "", wirefaults.ALL, "in")
     handoff = early(p, d, LENGTH, seed=402)
     p.add(handoff.to_p())
-    p.step(3)
+    step_merged(p, 3)
     eventually(lambda: d.call(wirefaults.seen, "got:unpack"), 5, "D is asked to unpack")
     check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
@@ -84,8 +85,11 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
     warm_up(p, d)
     d.call(wirefaults.on_messages, "drop", "unpack", "", wirefaults.ALL, "in")
     p.call(wirefaults.watch)
+    p.hold()
     handoff = early(p, d, LENGTH, seed=404)
     p.add(handoff.to_p())
+    step_merged(p, 2)
+    p.run()
     p.wait_output(handoff.request_id)
     posted = p.call(wirefaults.count_of, "post")
     eventually(lambda: p.call(wirefaults.count_of, "landed") == posted > 0, 5, "all WRITEs have landed")
