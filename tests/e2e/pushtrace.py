@@ -25,6 +25,11 @@ class Push:
         return sum(write["t_post"] < self.fields["t_last_ready"] for write in self.fields["writes"])
 
     @property
+    def has_merged_write(self) -> bool:
+        """Whether several layers shared a WRITE."""
+        return any(first < last for first, last in (write["layers"] for write in self.fields["writes"]))
+
+    @property
     def layer_chunks(self) -> set[tuple[int, int]]:
         return {(chunk, layer) for chunk, layer, _, _ in self.fields["ready"]}
 

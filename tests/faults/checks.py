@@ -75,7 +75,7 @@ def step_merged(p: EngineHost, chunks: int) -> None:
 
 def check_merged(handoff: Handoff) -> None:
     """Several layers of a push that is over shared a WRITE."""
-    assert any(first < last for first, last in (write["layers"] for write in handoff.push().writes))
+    assert handoff.push().has_merged_write
 
 
 def described(value: object) -> str:

@@ -8,16 +8,18 @@ from tests.e2e.enginehost import Request
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
-from tests.e2e.pushtrace import pushes
+from tests.e2e.pushtrace import wait_for_pushes
 from tests.faults import engines
 from tests.faults.checks import (
     LogView,
     check_idle_soon,
     check_load_failed,
+    check_merged,
     check_owned,
     check_serves,
     early,
     eventually,
+    warm_up,
 )
 
 LENGTH = 900
@@ -62,6 +64,7 @@ def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> No
 def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """One push and one completion, whether the copy comes with the first or after the end."""
     p, d = fleet.get(engines.P, engines.D)
+    warm_up(p, d)
     p.call(wirefaults.watch)
     d.call(wirefaults.on_messages, "duplicate", "registration")
     handoff = send(p, d, prompt(LENGTH, seed=346), order)
@@ -70,7 +73,7 @@ def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, 
     d.call(wirefaults.send_again, "registration", handoff.request_id)
     eventually(lambda: p.call(wirefaults.count_of, "got:registration") > before, 5, "P has read the copy")
     check_serves(p, d, reference, seed=347)
-    assert len(pushes(p.trace_dir, handoff.request_id)) == 1
+    check_merged(handoff)
     if order == "early":
         assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 1
     for host in (p, d):
@@ -98,6 +101,10 @@ def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: L
         assert output.token_ids == reference.tokens(handoff.token_ids)
         p.wait_output(request_id)
         log.check_none(handoff.d, request_id)
+    if order == "prefilled first":
+        both = wait_for_pushes(p.trace_dir, request_id, 2)
+        late = [push for push in both if push.decode_engine_id == decoders[0].engine_id]
+        assert [push.has_merged_write for push in late] == [True], "layers were ready before D had registered"
     for d in decoders:
         check_serves(p, d, reference, seed=350)
 
