@@ -323,11 +323,15 @@ def is_at_gate(host: HostedEngine) -> bool:
     return bool(_faults(host).reached)
 
 
-def open_gates(host: HostedEngine) -> None:
+def open_gates(host: HostedEngine, moment: str | None = None) -> None:
+    """Open all gates, or those of one moment."""
     faults = _faults(host)
-    for event in faults.gates.values():
-        event.set()
-    faults.gates, faults.reached = {}, []
+    with faults._lock:
+        opened = {place: gate for place, gate in faults.gates.items() if moment in (None, place[0])}
+        faults.gates = {place: gate for place, gate in faults.gates.items() if place not in opened}
+        faults.reached = [place for place in faults.reached if place not in opened]
+    for gate in opened.values():
+        gate.set()
 
 
 def lift(host: HostedEngine) -> None:

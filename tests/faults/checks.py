@@ -26,7 +26,7 @@ THREADS = {
     "vllm-nixl-handshake-initiator_",
 }
 FEW = 1
-"""WRITEs, messages or copies before a fault in the middle of a push. A push has few: layers share WRITEs."""
+"""Messages before a fault in the middle of a push. A push has few: layers share WRITEs."""
 WARM_UP_S = 30.0
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
@@ -58,11 +58,8 @@ def warm_up(p: EngineHost, d: EngineHost) -> None:
 
 
 def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count: int = wirefaults.ALL) -> None:
-    """WRITEs from the middle of the next push on, first one with several layers; if the push is whole, all of it."""
-    if order == "late":
-        p.call(wirefaults.on_posts, fault, 0, count)
-    else:
-        p.call(wirefaults.on_merged_posts, fault, FEW, count)
+    """The next WRITE of several layers and those after it; of a whole push, those from the first one on."""
+    p.call(wirefaults.on_posts if order == "late" else wirefaults.on_merged_posts, fault, 0, count)
 
 
 def step_merged(p: EngineHost, chunks: int) -> None:
@@ -70,7 +67,24 @@ def step_merged(p: EngineHost, chunks: int) -> None:
     p.call(wirefaults.gate, "post")
     assert p.step(chunks) == chunks
     p.poll_until(wirefaults.is_at_gate)
-    p.call(wirefaults.open_gates)
+    p.call(wirefaults.open_gates, "post")
+
+
+def run_merged(p: EngineHost, handoff: Handoff) -> None:
+    """Give P the prompt. A WRITE of several layers follows the first one, however busy the machine is."""
+    p.hold()
+    p.add(handoff.to_p())
+    step_merged(p, 2)
+    p.run()
+
+
+def start(p: EngineHost, d: EngineHost, length: int, seed: int, order: Order) -> Handoff:
+    """`send`, but if the registration is early: with `run_merged`."""
+    if order != "early":
+        return send(p, d, prompt(length, seed=seed), order)
+    handoff = early(p, d, length, seed)
+    run_merged(p, handoff)
+    return handoff
 
 
 def check_merged(handoff: Handoff) -> None:

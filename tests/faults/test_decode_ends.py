@@ -7,7 +7,6 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
-    FEW,
     LogView,
     all_along,
     check_idle_soon,
@@ -18,6 +17,7 @@ from tests.faults.checks import (
     early,
     eventually,
     restart,
+    run_merged,
     spoil_writes,
     step_merged,
     warm_up,
@@ -65,7 +65,7 @@ def test_client_disconnects_with_writes_in_flight(
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=324)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
@@ -100,23 +100,27 @@ def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference,
 
 
 @pytest.mark.parametrize(
-    ("held", "packing"),
+    ("merged", "packing"),
     [
-        (0, "auto"),
-        (FEW, "auto"),
-        pytest.param(FEW, "packed", marks=pytest.mark.exhaustive),
-        pytest.param(FEW, "gather", marks=pytest.mark.exhaustive),
+        (False, "auto"),
+        (True, "auto"),
+        pytest.param(True, "packed", marks=pytest.mark.exhaustive),
+        pytest.param(True, "gather", marks=pytest.mark.exhaustive),
     ],
     ids=["all WRITEs held", "later WRITEs held", "later WRITEs held, packed", "later WRITEs held, gather"],
 )
-def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, packing: engines.Packing) -> None:
+def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool, packing: engines.Packing) -> None:
     """P lives on, frees the blocks, and serves another D."""
     (p, other) = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     (d,) = fleet.spawn(engines.D)
     warm_up(p, d)
-    p.call(wirefaults.on_merged_posts if held else wirefaults.on_posts, "hold", held)
     handoff = early(p, d, LENGTH, seed=328)
-    p.add(handoff.to_p())
+    if merged:
+        p.call(wirefaults.on_merged_posts, "hold")
+        run_merged(p, handoff)
+    else:
+        p.call(wirefaults.on_posts, "hold")
+        p.add(handoff.to_p())
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
     d.kill()
@@ -125,7 +129,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, held: int, p
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
     log.check_one(p, handoff.request_id, "(lost|disconnect|cut off)")
     check_planned(handoff)
-    if held:
+    if merged:
         check_merged(handoff)
     check_serves(p, other, reference, seed=329)
 
@@ -175,7 +179,7 @@ def test_d_restarted_mid_transfer(
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     lost = early(p, d, LENGTH, seed=335)
-    p.add(lost.to_p())
+    run_merged(p, lost)
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
     successor = restart(fleet, d, same_id=same_id)

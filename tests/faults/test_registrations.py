@@ -19,6 +19,7 @@ from tests.faults.checks import (
     check_serves,
     early,
     eventually,
+    start,
     warm_up,
 )
 
@@ -67,7 +68,7 @@ def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, 
     warm_up(p, d)
     p.call(wirefaults.watch)
     d.call(wirefaults.on_messages, "duplicate", "registration")
-    handoff = send(p, d, prompt(LENGTH, seed=346), order)
+    handoff = start(p, d, LENGTH, 346, order)
     check(handoff.outcome(), reference)
     before = p.call(wirefaults.count_of, "got:registration")
     d.call(wirefaults.send_again, "registration", handoff.request_id)

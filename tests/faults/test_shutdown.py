@@ -13,6 +13,7 @@ from tests.faults.checks import (
     check_merged,
     check_serves,
     early,
+    run_merged,
     spoil_writes,
     step_merged,
     warm_up,
@@ -29,7 +30,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=390)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     p.poll_until(wirefaults.held_posts)
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
@@ -64,7 +65,7 @@ def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=393)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     p.poll_until(wirefaults.held_posts)
     d.begin_stop()
     assert d.wait_ended(EXIT_S) == 0

@@ -21,6 +21,7 @@ from tests.faults.checks import (
     check_under_way,
     early,
     eventually,
+    run_merged,
     step_merged,
     warm_up,
 )
@@ -39,7 +40,7 @@ def test_message_is_lost_or_comes_twice(
     warm_up(p, d)
     d.call(wirefaults.on_messages, fault, kind, "", 3, "in" if kind == "unpack" else "out")
     handoff = early(p, d, LENGTH, seed=400)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     check(handoff.outcome(), reference)
     writes = len(check_planned(handoff).writes)
     check_merged(handoff)
@@ -85,11 +86,8 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
     warm_up(p, d)
     d.call(wirefaults.on_messages, "drop", "unpack", "", wirefaults.ALL, "in")
     p.call(wirefaults.watch)
-    p.hold()
     handoff = early(p, d, LENGTH, seed=404)
-    p.add(handoff.to_p())
-    step_merged(p, 2)
-    p.run()
+    run_merged(p, handoff)
     p.wait_output(handoff.request_id)
     posted = p.call(wirefaults.count_of, "post")
     eventually(lambda: p.call(wirefaults.count_of, "landed") == posted > 0, 5, "all WRITEs have landed")
@@ -109,7 +107,7 @@ def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     p.call(wirefaults.watch)
     d.call(wirefaults.gate, "send:unpacked", FEW)
     handoff = early(p, d, LENGTH, seed=406)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     p.peek_output(handoff.request_id)
     d.poll_until(wirefaults.is_at_gate)
     d.pause()
@@ -141,8 +139,8 @@ def test_blocks_cannot_be_copied(
     warm_up(p, d)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=408)
-    copies(p, d, copying).call(stagingfaults.fail_copies, copying, FEW)
-    p.add(handoff.to_p())
+    copies(p, d, copying).call(stagingfaults.fail_copies, copying)
+    run_merged(p, handoff)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
     cause = "could not be gathered: .*scripted" if copying == "gather" else "did not unpack"
@@ -151,7 +149,6 @@ def test_blocks_cannot_be_copied(
     for host in (p, d):
         check_idle_soon(host)
     check_planned(handoff)
-    check_merged(handoff)
     check_serves(p, d, reference, seed=409)
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check
 from tests.faults import engines
 from tests.faults.checks import (
     LogView,
@@ -22,7 +22,9 @@ from tests.faults.checks import (
     check_under_way,
     described,
     early,
+    run_merged,
     spoil_writes,
+    start,
     warm_up,
 )
 
@@ -61,7 +63,7 @@ def test_one_write_fails(
     p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
     warm_up(p, d)
     spoil_writes(p, order, fault, 1)
-    handoff = send(p, d, prompt(LENGTH, seed=370), order)
+    handoff = start(p, d, LENGTH, 370, order)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
     cause = "(posted|cannot post|scripted)" if fault == "fail" else "error"
@@ -71,7 +73,8 @@ def test_one_write_fails(
     check_idle_soon(p)
     check_idle_soon(d)
     check_planned(handoff)
-    check_merged(handoff)
+    if order == "early":
+        assert p.call(wirefaults.seen, "post:merged")
     check_serves(p, d, reference, seed=371)
 
 
@@ -93,7 +96,7 @@ def test_write_does_not_end(
     warm_up(p, d)
     d.call(wirefaults.watch)
     spoil_writes(p, order, "hold", 1)
-    handoff = send(p, d, prompt(LENGTH, seed=372), order)
+    handoff = start(p, d, LENGTH, 372, order)
     p.poll_until(wirefaults.held_posts)
     check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
@@ -119,7 +122,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     warm_up(p, d)
     spoil_writes(p, order, "hold")
     d.call(wirefaults.on_messages, "drop", "heartbeat")
-    handoff = send(p, d, prompt(LENGTH, seed=374), order)
+    handoff = start(p, d, LENGTH, 374, order)
     p.peek_output(handoff.request_id)
     p.poll_until(wirefaults.held_posts)
     assert p.call(stagingfaults.block_writes) > 0, "the look at survivors would notice none"
@@ -141,7 +144,7 @@ def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
     handoff = early(p, d, LENGTH, seed=375)
     if kind == "fail":
         spoil_writes(p, "early", "fail", 1)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     if kind == "cancelled":
         d.abort(handoff.request_id)
         check_idle_soon(d)
@@ -184,7 +187,7 @@ def test_message_of_p_is_doubled(fleet: Fleet, reference: Reference, log: LogVie
     handoff = early(p, d, LENGTH, seed=379)
     if kind == "fail":
         spoil_writes(p, "early", "fail", 1)
-    p.add(handoff.to_p())
+    run_merged(p, handoff)
     if kind == "fail":
         check_load_failed(handoff, reference, timeout=engines.GRACE_S)
         p.wait_output(handoff.request_id)
