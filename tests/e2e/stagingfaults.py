@@ -67,12 +67,13 @@ def plans_under_way(host: HostedEngine) -> list[str]:
 
 
 def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
-    """These copies of several layers, counted from now, cannot be made."""
-    copies, numbers = _staging(), iter(range(1 << 30))
+    """After `first` copies, the next `count` of several layers cannot be made."""
+    copies, numbers, failing = _staging(), iter(range(1 << 30)), iter(range(count))
     real = getattr(copies, copying)
 
     def fails(layers: slice, *args: Any) -> Any:
-        if layers.stop - layers.start > 1 and first <= next(numbers) < first + count:
+        late_enough = next(numbers) >= first
+        if late_enough and layers.stop - layers.start > 1 and next(failing, None) is not None:
             raise RuntimeError(f"scripted: this {copying} cannot be made")
         return real(layers, *args)
 

@@ -61,16 +61,17 @@ def kind_of(payload: bytes) -> str:
 
 @dataclasses.dataclass(eq=False)
 class PostRule:
-    """What happens to the next `left` WRITEs, once a moment (post or post:merged) has come `after` times."""
+    """What happens to the next `left` WRITEs from number `first` on, or from the first `merged` one after it on."""
 
     fault: PostFault
-    moment: str
-    after: int
+    first: int
     left: int
+    merged: bool = False
 
-    def takes(self, counts: Counter[str]) -> bool:
-        if self.left == 0 or counts[self.moment] <= self.after:
+    def takes(self, number: int, merged: bool) -> bool:
+        if self.left == 0 or number < self.first or (self.merged and not merged):
             return False
+        self.merged = False
         self.left -= 1
         return True
 
@@ -166,8 +167,9 @@ class WireFaults:
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         if handle in self._timings:
             return self._real["transfer"](handle, *args, **kwargs)
-        self._reach("post", handle)
-        fault = next((rule.fault for rule in [rule for rule in self.post_rules if rule.takes(self.counts)]), None)
+        number = self._reach("post", handle)
+        rules = [rule for rule in self.post_rules if rule.takes(number, handle in self._merged)]
+        fault = rules[0].fault if rules else None
         if fault == "fail":
             raise self._error("scripted: this WRITE cannot be posted")
         if fault == "hold":
@@ -266,8 +268,8 @@ class WireFaults:
                 self._real["release_xfer_handle"](handle)
                 self.open.discard(handle)
 
-    def _reach(self, moment: str, handle: Any = None) -> None:
-        """Count a moment, of a WRITE if it has a handle; stop here if there is a gate for it."""
+    def _reach(self, moment: str, handle: Any = None) -> int:
+        """Count a moment, of a WRITE if it has a handle; stop here if there is a gate for it. Returns its number."""
         moments = [moment, f"{moment}:merged"] if handle in self._merged else [moment]
         with self._lock:
             numbers = [(moment, self.counts[moment]) for moment in moments]
@@ -277,6 +279,7 @@ class WireFaults:
             self.reached += reached
         for gate in gates:
             gate.wait()
+        return numbers[0][1]
 
 
 # For EngineHost.call.
@@ -284,17 +287,14 @@ class WireFaults:
 
 def on_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
     """hold: PROC until `lift`, and the bytes go out only then; fail: cannot be posted; err: ends in ERR."""
-    _add_post_rule(host, fault, "post", first, count)
+    faults = _faults(host)
+    faults.post_rules.append(PostRule(fault, faults.counts["post"] + first, count))
 
 
 def on_merged_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
-    """`on_posts`, beginning with a WRITE of several layers: `first` such WRITEs go well."""
-    _add_post_rule(host, fault, "post:merged", first, count)
-
-
-def _add_post_rule(host: HostedEngine, fault: PostFault, moment: str, first: int, count: int) -> None:
+    """`on_posts`, but it begins with a WRITE of several layers, after `first` WRITEs or more."""
     faults = _faults(host)
-    faults.post_rules.append(PostRule(fault, moment, faults.counts[moment] + first, count))
+    faults.post_rules.append(PostRule(fault, faults.counts["post"] + first, count, merged=True))
 
 
 def on_messages(

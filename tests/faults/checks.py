@@ -26,7 +26,7 @@ THREADS = {
     "vllm-nixl-handshake-initiator_",
 }
 FEW = 1
-"""Messages before a fault in the middle of a push. A push has few: layers share WRITEs."""
+"""WRITEs, messages or copies before a fault in the middle of a push. A push has few: layers share WRITEs."""
 WARM_UP_S = 30.0
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
@@ -58,8 +58,11 @@ def warm_up(p: EngineHost, d: EngineHost) -> None:
 
 
 def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count: int = wirefaults.ALL) -> None:
-    """The next WRITE of several layers and those after it; of a whole push, those from the first one on."""
-    p.call(wirefaults.on_posts if order == "late" else wirefaults.on_merged_posts, fault, 0, count)
+    """In the middle of a push, from a WRITE of several layers on; if the push is whole, from its first WRITE on."""
+    if order == "late":
+        p.call(wirefaults.on_posts, fault, 0, count)
+    else:
+        p.call(wirefaults.on_merged_posts, fault, FEW, count)
 
 
 def step_merged(p: EngineHost, chunks: int) -> None:

@@ -116,7 +116,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool
     warm_up(p, d)
     handoff = early(p, d, LENGTH, seed=328)
     if merged:
-        p.call(wirefaults.on_merged_posts, "hold")
+        spoil_writes(p, "early", "hold")
         run_merged(p, handoff)
     else:
         p.call(wirefaults.on_posts, "hold")

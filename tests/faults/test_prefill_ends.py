@@ -68,7 +68,7 @@ def test_aborted_on_p_with_writes_in_flight(
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     p.hold()
-    p.call(wirefaults.on_merged_posts, "hold")
+    spoil_writes(p, "early", "hold")
     handoff = early(p, d, LENGTH, seed=302)
     p.add(handoff.to_p())
     step_merged(p, 3)

@@ -139,7 +139,7 @@ def test_blocks_cannot_be_copied(
     warm_up(p, d)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=408)
-    copies(p, d, copying).call(stagingfaults.fail_copies, copying)
+    copies(p, d, copying).call(stagingfaults.fail_copies, copying, FEW)
     run_merged(p, handoff)
     check_load_failed(handoff, reference, timeout=engines.GRACE_S)
     p.wait_output(handoff.request_id)
