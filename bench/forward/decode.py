@@ -5,6 +5,7 @@ A script. Argument: file descriptor of its end of a socket pair with P.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -22,10 +23,16 @@ from layerpush.core.wire import Completion, Registration, encode_registration
 
 PREFILL = "P"
 COMPLETION_TIMEOUT_S = 5.0
+BEHIND_P = 19
+"""On a core that it shares with P's writer thread, D runs only when that thread sleeps. Otherwise D would stop it while
+it holds Python's lock, and the forward would wait for D. Engines on hosts of their own do not do that.
+"""
 
 
 class DecodeEnd(DecodeSide):
     def __init__(self, prefill: Connection, settings: ForwardSettings) -> None:
+        if settings.cores is not None:
+            os.nice(BEHIND_P)  # inherited by the threads of its agent
         super().__init__(prefill, settings)
         self._noise = Noise(settings.noise_bytes, settings.seed, self._end.device)
         self._meet(digest_of(self._noise.bytes))
