@@ -23,9 +23,9 @@ from layerpush.core.wire import Completion, Registration, encode_registration
 
 PREFILL = "P"
 COMPLETION_TIMEOUT_S = 5.0
-BEHIND_P = 19
-"""On a core that it shares with P's writer thread, D runs only when that thread sleeps. Otherwise D would stop it while
-it holds Python's lock, and the forward would wait for D. Engines on hosts of their own do not do that.
+BEHIND_P = 10
+"""D's nice value on a core that it shares with P's writer thread. If D stops that thread while it holds Python's lock,
+the forward waits for D. Engines on hosts of their own do not do that.
 """
 
 

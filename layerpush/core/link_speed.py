@@ -74,11 +74,19 @@ class LinkSpeed:
     @property
     def next_landing(self) -> float:
         """When the oldest WRITE in flight should land; infinite if none is in flight."""
+        return self._after(1.0)
+
+    @property
+    def halfway(self) -> float:
+        """When half of the oldest WRITE's time is over; infinite if none is in flight."""
+        return self._after(0.5)
+
+    def _after(self, part: float) -> float:
         if not self._in_flight:
             return math.inf
         size, posted = next(iter(self._in_flight.values()))
         write_s, byte_s = self.line
-        return max(posted, self._free_since) + write_s + size * byte_s
+        return max(posted, self._free_since) + part * (write_s + size * byte_s)
 
     def slowdown(self, now: float) -> float:
         """At least 1. The oldest WRITE in flight counts with its time so far."""

@@ -31,6 +31,7 @@ class StepSchedule:
         self._interval = interval
         self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT)
         self._leave_at: dict[str, float] = {}
+        self._scheduled: list[LinkSpeed] = []
 
     def link(self, engine_id: str) -> LinkSpeed:
         """The measured speed of the link to a decode engine."""
@@ -45,7 +46,7 @@ class StepSchedule:
 
         ``step`` holds the request ids of the running step; ``ready`` is the number of its layers that are in memory.
         """
-        self._leave_at = {}
+        self._leave_at, self._scheduled = {}, []
         if not step or ready >= self._layers:
             return
         links: dict[str, list[Push]] = {}
@@ -68,13 +69,19 @@ class StepSchedule:
         """The time at which layers that wait leave, unless more become ready later than expected; None if none wait."""
         return min(self._leave_at.values(), default=None)
 
-    @property
-    def next_landing(self) -> float:
-        """The time at which the next WRITE on any link should land; infinite if none is in flight."""
-        return min((link.next_landing for link in self._links.values()), default=math.inf)
+    def landing_poll_s(self, now: float) -> float:
+        """Seconds until the writer should look at WRITEs of the running step; infinite if it need not.
+
+        Only an early look can show that a link is faster than it seems. While layers wait, it is halfway from now to
+        the estimated landing. While none waits, one look at half of the WRITE's time is enough: each layer has one.
+        """
+        if self._leave_at:
+            return min(0.5 * (link.next_landing - now) for link in self._scheduled)
+        return min((link.halfway - now for link in self._scheduled if link.halfway > now), default=math.inf)
 
     def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
         speed, layer_s = self.link(engine_id), self._interval.layer_s
+        self._scheduled.append(speed)
         slowdown, (write_s, byte_s) = speed.slowdown(now), speed.line
         progress = Progress(
             layers=self._layers,

@@ -247,10 +247,7 @@ class PushWriter:
         if any(push.in_flight for push in self._pushes.values()):
             if layers is None or self._has_urgent_writes:
                 return WRITE_POLL_S
-            if self._schedule.next_look is not None:
-                # Half of the way: only a look before the estimated time can show that the link is faster.
-                landing = 0.5 * (self._schedule.next_landing - time.perf_counter())
-                timeouts.append(min(max(WRITE_POLL_S, landing), LONGEST_S))
+            timeouts.append(min(max(WRITE_POLL_S, self._schedule.landing_poll_s(time.perf_counter())), LONGEST_S))
         elif self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
             return WRITE_POLL_S
         if any(push.awaits_peer for push in self._pushes.values()):

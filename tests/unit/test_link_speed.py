@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from layerpush.core.link_speed import LinkSpeed
@@ -35,6 +37,17 @@ def test_writes_of_one_size_give_a_mean() -> None:
         speed.posted(at, 100, at)
         speed.ended(at, at + 0.5, landed=True)
     assert speed.line == pytest.approx((0.0, 0.005))
+
+
+def test_a_look_at_half_of_the_time_shows_that_a_link_is_faster() -> None:
+    """The writer looks halfway, and else when the next layer is ready."""
+    speed, layer_s, seconds_of_each = LinkSpeed(), 2.5, 0.1
+    assert speed.halfway == math.inf
+    for at in range(0, 300, 3):
+        speed.posted(at, 100, at)
+        halfway = speed.halfway
+        speed.ended(at, halfway if halfway >= at + seconds_of_each else at + layer_s, landed=True)
+    assert speed.line[1] * 100 < 3 * seconds_of_each
 
 
 def test_writes_queue_for_the_link() -> None:

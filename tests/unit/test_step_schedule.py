@@ -8,8 +8,8 @@ from layerpush.core.link_speed import LinkSpeed
 from layerpush.core.push_policy import Policy
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PEER_POLL_S
-from tests.unit.writer_rig import Prompt, Rig
+from layerpush.prefill.writer import PEER_POLL_S, WRITE_POLL_S
+from tests.unit.writer_rig import BLOCK_BYTES, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
 SCHEDULED = Policy(scheduled=True)
@@ -78,6 +78,18 @@ def test_the_writer_sleeps_until_layers_have_to_leave(monkeypatch: pytest.Monkey
     rig.step((prompt, TOKENS), between=between)
     assert max(timeouts) == pytest.approx(80, abs=10), "until layer 11 of 12 is ready, from layer 2 or 3 on"
     assert min(timeouts) < 10, "then for each layer"
+
+
+def test_the_writer_looks_early_at_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a WRITE never seems to land earlier than the next layer, and layers never wait."""
+    layer_s, write_s = 8e-3, 4e-3
+    rig, prompt = rig_with(layer_s, write_s / (6 * BLOCK_BYTES), monkeypatch)
+    rig.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
+    rig.registers(prompt)
+    timeouts: list[float | None] = []
+    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
+    assert all(timeout is not None and timeout <= write_s / 2 for timeout in timeouts[: LAYERS - 1])
+    assert max(timeout for timeout in timeouts if timeout is not None) > WRITE_POLL_S, "and not all the time"
 
 
 def test_the_writer_looks_for_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
