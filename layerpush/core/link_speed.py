@@ -74,28 +74,37 @@ class LinkSpeed:
     @property
     def next_landing(self) -> float:
         """When the oldest WRITE in flight should land; infinite if none is in flight."""
-        return self._after(1.0)
-
-    @property
-    def halfway(self) -> float:
-        """When half of the oldest WRITE's time is over; infinite if none is in flight."""
-        return self._after(0.5)
-
-    def _after(self, part: float) -> float:
         if not self._in_flight:
             return math.inf
+        since, due = self._oldest
+        return since + due
+
+    def next_look(self, now: float) -> float:
+        """When to look whether the oldest WRITE has landed: at half of its estimated time, at all of it, and so on,
+        each look twice as late as the one before. So its measured time is at most twice its real one. Infinite if no
+        WRITE is in flight, or if nothing is known.
+        """
+        if not self._in_flight or not self.is_known:
+            return math.inf
+        since, due = self._oldest
+        look = since + 0.5 * due
+        while look <= now and due > 0:
+            look = since + 2 * (look - since)
+        return look
+
+    @property
+    def _oldest(self) -> tuple[float, float]:
+        """Of the oldest WRITE in flight: since when it has the link, and its estimated seconds without slowdown."""
         size, posted = next(iter(self._in_flight.values()))
         write_s, byte_s = self.line
-        return max(posted, self._free_since) + part * (write_s + size * byte_s)
+        return max(posted, self._free_since), write_s + size * byte_s
 
     def slowdown(self, now: float) -> float:
         """At least 1. The oldest WRITE in flight counts with its time so far."""
         if not self._in_flight or not self.is_known:
             return self._slowdown
-        size, posted = next(iter(self._in_flight.values()))
-        write_s, byte_s = self.line
-        due = write_s + size * byte_s
-        return max(self._slowdown, (now - max(posted, self._free_since)) / due) if due > 0 else self._slowdown
+        since, due = self._oldest
+        return max(self._slowdown, (now - since) / due) if due > 0 else self._slowdown
 
     def busy_s(self, now: float, times: float) -> float:
         """Seconds until all WRITEs in flight have landed, if each takes ``times`` as long as estimated."""

@@ -73,11 +73,11 @@ class StepSchedule:
         """Seconds until the writer should look at WRITEs of the running step; infinite if it need not.
 
         Only an early look can show that a link is faster than it seems. While layers wait, it is halfway from now to
-        the estimated landing. While none waits, one look at half of the WRITE's time is enough: each layer has one.
+        the estimated landing. While none wait, ``LinkSpeed.next_look`` is enough.
         """
         if self._leave_at:
             return min(0.5 * (link.next_landing - now) for link in self._scheduled)
-        return min((link.halfway - now for link in self._scheduled if link.halfway > now), default=math.inf)
+        return min((link.next_look(now) - now for link in self._scheduled), default=math.inf)
 
     def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
         speed, layer_s = self.link(engine_id), self._interval.layer_s

@@ -39,15 +39,20 @@ def test_writes_of_one_size_give_a_mean() -> None:
     assert speed.line == pytest.approx((0.0, 0.005))
 
 
-def test_a_look_at_half_of_the_time_shows_that_a_link_is_faster() -> None:
-    """The writer looks halfway, and else when the next layer is ready."""
-    speed, layer_s, seconds_of_each = LinkSpeed(), 2.5, 0.1
-    assert speed.halfway == math.inf
+@pytest.mark.parametrize("real_s", [0.01, 0.1, 0.6, 0.9])
+def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
+    """The writer looks when ``next_look`` says so, and when the next layer is ready."""
+    speed, layer_s = LinkSpeed(), 1.0
+    assert speed.next_look(0.0) == math.inf
     for at in range(0, 300, 3):
         speed.posted(at, 100, at)
-        halfway = speed.halfway
-        speed.ended(at, halfway if halfway >= at + seconds_of_each else at + layer_s, landed=True)
-    assert speed.line[1] * 100 < 3 * seconds_of_each
+        seen = look = float(at)
+        while seen < at + real_s:
+            look = speed.next_look(look)
+            seen = min(look, at + layer_s)
+        speed.ended(at, seen, landed=True)
+    assert real_s <= speed.line[1] * 100 <= 2 * real_s
+    assert speed.slowdown(at) <= 2
 
 
 def test_writes_queue_for_the_link() -> None:
