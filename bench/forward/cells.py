@@ -47,6 +47,8 @@ class Series:
     ``end_s``: from before the first step until the last WRITE has landed. ``exposed_s``: from the last ready layer
     until then. ``transfer_s``: time with a WRITE on its way. ``post_s``: time in which WRITEs were posted. ``arm_s``:
     time in which steps were armed. ``writer_s``, ``decode_s``: processor time of P's writer thread and of D's process.
+    ``writer_queued_s``: time in which P's writer thread waited for a core, maybe with Python's lock; empty if the
+    system does not report it.
     ``early``: share of the descriptors that were posted before the third hook. ``plans``: number of WRITEs by plan.
     """
 
@@ -59,6 +61,7 @@ class Series:
     post_s: list[float] = field(default_factory=list)
     arm_s: list[float] = field(default_factory=list)
     writer_s: list[float] = field(default_factory=list)
+    writer_queued_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)

@@ -7,8 +7,10 @@ import math
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 from bench.forward.host import PairHost
+from bench.forward.queued import queued_s
 from bench.pair.reach import DECODE, Reach
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration, Unpacked, read
@@ -106,6 +108,10 @@ class Pusher:
         self._turning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="push-writer", daemon=True)
         self._thread.start()
+
+    def queued_s(self) -> float | None:
+        """Seconds for which the thread has waited for a core; None if the system does not report them."""
+        return queued_s(Path(f"/proc/self/task/{self._thread.native_id}/schedstat"))
 
     def serve(self, lane: Lane) -> None:
         """Serve this lane from now on. Call it after ``rest``, or while the former lane has no push."""

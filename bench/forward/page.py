@@ -24,7 +24,18 @@ def table(result: Result) -> str:
     headings = (
         *("model", "link", "blocks", "tokens", "load"),
         *(f"exposed by `{mode}`" for mode in modes),
-        *("of request's", "limit", "end", "forward", "computing", "for a core", "for the lock", "hook", "writer"),
+        *(
+            "of request's",
+            "limit",
+            "end",
+            "forward",
+            "computing",
+            "for a core",
+            "for the lock",
+            "hook",
+            "writer",
+            "writer queued",
+        ),
         *(f"forward of {other}'s" for other in beside),
         *(f"exposed of {other}'s" for other in beside),
         *(f"writer of {other}'s" for other in beside),
@@ -37,7 +48,8 @@ def table(result: Result) -> str:
         f"end of a push {by} over max(forward, transfer) plus one layer. Forward: with a push {by} over one without, "
         "with its 95 % interval. Computing, for a core, for the lock: mean parts of the additional time, in percent of "
         "the forward without a push; the thread computes, waits for a core, or sleeps, on a CPU until Python's lock is "
-        "free. Hook: one call on that thread. Writer: processor time of P's writer thread. "
+        "free. Hook: one call on that thread. Writer: processor time of P's writer thread. Writer "
+        "queued: time for which that thread waited for a core, maybe with Python's lock. "
         f"In {missed} of {len(cells)} cases a figure is beyond its limit; the JSON names it."
     )
     return f"{rows}\n\n{about} {_cores(result)} {conditions(result)}"
@@ -46,7 +58,7 @@ def table(result: Result) -> str:
 def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str]) -> tuple[str, ...]:
     exposed = [f"{1e3 * cell['modes'][mode]['exposed_s_median']:.1f} ms" for mode in modes]
     pushed = cell["modes"].get(early)
-    rest: tuple[str, ...] = ("",) * (9 + 3 * len(beside))
+    rest: tuple[str, ...] = ("",) * (10 + 3 * len(beside))
     if pushed is not None:
         share = pushed.get(f"exposed_of_{REFERENCE}")
         rest = (
@@ -57,6 +69,7 @@ def _row(cell: Mapping[str, Any], modes: list[str], early: str, beside: list[str
             *(f"{100 * pushed['delays'][part]:+.1f} %" if pushed["delays"] else "" for part in DELAYS),
             f"{pushed['hook_us']['p50']:.1f} µs",
             f"{1e3 * _writer_s(pushed):.1f} ms",
+            f"{1e3 * statistics.median(queued):.1f} ms" if (queued := pushed["raw"].get("writer_queued_s")) else "",
             *(with_interval(pushed[f"forward_of_{other}"]) for other in beside),
             *(with_interval(pushed[f"exposed_of_{other}"]) for other in beside),
             *(f"{_writer_s(pushed) / _writer_s(cell['modes'][other]):.2f}" for other in beside),

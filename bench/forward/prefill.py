@@ -120,7 +120,7 @@ class PrefillEnd(PrefillSide):
             self._ask(Register(name, each.targets))
         if names and not lane.host.all_known.wait(LAND_TIMEOUT_S):
             raise PushError(f"{way}, {case}: D's registrations did not arrive")
-        cpu_s = self._pusher.cpu_s
+        cpu_s, writer_queued = self._pusher.cpu_s, self._pusher.queued_s()
         self._store_cached(lane, case, prompts)
         queued_before = queued_s()
         used, start = time.thread_time(), time.perf_counter()
@@ -134,6 +134,8 @@ class PrefillEnd(PrefillSide):
             self._await(lane, f"{way}, {case}", LAND_TIMEOUT_S + case.bytes / SLOWEST)
             self._pusher.rest()
             series.writer_s.append(self._pusher.cpu_s - cpu_s)
+            if writer_queued is not None:
+                series.writer_queued_s.append((self._pusher.queued_s() or 0.0) - writer_queued)
             self._account(lane, series, start, ready, third)
             checked: Checked = self._ask(Check(self._turn, names))
             raise_if_wrong(checked.problem, f"{way}, {case}")
