@@ -53,13 +53,19 @@ class LinkSpeed:
         self._in_flight[key] = (size, at)
 
     def ended(self, key: Hashable, at: float, *, landed: bool) -> None:
-        """A WRITE is in D's memory, or has failed. The estimate ignores the time of a failed WRITE."""
+        """A WRITE is in D's memory, or has failed. The estimate ignores the time of a failed WRITE, and of one that has
+        overtaken another: the link was not its own.
+        """
+        was_oldest = next(iter(self._in_flight), None) == key
         size, posted = self._in_flight.pop(key, (0, at))
+        if landed and size:
+            self.last_landed = at
+        if not was_oldest:
+            return
         took = at - max(posted, self._free_since)
         self._free_since = at
         if not landed or not size:
             return
-        self.last_landed = at
         write_s, byte_s = self.line
         due = write_s + size * byte_s
         if due > 0:
@@ -88,7 +94,7 @@ class LinkSpeed:
             return math.inf
         since, due = self._oldest
         look = since + 0.5 * due
-        while look <= now and due > 0:
+        while since < look <= now:
             look = since + 2 * (look - since)
         return look
 

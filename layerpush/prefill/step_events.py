@@ -214,6 +214,11 @@ class StepEvents:
     def pending(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def has_fences(self) -> bool:
+        """Whether the device computes after its calls return."""
+        return self._fences is not None
+
     def _revoke(self, request_id: str, event: Event) -> None:
         with self._void_lock:
             self._void[request_id] = self._step + 1

@@ -27,7 +27,7 @@ FRESH_S = 1.0
 
 class StepSchedule:
     def __init__(self, layers: int, interval: LayerInterval) -> None:
-        self._layers = layers
+        self._layers = self._hooked = layers
         self._interval = interval
         self._links: BoundedDict[str, LinkSpeed] = BoundedDict(LINKS_KEPT)
         self._leave_at: dict[str, float] = {}
@@ -41,13 +41,20 @@ class StepSchedule:
             self._links.note(engine_id, speed)
         return speed
 
+    def step_ended(self, hooked: int) -> None:
+        """A step has ended in which so many layers were hooked. Ready layers of the next step wait for no others: the
+        sweep finds those after the step.
+        """
+        if hooked:
+            self._hooked = hooked
+
     def decide(self, pushes: Iterable[Push], step: set[str], ready: int, now: float) -> None:
         """Decide for each decode engine whether ready layers wait.
 
         ``step`` holds the request ids of the running step; ``ready`` is the number of its layers that are in memory.
         """
         self._leave_at, self._scheduled = {}, []
-        if not step or ready >= self._layers:
+        if not step or ready >= self._hooked:
             return
         links: dict[str, list[Push]] = {}
         for push in pushes:
@@ -75,16 +82,20 @@ class StepSchedule:
         Only an early look can show that a link is faster than it seems. While layers wait, it is halfway from now to
         the estimated landing. While none wait, ``LinkSpeed.next_look`` is enough.
         """
-        if self._leave_at:
-            return min(0.5 * (link.next_landing - now) for link in self._scheduled)
-        return min((link.next_look(now) - now for link in self._scheduled), default=math.inf)
+        waiting = bool(self._leave_at)
+        return min((self._look_at(link, now, waiting) - now for link in self._scheduled), default=math.inf)
+
+    @staticmethod
+    def _look_at(link: LinkSpeed, now: float, waiting: bool) -> float:
+        landing = link.next_landing
+        return 0.5 * (now + landing) if waiting and landing > now else link.next_look(now)
 
     def _decide(self, engine_id: str, sharing: list[Push], running: list[Push], ready: int, now: float) -> None:
         speed, layer_s = self.link(engine_id), self._interval.layer_s
         self._scheduled.append(speed)
         slowdown, (write_s, byte_s) = speed.slowdown(now), speed.line
         progress = Progress(
-            layers=self._layers,
+            layers=self._hooked,
             ready=ready,
             layer_bytes=sum(push.session.chunk_bytes for push in running) // self._layers,
             unposted_bytes=sum(push.session.unposted_bytes for push in sharing),

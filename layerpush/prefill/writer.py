@@ -11,7 +11,7 @@ It only iterates; the push handles its events. A registration, a cancellation, a
 push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, the writer looks for its layers every ``layer_poll_timeout`` seconds. If ready layers
-wait (``StepSchedule``), it looks when they have to leave. A layer does not end a sleep of at most that length
+wait (``StepSchedule``), that is half of the time until they have to leave. A layer does not end a sleep of at most that length
 (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an earlier event waits
 for its fence: the writer polls fences.
 
@@ -136,6 +136,7 @@ class PushWriter:
             elif isinstance(event, StepStarted):
                 self._begin_step(event, at)
             else:
+                self._schedule.step_ended(len(self._step_layers))
                 for layer in range(len(self._layer_groups)):
                     if layer not in self._step_layers:
                         self._layer_ready(layer, at, hooked=False)
@@ -240,8 +241,11 @@ class PushWriter:
     @property
     def poll_timeout(self) -> float | None:
         """The writer's longest sleep in seconds; None: until it is woken."""
+        if any(push.dirty and push.session.state is State.STREAMING for push in self._pushes.values()):
+            return 0.0  # it began to stream after the turn
         layers = self.layer_poll_timeout
-        if self._step_events.pending and (layers is None or self._schedule.next_look is None):
+        measured = layers is not None and self._layer_interval.is_measured
+        if self._step_events.pending and not (measured and self._schedule.next_look is not None):
             return FENCE_POLL_S
         timeouts = [] if layers is None else [layers]
         if any(push.in_flight for push in self._pushes.values()):
@@ -267,9 +271,9 @@ class PushWriter:
         streaming = [push for push, _ in self._step if push.session.state is State.STREAMING]
         if not all(self._schedule.waits(push) for push in streaming):
             return every
-        until = look - time.perf_counter()
+        halfway = 0.5 * (look - time.perf_counter())  # a layer may take less time than the first ones
         # Nothing wakes the writer for a fence, and the last one may pass earlier than expected.
-        return min(max(FENCE_POLL_S, until), LONGEST_S) if self._step_events.pending else max(every, until)
+        return min(max(FENCE_POLL_S, halfway), LONGEST_S) if self._step_events.has_fences else max(every, halfway)
 
     def polls_layers(self, poll_timeout: float) -> bool:
         """Whether a sleep of so many seconds is short enough for the layers of the running step."""

@@ -55,6 +55,26 @@ def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
     assert speed.slowdown(at) <= 2
 
 
+def test_a_write_that_overtakes_another_says_nothing_of_the_link() -> None:
+    speed = LinkSpeed()
+    speed.posted("large", 100_000_000, 0.0)
+    speed.posted("small", 1_000_000, 45e-3)
+    speed.ended("small", 46e-3, landed=True)
+    assert not speed.is_known
+    speed.ended("large", 50e-3, landed=True)
+    assert speed.line == pytest.approx((0.0, 50e-3 / 100_000_000))
+
+
+@pytest.mark.timeout(10)
+def test_the_next_look_of_a_tiny_write_is_found() -> None:
+    """Late on the clock, half of its time is lost in rounding."""
+    speed = LinkSpeed()
+    speed.posted("tiny", 1, 0.0)
+    speed.ended("tiny", 1e-12, landed=True)
+    speed.posted("later", 1, 1e9)
+    assert speed.next_look(2e9) == 1e9
+
+
 def test_writes_queue_for_the_link() -> None:
     speed = learned()
     for key in range(3):

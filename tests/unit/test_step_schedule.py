@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from layerpush.core.link_speed import LinkSpeed
 from layerpush.core.push_policy import Policy
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.step_events import StepEvents
-from layerpush.prefill.writer import PEER_POLL_S, WRITE_POLL_S
-from tests.unit.writer_rig import BLOCK_BYTES, Prompt, Rig
+from layerpush.prefill.step_schedule import StepSchedule
+from layerpush.prefill.writer import FENCE_POLL_S, PEER_POLL_S, WRITE_POLL_S
+from tests.unit.writer_rig import Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
 SCHEDULED = Policy(scheduled=True)
@@ -65,7 +68,7 @@ def test_a_chunk_that_is_not_the_last_goes_in_one_write(monkeypatch: pytest.Monk
     rig.assert_clean()
 
 
-def test_the_writer_sleeps_until_layers_have_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_sleeps_halfway_to_the_time_at_which_layers_have_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
     timeouts: list[float] = []
@@ -76,20 +79,19 @@ def test_the_writer_sleeps_until_layers_have_to_leave(monkeypatch: pytest.Monkey
             timeouts.append(rig.writer.layer_poll_timeout)
 
     rig.step((prompt, TOKENS), between=between)
-    assert max(timeouts) == pytest.approx(80, abs=10), "until layer 11 of 12 is ready, from layer 2 or 3 on"
+    assert max(timeouts) == pytest.approx(40, abs=5), "layer 11 of 12 is ready after 80 s, seen from layer 2 or 3"
     assert min(timeouts) < 10, "then for each layer"
 
 
-def test_the_writer_looks_early_at_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_looks_at_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a WRITE never seems to land earlier than the next layer, and layers never wait."""
-    layer_s, write_s = 8e-3, 4e-3
-    rig, prompt = rig_with(layer_s, write_s / (6 * BLOCK_BYTES), monkeypatch)
+    rig, prompt = rig_with(1.0, 1.0, monkeypatch)
     rig.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
+    monkeypatch.setattr(StepSchedule, "landing_poll_s", lambda *_: 0.0)
     rig.registers(prompt)
     timeouts: list[float | None] = []
     rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
-    assert all(timeout is not None and timeout <= write_s / 2 for timeout in timeouts[: LAYERS - 1])
-    assert max(timeout for timeout in timeouts if timeout is not None) > WRITE_POLL_S, "and not all the time"
+    assert timeouts[: LAYERS - 1] == [WRITE_POLL_S] * (LAYERS - 1)
 
 
 def test_the_writer_looks_for_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +99,67 @@ def test_the_writer_looks_for_fences_while_layers_wait(monkeypatch: pytest.Monke
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
     timeouts: list[float | None] = []
+    monkeypatch.setattr(StepEvents, "has_fences", True)
 
     def between() -> None:
         rig.settle()
-        with monkeypatch.context() as patch:
-            patch.setattr(StepEvents, "pending", True)
-            rig.writer.turn()
-            timeouts.append(rig.writer.poll_timeout)
+        timeouts.append(rig.writer.poll_timeout)
 
     rig.step((prompt, TOKENS), between=between)
     assert max(timeout for timeout in timeouts if timeout is not None) == LONGEST_S
+
+
+def test_the_writer_polls_the_first_fences_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step before may have had much slower layers."""
+    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
+    rig.registers(prompt)
+    rig.writer._schedule.link("D").last_landed = math.inf
+    monkeypatch.setattr(StepEvents, "pending", True)
+    timeouts: list[float | None] = []
+    rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
+    assert timeouts[0] == FENCE_POLL_S
+
+
+def test_layers_do_not_wait_for_layers_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are ready when the whole step is over; the first step shows which they are."""
+    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
+    wanted = rig.registers(prompt)
+    for tokens in (9, 13):
+        rig.step((prompt, tokens), hooked=range(6), between=rig.settle)
+    rig.settle()
+    rig.finish(prompt)
+    assert (5, 5) in written(rig), "the last hooked layer leaves alone, as the last layer of a step does"
+    rig.assert_delivered(prompt, wanted)
+
+
+def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
+    rig.registers(prompt)
+    rig.host.links["D"] = [None]
+    timeouts: list[float | None] = []
+
+    def between() -> None:
+        if not timeouts:
+            rig.host.connecting["p-1"].reconnect(None)
+        timeouts.append(rig.writer.poll_timeout)
+
+    rig.step((prompt, TOKENS), between=between)
+    assert timeouts[0] == 0.0
+    assert 0.0 not in timeouts[1:]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "polls"), [(True, [0.5, 0.25, 1.0, 3.5]), (False, [0.5, 0.5, 1.0, 3.5])], ids=["waiting", "not waiting"]
+)
+def test_a_write_is_looked_at_early_and_ever_more_seldom(
+    waiting: bool, polls: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LinkSpeed, "is_known", True)
+    monkeypatch.setattr(LinkSpeed, "line", (1.0, 0.0))
+    schedule, link = StepSchedule(LAYERS, LayerInterval()), LinkSpeed()
+    schedule._leave_at, schedule._scheduled = {"D": math.inf} if waiting else {}, [link]
+    link.posted("write", 1, 0.0)
+    assert [schedule.landing_poll_s(now) for now in (0.0, 0.5, 3.0, 4.5)] == polls
 
 
 def test_the_writer_looks_for_a_registration_while_layers_of_another_prompt_wait(
