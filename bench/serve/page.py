@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.markdown import Result, conditions, number_table, with_interval
+from bench.serve.lineup import STOCK
 from bench.serve.plan import AGGREGATED, LOOPBACK
 from bench.serve.results import AUTO, PREFILL_LIMIT
 
@@ -51,9 +52,10 @@ def summary(result: Result) -> str:
     first = next(iter(cells.values()))
     modes = list(first["modes"])
     rows = [(link, *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for link, cell in cells.items()]
+    stock = " and ".join(f"`{mode}`" for mode in modes if mode in STOCK)
     about = (
         f"Time to first token of prompts of {longest} tokens, {_load(first)}, median of {first['rounds']} rounds, and "
-        f"the ratio to one engine without any transfer, with its 95 % interval. `pull` and `push` are stock vLLM's."
+        f"the ratio to one engine without any transfer, with its 95 % interval. Stock vLLM's: {stock}."
     )
     return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
 

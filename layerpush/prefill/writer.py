@@ -11,9 +11,9 @@ It only iterates; the push handles its events. A registration, a cancellation, a
 push through a method here, by request id, between turns, on the same thread.
 
 While a step is being computed, the writer looks for its layers every ``layer_poll_timeout`` seconds. If ready layers
-wait (``StepSchedule``), that is half of the time until they have to leave. A layer does not end a sleep of at most that length
-(``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an earlier event waits
-for its fence: the writer polls fences.
+wait (``StepSchedule``), that is half of the time until they have to leave. A layer does not end a sleep of at most that
+length (``polls_layers``). A revocation ends any sleep. So do a step's last layer and its end, unless an earlier event
+waits for its fence: the writer polls fences.
 
 Nothing here knows vLLM: ``Host`` stands for the engine's worker. Every method runs on the writer thread, but for
 ``writes_in_flight``, ``engines_in_use``, ``waiting`` and ``active``: any thread may call those. A push that is over may

@@ -13,6 +13,7 @@ from bench.markdown import Result
 from bench.proxy import page_table as proxy_table
 from bench.push import page as push
 from bench.serve import page as serve
+from bench.writer import page as writer
 from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
 from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions
@@ -43,13 +44,13 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-figures": Section((PROXY, BENCHMARKS), of("proxy.json", proxy_table)),
     "serve-summary": Section((README,), of("serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
-    "again-figures": Section((BENCHMARKS,), of("serve-again.json", serve.tables)),
-    "sweep-figures": Section((BENCHMARKS,), of("sweep.json", serve.tables)),
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
+    "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
     "link-figures": Section((BENCHMARKS,), of("links.json", forward.table)),
     "push-summary": Section((PACKING,), of("push.json", push.summary)),
     "push-figures": Section((BENCHMARKS,), of("push.json", push.tables)),
+    "writer-figures": Section((BENCHMARKS,), of("writer.json", writer.table)),
     "kernel-figures": Section((BENCHMARKS,), of("kernel.json", kernelpage.tables)),
     "soak-summary": Section((BENCHMARKS,), of("soak.json", soakrun.summary)),
     "soak-tables": Section((SOAK,), of("soak.json", soakrun.tables)),
