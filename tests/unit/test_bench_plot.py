@@ -80,8 +80,8 @@ def test_lengths_show_medians_ratios_and_exposed_time(tmp_path: Path) -> None:
     assert exposed["layer"] == pytest.approx(medians("layer", "exposed_ms"))
     stock = {"aggregated", "pull", "push"}
     assert set(exposed) == by_tokens[0]["modes"].keys() - stock, "the stock connectors keep no trace"
-    of_request = [cell["ratios"]["ttft_ms"]["layer/request"]["ratio"] for cell in by_tokens]
-    assert of_request in list(ratios.values())
+    of_aggregated = [cell["ratios"]["ttft_ms"]["auto/aggregated"]["ratio"] for cell in by_tokens]
+    assert of_aggregated in list(ratios.values())
 
 
 def test_the_growth_has_a_panel_for_each_thing_and_cost_with_the_slopes(tmp_path: Path) -> None:
