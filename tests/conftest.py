@@ -2,6 +2,10 @@
 
 With workers (pytest-xdist), the tests of one group run in one worker, in their order. The groups with engines start
 first, because they take longest. The summary says how many tests, seconds and engine starts each folder had.
+
+Properties are checked with the same examples in every run, so that a change is judged by the same tests before and
+after it. `make test-all` draws new ones: `--hypothesis-profile=new-examples`. No example has a deadline: on a machine
+that is busy with something else each may take a second.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.starts import new_starts
 
@@ -22,6 +27,10 @@ SERVERS = tuple(f"tests/e2e/test_{name}.py" for name in ("docs_commands", "metri
 LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector")
 SLOWEST_FILES = 15
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+settings.register_profile("new-examples", deadline=None)
+settings.register_profile("same-examples", deadline=None, derandomize=True)
+settings.load_profile("same-examples")
 
 
 def group(nodeid: str) -> str:

@@ -26,7 +26,9 @@ PROTOCOL_VERSION = 1
 REGISTRATION_PREFIX = b"PUSH_REG:"
 HEARTBEAT_PREFIX = b"HB:"
 QUIET_PREFIX = HEARTBEAT_PREFIX + b"layerpush."
-"""Prefix of one of our messages in hex. A stock peer reads it as the heartbeat of an unknown request."""
+"""Prefix of one of our messages in hex. A stock peer reads it as the heartbeat of an unknown request. No request id of
+vLLM begins like this, because its API server puts the kind of the endpoint before the client's id: ``cmpl-``.
+"""
 PEER_PREFIX = b"LAYERPUSH:"
 
 MAX_NOTIFICATION_BYTES = 4 << 20

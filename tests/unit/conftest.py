@@ -1,16 +1,9 @@
-"""What every unit test gets: commands that run in this process may change its environment, for that test only.
-
-No example of a property has a deadline: on a machine that is busy with something else each may take a second.
-"""
+"""What every unit test gets: commands that run in this process may change its environment, for that test only."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("unit", settings.default, deadline=None)
-settings.load_profile("unit")
 
 
 @pytest.fixture(autouse=True)

@@ -192,7 +192,9 @@ peer_messages = st.one_of(
     st.builds(Unpacked, counts, st.booleans()),
 )
 completions = st.builds(Completion, request_ids, st.integers(1, 999_999))
-heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple))
+heartbeats = st.builds(Heartbeat, st.lists(names.filter(lambda name: "," not in name), max_size=5).map(tuple)).filter(
+    lambda heartbeat: not encode_heartbeat(heartbeat.request_ids).startswith(QUIET_PREFIX)
+)
 quiet = peer_messages.map(encode_quietly)
 notifications = st.one_of(registrations, peer_messages, completions, heartbeats).map(sent_again) | quiet
 
