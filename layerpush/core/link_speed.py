@@ -6,7 +6,10 @@ line. It rises with one slow WRITE and falls slowly. An overdue WRITE raises it 
 slow link at the time at which the WRITE should have landed.
 
 WRITEs share the link. A WRITE's own time begins when it is posted, or when the WRITE before it has ended, if that is
-later. It includes the copies of a WRITE that goes by way of staging memory.
+later. It includes the copies of a WRITE that goes by way of staging memory. The writer thread does not see the end
+itself: it lies between its last two looks, and counts as halfway between them.
+
+``proven_bytes`` bounds what may depend on the line: times of small WRITEs say little of a large one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ KEPT = 0.9
 """Weight of a WRITE, relative to the next one."""
 RECOVERED = 0.2
 """A faster WRITE lowers ``slowdown`` by this part of the difference."""
+GROWTH = 4.0
+"""A WRITE may be this many times as large as the largest of the recent ones."""
 
 
 class LinkSpeed:
@@ -30,6 +35,7 @@ class LinkSpeed:
         self._free_since = -math.inf
         self._weight = self._bytes = self._squares = self._seconds = self._products = 0.0
         self._slowdown = 1.0
+        self._largest = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -48,13 +54,20 @@ class LinkSpeed:
             return 0.0, mean
         return write_s, byte_s
 
+    @property
+    def proven_bytes(self) -> float:
+        """The size in bytes up to which a WRITE's time may be estimated: ``GROWTH`` times the largest recent one."""
+        return GROWTH * self._largest
+
     def posted(self, key: Hashable, size: int, at: float) -> None:
         """A WRITE of ``size`` bytes is on the wire."""
         self._in_flight[key] = (size, at)
 
-    def ended(self, key: Hashable, at: float, *, landed: bool) -> None:
-        """A WRITE is in D's memory, or has failed. The estimate ignores the time of a failed WRITE, and of one that has
-        overtaken another: the link was not its own.
+    def ended(self, key: Hashable, at: float, *, landed: bool, seen: float = math.inf) -> None:
+        """A WRITE is in D's memory, or has failed. It was ``seen`` in flight before; infinite: until ``at``.
+
+        The estimate ignores the time of a failed WRITE, and of one that has overtaken another: the link was not its
+        own.
         """
         was_oldest = next(iter(self._in_flight), None) == key
         size, posted = self._in_flight.pop(key, (0, at))
@@ -62,10 +75,12 @@ class LinkSpeed:
             self.last_landed = at
         if not was_oldest:
             return
-        took = at - max(posted, self._free_since)
-        self._free_since = at
+        since = max(posted, self._free_since)
+        self._free_since = 0.5 * (min(max(since, seen), at) + at)
+        took = self._free_since - since
         if not landed or not size:
             return
+        self._largest = max(size, KEPT * self._largest)
         write_s, byte_s = self.line
         due = write_s + size * byte_s
         if due > 0:
@@ -87,8 +102,8 @@ class LinkSpeed:
 
     def next_look(self, now: float) -> float:
         """When to look whether the oldest WRITE has landed: at half of its estimated time, at all of it, and so on,
-        each look twice as late as the one before. So its measured time is at most twice its real one. Infinite if no
-        WRITE is in flight, or if nothing is known.
+        each look twice as late as the one before. So its measured time is 0.75 to 1.5 times its real one. Infinite if
+        no WRITE is in flight, or if nothing is known.
         """
         if not self._in_flight or not self.is_known:
             return math.inf

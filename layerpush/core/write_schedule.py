@@ -20,6 +20,9 @@ it has landed. It follows that
   last one. If both are of one size, a chunk goes in one WRITE up to a load of ``1 / (2 * SAFETY)``;
 - nothing waits before an engine knows the time of a layer and of the link. A prompt's first layer goes at once: it
   shows how fast the link is now, before many layers wait for it.
+
+Times of small WRITEs say little of a large one. So layers do not wait either once they are ``proven_bytes`` together:
+the WRITEs of a new link grow step by step, and each step shows whether the next one is safe.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ class Speeds:
     """Running estimates, in seconds. None: nothing is known yet.
 
     ``layer_s`` is the computation of one layer of this step, ``byte_s`` the transfer of one byte, ``write_s`` the cost
-    of a WRITE of any size.
+    of a WRITE of any size. They hold for WRITEs of up to ``proven_bytes`` bytes.
     """
 
     layer_s: float | None = None
     byte_s: float | None = None
     write_s: float = 0.0
+    proven_bytes: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ def layers_to_wait(speeds: Speeds, progress: Progress) -> int:
     layers_left, bytes_left = to_come + next_layers, progress.unposted_bytes + next_layers * progress.layer_bytes
     transfer_s = progress.busy_s + SAFETY * (bytes_left - progress.layer_bytes) * speeds.byte_s + speeds.write_s
     spare = layers_left - 2 - transfer_s / speeds.layer_s
-    if spare >= 0:
-        return min(to_come, math.floor(spare) + 1)
-    return 1 if progress.busy_s > 0 else 0
+    wait = min(to_come, math.floor(spare) + 1) if spare >= 0 else int(progress.busy_s > 0)
+    unproven = progress.unposted_bytes - (to_come - wait) * progress.layer_bytes - speeds.proven_bytes
+    if unproven > 0:
+        wait -= int(unproven // max(1, progress.layer_bytes))
+    return max(0, wait)

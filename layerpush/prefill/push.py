@@ -108,6 +108,7 @@ class Push:
         self._shared = shared
         self._link: Link | None = None
         self._losses: dict[int, _Loss] = {}
+        self._polled_at = -math.inf
 
     @property
     def in_flight(self) -> bool:
@@ -216,8 +217,8 @@ class Push:
             if state is not WriteState.PENDING:
                 self._ended(transfer, error)
         since = min((transfer.record.t_posted for transfer in self.transfers), default=math.inf)
-        timeout_s = self._shared.write_timeout_s
-        if self.session.failure is None and time.perf_counter() - since >= timeout_s:
+        self._polled_at, timeout_s = time.perf_counter(), self._shared.write_timeout_s
+        if self.session.failure is None and self._polled_at - since >= timeout_s:
             self.fail(f"a WRITE is on the wire for more than {timeout_s:g} s (write_timeout_s)")
 
     # Actions.
@@ -255,7 +256,7 @@ class Push:
         except Exception as error:  # noqa: BLE001  after any error the session must know that this WRITE is lost
             self._note_loss(write.id, f"a WRITE could not be posted: {error}", isinstance(error, PeerLostError))
             self._shared.meter.lost()
-        self._end_write(write.id)
+        self._end_write(write.id, seen=time.perf_counter())
 
     def _notify(self, action: Notify) -> None:
         shared, registration = self._shared, action.registration
@@ -343,7 +344,7 @@ class Push:
             logger.exception("push of %s: a WRITE that has ended could not be accounted for", self.request_id)
             self._note_loss(transfer.write, f"{type(defect).__name__}: {defect}", peer_lost=False)
         self.note_idle(time.perf_counter())
-        self._end_write(transfer.write)
+        self._end_write(transfer.write, seen=max(self._polled_at, record.t_posted))
 
     def _whole_write_ended(self, transfer: Transfer, *, landed: bool) -> None:
         if not landed:
@@ -359,14 +360,16 @@ class Push:
         known = self._losses.setdefault(write, _Loss(reason))
         known.peer_lost |= peer_lost
 
-    def _end_write(self, write: int) -> None:
-        """Give the session the end of a WRITE, if none of its transfers is on the wire any more."""
+    def _end_write(self, write: int, seen: float) -> None:
+        """Give the session the end of a WRITE, if none of its transfers is on the wire any more. It was last ``seen``
+        there.
+        """
         if any(transfer.write == write for transfer in self.transfers):
             return
         loss = self._losses.pop(write, None)
         if self._link is not None and write != WHOLE.id:
             self._shared.link_speed(self._link.engine_id).ended(
-                (self.request_id, write), time.perf_counter(), landed=loss is None
+                (self.request_id, write), time.perf_counter(), landed=loss is None, seen=seen
             )
         if loss is None:
             self.handle(Landed(write))

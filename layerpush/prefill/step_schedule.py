@@ -103,7 +103,9 @@ class StepSchedule:
             next_part=min(push.session.next_part for push in running),
             probed=speed.last_landed > now - FRESH_S or any(push.session.landed_bytes for push in running),
         )
-        known = Speeds(layer_s, slowdown * byte_s, slowdown * write_s) if speed.is_known else Speeds()
+        known = Speeds()
+        if speed.is_known:
+            known = Speeds(layer_s, slowdown * byte_s, slowdown * write_s, speed.proven_bytes)
         layers = layers_to_wait(known, progress)
         if layers and layer_s is not None:
             since = now if self._interval.last is None else self._interval.last

@@ -55,7 +55,7 @@ class Outcome:
 def known(case: Case, wrong_by: float = 1.0) -> LinkSpeed:
     """What an engine knows of ``case``'s wire, or what it believes: ``wrong_by`` times as slow."""
     speed, at = LinkSpeed(), 0.0
-    for key, size in enumerate([1, 4, 1, 4, 8]):
+    for key, size in enumerate([1, 4, 1, 4, case.layers]):
         nbytes = size * case.layer_bytes
         speed.posted(-1 - key, nbytes, at)
         at += (case.write_s + size * case.load * case.layer_s) * wrong_by
@@ -134,7 +134,9 @@ class _Wire:
             next_part=self.next_part,
             probed=self.has_landed,
         )
-        speeds = Speeds(self.part * case.layer_s, byte_s * slowdown, write_s * slowdown) if speed.is_known else Speeds()
+        speeds = Speeds()
+        if speed.is_known:
+            speeds = Speeds(self.part * case.layer_s, byte_s * slowdown, write_s * slowdown, speed.proven_bytes)
         if self.rule(speeds, progress):
             self.idle_while_ready += not self.in_flight
             return

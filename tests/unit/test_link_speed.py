@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerpush.core.link_speed import LinkSpeed
+from layerpush.core.link_speed import GROWTH, KEPT, LinkSpeed
 
 WRITE_S, BYTE_S = 2e-4, 1e-9
 
@@ -47,11 +47,10 @@ def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
     for at in range(0, 300, 3):
         speed.posted(at, 100, at)
         seen = look = float(at)
-        while seen < at + real_s:
-            look = speed.next_look(look)
-            seen = min(look, at + layer_s)
-        speed.ended(at, seen, landed=True)
-    assert real_s <= speed.line[1] * 100 <= 2 * real_s
+        while look < at + real_s:
+            seen, look = look, min(speed.next_look(look), at + layer_s)
+        speed.ended(at, look, landed=True, seen=seen)
+    assert 0.75 * real_s <= speed.line[1] * 100 <= 1.5 * real_s
     assert speed.slowdown(at) <= 2
 
 
@@ -114,3 +113,25 @@ def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
         speed.posted(key, 100, 1.0)
         speed.ended(key, 1.0, landed=True)
     assert speed.slowdown(2.0) == 1.0
+
+
+def test_a_write_ends_between_two_looks() -> None:
+    speed = LinkSpeed()
+    speed.posted("first", 100, 1.0)
+    speed.posted("second", 100, 2.0)
+    speed.ended("first", 4.0, landed=True, seen=2.0)
+    assert speed.line == pytest.approx((0.0, 2.0 / 100)), "halfway: at 3"
+    speed.ended("second", 5.0, landed=True, seen=4.0)
+    assert speed.line == pytest.approx((0.0, (0.9 * 2.0 + 1.5) / 190)), "the link was its own from 3 to 4.5"
+
+
+def test_a_write_may_be_some_times_as_large_as_the_largest_recent_one() -> None:
+    speed = LinkSpeed()
+    assert speed.proven_bytes == 0
+    for number, size in enumerate((100, 1000, 100, 100)):
+        speed.posted(number, size, number)
+        speed.ended(number, number + 0.5, landed=True)
+    assert speed.proven_bytes == pytest.approx(GROWTH * KEPT**2 * 1000)
+    speed.posted("lost", 10_000, 9.0)
+    speed.ended("lost", 9.5, landed=False)
+    assert speed.proven_bytes == pytest.approx(GROWTH * KEPT**2 * 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.writer import FENCE_POLL_S, PEER_POLL_S, WRITE_POLL_S
-from tests.unit.writer_rig import Prompt, Rig
+from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
 SCHEDULED = Policy(scheduled=True)
@@ -23,6 +24,7 @@ def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.Mo
     monkeypatch.setattr(LayerInterval, "layer_s", layer_s)
     monkeypatch.setattr(LinkSpeed, "is_known", byte_s is not None)
     monkeypatch.setattr(LinkSpeed, "line", (0.0, byte_s or 0.0))
+    monkeypatch.setattr(LinkSpeed, "proven_bytes", math.inf)
     monkeypatch.setattr(LinkSpeed, "slowdown", lambda *_: 1.0)
     return Rig(layers=LAYERS, policy=SCHEDULED), Prompt("p-1", TOKENS, list(range(1, 9)), "auto")
 
@@ -68,6 +70,16 @@ def test_a_chunk_that_is_not_the_last_goes_in_one_write(monkeypatch: pytest.Monk
     rig.assert_clean()
 
 
+def test_layers_leave_once_their_write_would_be_too_large_for_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
+    monkeypatch.setattr(LinkSpeed, "proven_bytes", 4 * rig.layout.layer_bytes[0] * -(-TOKENS // BLOCK_SIZE))
+    rig.registers(prompt)
+    rig.step((prompt, TOKENS), between=rig.settle)
+    rig.settle()
+    rig.finish(prompt)
+    assert written(rig) == [(0, 0), (1, 4), (5, 8), (9, 9), (10, 10), (11, 11)]
+
+
 def test_the_writer_sleeps_halfway_to_the_time_at_which_layers_have_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
@@ -92,6 +104,23 @@ def test_the_writer_looks_at_a_write_while_no_layer_waits(monkeypatch: pytest.Mo
     timeouts: list[float | None] = []
     rig.step((prompt, TOKENS), between=lambda: timeouts.append(rig.writer.poll_timeout))
     assert timeouts[: LAYERS - 1] == [WRITE_POLL_S] * (LAYERS - 1)
+
+
+def test_a_link_knows_when_its_write_was_last_seen_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its post, and after each later poll."""
+    rig, prompt = rig_with(None, 1.0, monkeypatch)
+    rig.fabric.faults.hold_writes.update({0: 0, 1: 2, 2: 5})
+    seen: list[float] = []
+    monkeypatch.setattr(LinkSpeed, "ended", lambda *_, **end: seen.append(end["seen"]))
+    rig.registers(prompt)
+    polled: list[float] = []
+    rig.step((prompt, TOKENS), between=lambda: polled.append(time.perf_counter()))
+    rig.settle()
+    rig.finish(prompt)
+    first, second = rig.trace.records[0].writes[:2]
+    assert seen[0] == first.t_posted
+    assert second.t_landed is not None
+    assert polled[2] < seen[1] < polled[3] < second.t_landed
 
 
 def test_the_writer_looks_for_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:

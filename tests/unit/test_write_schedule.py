@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from layerpush.core.link_speed import GROWTH
 from layerpush.core.write_schedule import SAFETY
 from tests.support.simulated_wire import Case, by_layer, known, push
 
@@ -65,3 +66,13 @@ def test_a_full_link_is_never_idle_while_a_layer_is_ready(case: Case, wrong_by: 
 def test_an_unknown_link_is_learned_within_the_first_prompt(case: Case) -> None:
     scheduled, layer = push(case), push(case, by_layer)
     assert scheduled.exposed_s <= layer.exposed_s + scheduled.largest_s + 1e-9
+
+
+@given(CASES.filter(lambda case: case.chunks == 1))
+@example(Case(layers=80, load=0.02))
+def test_the_writes_of_a_new_link_grow_step_by_step(case: Case) -> None:
+    """Times of small WRITEs say little of a large one."""
+    writes = push(case).writes
+    for posted, _, layers in writes[1:]:
+        proven = GROWTH * max((earlier for _, landed, earlier in writes if landed <= posted), default=1)
+        assert layers <= max(proven, 1)
