@@ -34,6 +34,7 @@ class LinkSpeed:
         self.last_landed = -math.inf
         self._free_since = -math.inf
         self._weight = self._bytes = self._squares = self._seconds = self._products = 0.0
+        self._line = (0.0, 0.0)
         self._slowdown = 1.0
         self._largest = 0.0
 
@@ -44,15 +45,7 @@ class LinkSpeed:
     @property
     def line(self) -> tuple[float, float]:
         """``(write_s, byte_s)`` without slowdown; both are 0 if nothing is known."""
-        spread = self._weight * self._squares - self._bytes**2
-        mean = self._seconds / self._bytes if self._bytes else 0.0
-        if spread <= 1e-9 * self._bytes**2:
-            return 0.0, mean  # all of one size
-        byte_s = (self._weight * self._products - self._bytes * self._seconds) / spread
-        write_s = (self._seconds - byte_s * self._bytes) / self._weight
-        if byte_s <= 0 or write_s < 0:
-            return 0.0, mean
-        return write_s, byte_s
+        return self._line
 
     @property
     def proven_bytes(self) -> float:
@@ -91,6 +84,18 @@ class LinkSpeed:
         self._squares = KEPT * self._squares + size * size
         self._seconds = KEPT * self._seconds + took
         self._products = KEPT * self._products + took * size
+        self._line = self._fitted()
+
+    def _fitted(self) -> tuple[float, float]:
+        """Where WRITEs of one size say nothing of ``write_s``, it is as before."""
+        mean_s, mean_bytes = self._seconds / self._weight, self._bytes / self._weight
+        spread = self._squares / self._weight - mean_bytes**2
+        if spread <= 1e-9 * mean_bytes**2:
+            write_s = min(self._line[0], mean_s)
+            return write_s, (mean_s - write_s) / mean_bytes
+        byte_s = (self._products / self._weight - mean_bytes * mean_s) / spread
+        write_s = mean_s - byte_s * mean_bytes
+        return (write_s, byte_s) if byte_s > 0 and write_s >= 0 else (0.0, mean_s / mean_bytes)
 
     @property
     def next_landing(self) -> float:

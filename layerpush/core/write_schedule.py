@@ -4,7 +4,7 @@ Only the landing of a prompt's last byte decides the exposed time. So layers bef
 long as all of them have landed when the last layer is ready. Ready layers wait, and merge into one WRITE, while this
 holds:
 
-    busy_s + SAFETY * bytes * byte_s + write_s <= (layers - 2 - ready) * layer_s
+    busy_s + SAFETY * bytes * byte_s + writes * write_s <= (layers - 2 - ready) * layer_s
 
 ``busy_s`` is the time in seconds until all WRITEs in flight have landed. ``bytes`` counts the unposted bytes of all
 layers but the last, ready or not. Both terms assume a link that is ``SAFETY`` times as slow as estimated. The right
@@ -21,8 +21,9 @@ it has landed. It follows that
 - nothing waits before an engine knows the time of a layer and of the link. A prompt's first layer goes at once: it
   shows how fast the link is now, before many layers wait for it.
 
-Times of small WRITEs say little of a large one. So layers do not wait either once they are ``proven_bytes`` together:
-the WRITEs of a new link grow step by step, and each step shows whether the next one is safe.
+Each of the ``writes`` prompts of the step posts a WRITE of its own. Times of small WRITEs say little of a large one. So
+layers do not wait either once they are ``proven_bytes`` for each of them: the WRITEs of a new link grow step by step,
+and each step shows whether the next one is safe.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a step has come with one chunk of one prompt.
+    """How far a step has come with its chunks for one link. Each of them is of another prompt, and leaves in a WRITE of
+    its own: ``writes`` of them.
 
-    ``ready`` of the step's ``layers`` are in P's memory. ``layer_bytes`` are the bytes of one layer of the chunk.
+    ``ready`` of the step's ``layers`` are in P's memory. ``layer_bytes`` are the bytes of one layer of the chunks.
     ``unposted_bytes`` of its chunks up to this one, and of other prompts for the same link, are not posted. WRITEs in
     flight keep the link busy for ``busy_s`` seconds if it is ``SAFETY`` times as slow as estimated. ``next_part`` is
     the size of the next chunk divided by that of this one: 0 for the prompt's last, 1 at most. ``probed`` says whether
@@ -61,6 +63,7 @@ class Progress:
 
     layers: int
     ready: int
+    writes: int
     layer_bytes: int
     unposted_bytes: int
     busy_s: float
@@ -77,10 +80,12 @@ def layers_to_wait(speeds: Speeds, progress: Progress) -> int:
         return 0
     next_layers = progress.next_part * progress.layers
     layers_left, bytes_left = to_come + next_layers, progress.unposted_bytes + next_layers * progress.layer_bytes
-    transfer_s = progress.busy_s + SAFETY * (bytes_left - progress.layer_bytes) * speeds.byte_s + speeds.write_s
+    transfer_s = progress.busy_s + SAFETY * (bytes_left - progress.layer_bytes) * speeds.byte_s
+    transfer_s += progress.writes * speeds.write_s
     spare = layers_left - 2 - transfer_s / speeds.layer_s
     wait = min(to_come, math.floor(spare) + 1) if spare >= 0 else int(progress.busy_s > 0)
-    unproven = progress.unposted_bytes - (to_come - wait) * progress.layer_bytes - speeds.proven_bytes
+    proven_bytes = progress.writes * speeds.proven_bytes
+    unproven = progress.unposted_bytes - (to_come - wait) * progress.layer_bytes - proven_bytes
     if unproven > 0:
         wait -= int(unproven // max(1, progress.layer_bytes))
     return max(0, wait)

@@ -97,6 +97,7 @@ class StepSchedule:
         progress = Progress(
             layers=self._hooked,
             ready=ready,
+            writes=len(running),
             layer_bytes=sum(push.session.chunk_bytes for push in running) // self._layers,
             unposted_bytes=sum(push.session.unposted_bytes for push in sharing),
             busy_s=speed.busy_s(now, SAFETY),

@@ -128,6 +128,7 @@ class _Wire:
         progress = Progress(
             layers=case.layers,
             ready=self.ready,
+            writes=1,
             layer_bytes=layer_bytes,
             unposted_bytes=self.size + (case.layers - self.ready) * layer_bytes,
             busy_s=speed.busy_s(self.now, SAFETY),

@@ -39,6 +39,14 @@ def test_writes_of_one_size_give_a_mean() -> None:
     assert speed.line == pytest.approx((0.0, 0.005))
 
 
+def test_writes_of_one_size_do_not_change_what_a_write_of_any_size_costs() -> None:
+    speed, size = learned(), 1 << 20
+    for number in range(1000):
+        speed.posted(number, size, number)
+        speed.ended(number, number + seconds(size), landed=True)
+    assert speed.line == pytest.approx((WRITE_S, BYTE_S), rel=1e-3)
+
+
 @pytest.mark.parametrize("real_s", [0.01, 0.1, 0.6, 0.9])
 def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
     """The writer looks when ``next_look`` says so, and when the next layer is ready."""

@@ -80,6 +80,19 @@ def test_layers_leave_once_their_write_would_be_too_large_for_its_estimate(monke
     assert written(rig) == [(0, 0), (1, 4), (5, 8), (9, 9), (10, 10), (11, 11)]
 
 
+def test_each_prompt_of_a_step_has_a_write_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, prompt = rig_with(1.0, 1e-9, monkeypatch)
+    monkeypatch.setattr(LinkSpeed, "line", (2.0, 1e-9))
+    other = Prompt("p-2", TOKENS, list(range(20, 28)), "auto")
+    for each in (prompt, other):
+        rig.registers(each)
+    rig.step((prompt, TOKENS), (other, TOKENS), between=rig.settle)
+    rig.settle()
+    for each in (prompt, other):
+        rig.finish(each)
+    assert written(rig)[:4] == [(0, 0), (1, 5), (6, 6), (7, 7)], "4 seconds before layer 10 is ready"
+
+
 def test_the_writer_sleeps_halfway_to_the_time_at_which_layers_have_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerpush.core.link_speed import GROWTH
-from layerpush.core.write_schedule import SAFETY
+from layerpush.core.write_schedule import SAFETY, Progress, Speeds, layers_to_wait
 from tests.support.simulated_wire import Case, by_layer, known, push
 
 CASES = st.builds(
@@ -76,3 +76,15 @@ def test_the_writes_of_a_new_link_grow_step_by_step(case: Case) -> None:
     for posted, _, layers in writes[1:]:
         proven = GROWTH * max((earlier for _, landed, earlier in writes if landed <= posted), default=1)
         assert layers <= max(proven, 1)
+
+
+def test_each_prompt_of_a_step_has_a_write_of_its_own() -> None:
+    speeds = Speeds(layer_s=1.0, byte_s=0.0, write_s=0.5)
+    begun = Progress(
+        layers=12, ready=1, writes=1, layer_bytes=80, unposted_bytes=12 * 80, busy_s=0.0, next_part=0.0, probed=True
+    )
+    assert layers_to_wait(speeds, begun) == 9, "layer 11 of 12 is ready in 10 seconds; the WRITE takes 0.5"
+    assert layers_to_wait(speeds, replace(begun, writes=8)) == 6, "8 WRITEs take 4 seconds"
+    proven = replace(speeds, proven_bytes=30)
+    assert layers_to_wait(proven, begun) == 0, "one layer is too large for one WRITE"
+    assert layers_to_wait(proven, replace(begun, writes=8)) == 2, "3 layers are not too large for 8"
