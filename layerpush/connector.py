@@ -59,7 +59,7 @@ class LayerwisePushConnector(NixlPushConnector):
         if self.connector_worker is not None:
             return LayerPushStats.joined(super().get_kv_connector_stats(), self.connector_worker.measured(now))
         assert self.connector_scheduler is not None
-        return LayerPushStats.joined(None, self.connector_scheduler.metrics.take(now))
+        return LayerPushStats.joined(None, self.connector_scheduler.measured(now))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeardStats:

@@ -12,6 +12,7 @@ from typing import Any
 
 Fields = dict[str, Any]
 DEADLINE_S = 20.0
+HAND_OVER = ("exposed", "notification", "D wait", "schedule", "first step")
 
 
 def trace(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -52,8 +53,10 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def parts_add_up(request: Fields) -> bool:
     """Of one entry of the summary."""
-    parts = [request[name] or 0.0 for name in ("queue", "prefill", "exposed", "notification", "D wait", "other")]
-    return abs(sum(parts) - request["total"]) < 1e-6
+    hand_over = [request[name] or 0.0 for name in HAND_OVER]
+    parts = [request[name] or 0.0 for name in ("queue", "prefill", "other")]
+    adds_up = request["hand-over"] is None or abs(sum(hand_over) - request["hand-over"]) < 1e-6
+    return adds_up and abs(sum(hand_over) + sum(parts) - request["total"]) < 1e-6
 
 
 def slices(events: Iterable[Fields], category: str, name: str) -> list[Fields]:

@@ -113,7 +113,8 @@ def main(
         typer.Option(
             metavar="MODE=URL[,...]",
             help="Measure running servers, one --at for each mode: the URL of a proxy, or of the aggregated engine. "
-            "Optional: prefill=URL and decode=URL of the engines, to read their metrics, and trace=DIR, P's trace_dir.",
+            "Optional: prefill=URL and decode=URL of the engines, to read their metrics, and trace=DIR and "
+            "decode-trace=DIR, the trace_dir of P and of D.",
             rich_help_panel=_ENGINES,
         ),
     ] = None,
@@ -181,8 +182,9 @@ def main(
     status is 2 if the run failed otherwise.
 
     The tables show time to first token (TTFT) and per further token (TPOT), throughput, the slowdown of prefill against
-    the aggregated engine, and the exposed time, which the transfer adds after prefill. Use an otherwise idle machine:
-    each engine takes a core while it computes, and about 1 GiB of memory.
+    the aggregated engine, the exposed time, which the transfer adds after prefill, and the hand-over: the time from
+    the last layer on P to the first token here, with its parts. Use an otherwise idle machine: each engine takes a core
+    while it computes, and about 1 GiB of memory.
 
     - python -m bench.serve --quick
 

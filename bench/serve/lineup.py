@@ -100,8 +100,10 @@ class Lineup:
         """D of a mode: layerpush's modes share one."""
         if mode == AGGREGATED:
             return None
-        name = mode if mode in STOCK else "layerpush"
-        return self._spec(f"{name}-decode", "decode", STOCK.get(mode, CONNECTOR), None, {}, self.decode_place)
+        if mode in STOCK:
+            return self._spec(f"{mode}-decode", "decode", STOCK[mode], None, {}, self.decode_place)
+        config = {"trace_dir": str(self.decode_trace_dir)}
+        return self._spec("layerpush-decode", "decode", CONNECTOR, None, config, self.decode_place)
 
     def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
         """The proxy of a mode, in front of the engines at these URLs."""
@@ -110,7 +112,13 @@ class Lineup:
         return ProxySpec(name, "plain", self.model.path, prefill=prefill, decode=decode, sequential=sequential)
 
     def trace_dir(self, mode: str) -> Path:
+        """P's in a mode."""
         return self.trace_root / mode
+
+    @property
+    def decode_trace_dir(self) -> Path:
+        """That of layerpush's D."""
+        return self.trace_root / "decode"
 
     def engines(self, modes: Sequence[str]) -> list[EngineSpec]:
         """Every engine of these modes, each once."""

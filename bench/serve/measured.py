@@ -10,6 +10,7 @@ import msgspec
 from bench.serve.plan import Call
 from bench.serve.scrape import BYTES, DESCRIPTORS, TRANSFER, Histogram
 from layerpush.apps.tracing.figures import Figures
+from layerpush.apps.tracing.hand_over import PARTS, HandOver
 
 
 class RequestsFailedError(RuntimeError):
@@ -19,7 +20,8 @@ class RequestsFailedError(RuntimeError):
 class Measured(msgspec.Struct, kw_only=True):
     """Lists have one sample for each request, or one for all of them where only a mean is known; None: not known.
 
-    ``start`` counts the times that engines were started: calls of one number met the same engines.
+    ``start`` counts the times that engines were started: calls of one number met the same engines. ``first_token_at``
+    is in seconds of ``time.perf_counter()``.
     """
 
     cell: str
@@ -29,6 +31,7 @@ class Measured(msgspec.Struct, kw_only=True):
     start: int
     duration_s: float
     ttft_ms: list[float]
+    first_token_at: list[float] = []
     tpot_ms: list[float]
     latency_ms: list[float]
     prompt_tokens: list[int]
@@ -36,6 +39,8 @@ class Measured(msgspec.Struct, kw_only=True):
     answers: list[str]
     prefill_ms: list[float] | None = None
     exposed_ms: list[float] | None = None
+    hand_over_ms: list[float] | None = None
+    hand_over_parts_ms: dict[str, list[float]] = {}
     transfer_ms: list[float] | None = None
     writes: list[float] | None = None
     descriptors: list[float] | None = None
@@ -53,6 +58,13 @@ class Measured(msgspec.Struct, kw_only=True):
     def tokens_per_s(self) -> list[float]:
         """Answer tokens per second."""
         return [sum(self.answer_tokens) / self.duration_s]
+
+    @property
+    def after_prefill_ms(self) -> list[float] | None:
+        """The mean time to first token less the mean prefill time."""
+        if self.prefill_ms is None:
+            return None
+        return [sum(self.ttft_ms) / len(self.ttft_ms) - sum(self.prefill_ms) / len(self.prefill_ms)]
 
     def add_prefills(self, prefills: Histogram | None) -> None:
         """Set the mean prefill time, from the histogram of P or of the aggregated engine."""
@@ -76,6 +88,12 @@ class Measured(msgspec.Struct, kw_only=True):
         self.descriptors = [float(each.descriptors) for each in figures]
         self.bytes = [float(each.bytes) for each in figures]
 
+    def add_hand_overs(self, hand_overs: Sequence[HandOver]) -> None:
+        """Set the hand-over of each request, or the mean of all, and its parts if they are known."""
+        self.hand_over_ms = [each.ms for each in hand_overs]
+        if all(each.parts_ms for each in hand_overs):
+            self.hand_over_parts_ms = {name: [each.parts_ms[name] for each in hand_overs] for name in PARTS}
+
 
 def measured(call: Call, argv: Sequence[str], start: int, result: Mapping[str, Any]) -> Measured:
     """Read the file that ``--save-result --save-detailed`` wrote. Raises ``RequestsFailedError``."""
@@ -95,6 +113,7 @@ def measured(call: Call, argv: Sequence[str], start: int, result: Mapping[str, A
         start=start,
         duration_s=result["duration"],
         ttft_ms=[1e3 * each for each in result["ttfts"]],
+        first_token_at=[sent + ttft for sent, ttft in zip(result["start_times"], result["ttfts"], strict=True)],
         tpot_ms=[1e3 * (whole - first) / (count - 1) for whole, first, count in spans if count > 1],
         latency_ms=[1e3 * each for each in result["latencies"]],
         prompt_tokens=result["input_lens"],

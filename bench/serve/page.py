@@ -9,6 +9,7 @@ from bench.markdown import Result, conditions, number_table, with_interval
 from bench.serve.lineup import STOCK
 from bench.serve.plan import AGGREGATED, LOOPBACK
 from bench.serve.results import AUTO, PREFILL_LIMIT
+from layerpush.apps.tracing.hand_over import PARTS
 
 REFERENCE = "request"
 SHOWN = {
@@ -17,6 +18,8 @@ SHOWN = {
     "requests_per_s": "Requests per second",
     "prefill_ms": "Prefill alone, as P reports it",
     "exposed_ms": "Exposed time",
+    "hand_over_ms": "Hand-over: from the last layer's KV on P to the first token at the client",
+    "after_prefill_ms": "Time to first token less prefill, with the way to P and P's queue in it",
 }
 OF_LOADS = ("tpot_ms", "requests_per_s")
 """Measures of runs with several loads."""
@@ -39,6 +42,8 @@ def tables(result: Result) -> str:
         parts += [f"{what}:", _table(cells, varied, columns)]
     if AUTO in cells[0]["modes"]:
         parts += [f"`{AUTO}`, as ratios:", _table(cells, varied, _of_auto(cells))]
+        if all(cell["modes"][AUTO].get("hand_over_parts_ms") for cell in cells):
+            parts += [f"The hand-over of `{AUTO}` by its parts:", _table(cells, varied, _parts_of_auto(cells))]
     return "\n\n".join([*parts, _about(result, fixed)])
 
 
@@ -126,7 +131,7 @@ def _table(
 
 def _known(cells: Sequence[Cell], measure: str) -> list[str]:
     """The modes that have figures of this measure."""
-    return [mode for mode, figures in cells[0]["modes"].items() if figures[measure]]
+    return [mode for mode, figures in cells[0]["modes"].items() if figures.get(measure)]
 
 
 def _of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -136,6 +141,11 @@ def _of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
         "prefill of request's": [_ratio(cell, "prefill_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
         "exposed of request's": [_ratio(cell, "exposed_ms", f"{AUTO}/{REFERENCE}") for cell in cells],
     }
+
+
+def _parts_of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    shown = [cell["modes"][AUTO]["hand_over_parts_ms"] for cell in cells]
+    return {name: [f"{one[name]:.1f} ms" for one in shown] for name in PARTS}
 
 
 def _ratio(cell: Cell, measure: str, pair: str) -> str:

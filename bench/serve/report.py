@@ -11,6 +11,7 @@ from bench.bootstrap import Ratio
 from bench.serve.measured import Measured
 from bench.serve.plan import AGGREGATED, Call, Setup
 from bench.serve.results import CellResult, Series
+from layerpush.apps.tracing.hand_over import PARTS
 
 UNKNOWN = "–"
 MIB = 1 << 20
@@ -48,10 +49,11 @@ def duration(seconds: float) -> str:
 
 
 def tables(results: Sequence[CellResult]) -> Iterator[Table]:
-    """Two for each cell: the times of the clients, and the costs of the transfer."""
+    """Three for each cell: the times of the clients, the costs of the transfer, and the hand-over."""
     for result in results:
         yield _seen_by_clients(result)
         yield _transfers(result)
+        yield _hand_overs(result)
 
 
 def missed(results: Sequence[CellResult]) -> list[str]:
@@ -108,6 +110,27 @@ def _transfers(result: CellResult) -> Table:
             _shown(result.series(mode, "writer_cpu_ms"), lambda series: series.mean),
             ", ".join(sorted({way for call in calls for way in call.pushed_as})) or UNKNOWN,
             ", ".join(sorted({plan for call in calls for plan in call.plans})) or UNKNOWN,
+        )
+    return table
+
+
+def _hand_overs(result: CellResult) -> Table:
+    caption = (
+        f"from the last layer's KV on P to the first token at the client, and p50 of its parts; {UNKNOWN}: not known. "
+        "Stock engines do not record when a layer is ready. TTFT less prefill has the way to P and P's queue in it, "
+        "and begins with P's token."
+    )
+    table = Table(caption=caption, caption_justify="left")
+    for heading in ("mode", "hand-over ms", "p99", *PARTS, "TTFT less prefill ms"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for mode in result.calls:
+        hand_over = result.series(mode, "hand_over_ms")
+        table.add_row(
+            mode,
+            _with_interval(hand_over),
+            _shown(hand_over, lambda series: series.p99),
+            *(_shown(result.part(mode, name), lambda series: series.p50) for name in PARTS),
+            _with_interval(result.series(mode, "after_prefill_ms")),
         )
     return table
 

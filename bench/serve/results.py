@@ -13,6 +13,7 @@ import numpy as np
 from bench.bootstrap import Interval, Ratio, median_of_rounds, ratio_over_rounds
 from bench.serve.measured import Measured
 from bench.serve.plan import AGGREGATED, Cell
+from layerpush.apps.tracing.hand_over import PARTS
 
 MEASURES = (
     "ttft_ms",
@@ -22,6 +23,8 @@ MEASURES = (
     "tokens_per_s",
     "prefill_ms",
     "exposed_ms",
+    "hand_over_ms",
+    "after_prefill_ms",
     "transfer_ms",
     "writes",
     "descriptors",
@@ -113,9 +116,11 @@ class CellResult:
 
     def series(self, mode: str, measure: str) -> Series | None:
         """The samples of a measure in a mode; None if a round lacks them."""
-        rounds: list[list[float] | None] = [getattr(call, measure) for call in self.calls[mode]]
-        there = [one for one in rounds if one]
-        return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
+        return _series([getattr(call, measure) for call in self.calls[mode]])
+
+    def part(self, mode: str, name: str) -> Series | None:
+        """The samples of a part of the hand-over in a mode, in milliseconds; None if a round lacks them."""
+        return _series([call.hand_over_parts_ms.get(name) for call in self.calls[mode]])
 
     def ratio(self, measure: str, mode: str, other: str) -> Ratio | None:
         """The ratio of medians; None if one of them is not known, or if the divisor has a sample of 0."""
@@ -191,6 +196,7 @@ class CellResult:
         series = {measure: self.series(mode, measure) for measure in MEASURES}
         return {
             **{measure: each and each.as_json() for measure, each in series.items()},
+            "hand_over_parts_ms": {name: part.p50 for name in PARTS if (part := self.part(mode, name)) is not None},
             "pushed_as": dict(sum((Counter(call.pushed_as) for call in calls), Counter())),
             "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
             "problems": [problem for call in calls for problem in call.problems],
@@ -219,6 +225,11 @@ def compared(results: Sequence[CellResult]) -> int:
         for call in calls
         if mode != AGGREGATED
     )
+
+
+def _series(rounds: Sequence[Sequence[float] | None]) -> Series | None:
+    there = [one for one in rounds if one]
+    return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
 
 
 def _shown(ratio: Ratio) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.serve.driver import arguments
+from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
 from bench.serve.parts import Parts
 from bench.serve.plan import Call, Plan, Setup, seconds_left
@@ -119,15 +120,15 @@ class Run:
         result.add_prefills(prefills.since(requests).get(PREFILL))
         result.add_transfers(transfers.since(requests))
         if target.mode in self._pushes:
-            self._add_pushes(result, self._pushes[target.mode], requests)
+            self._add_pushes(result, call, target, requests)
         result.problems += [*prefills.problems, *transfers.problems]
         cpu_after_s = thread_cpu_s(target.processes(), WRITER)
         if cpu_s is not None and cpu_after_s is not None:
             result.writer_cpu_ms = [1e3 * (cpu_after_s - cpu_s) / requests]
         return result
 
-    def _add_pushes(self, result: Measured, pushes: Pushes, requests: int) -> None:
-        here = pushes.new(requests)
+    def _add_pushes(self, result: Measured, call: Call, target: Target, requests: int) -> None:
+        here = self._pushes[target.mode].new(requests)
         result.pushed_as = dict(Counter(parts[0].mode for parts in here))
         result.plans = dict(Counter(write.plan for parts in here for push in parts for write in push.writes))
         try:
@@ -139,6 +140,13 @@ class Run:
             result.problems.append(f"the trace has {len(figures)} pushes of {requests} requests")
             return
         result.add_figures(figures)
+        assert target.trace is not None
+        one_at_a_time = call.cell.load.concurrency == 1
+        found = hand_overs(target.trace, target.decode_trace, here, result.first_token_at, one_at_a_time=one_at_a_time)
+        if found:
+            result.add_hand_overs(found)
+        else:
+            result.problems.append("no hand-over: P's clock is not this machine's, or its trace lacks a time")
 
     def _missing(self, setup: Setup) -> list[Call]:
         have = self.parts.have

@@ -21,7 +21,7 @@ from layerpush.apps.demo.engines import Engine, EngineGroup, Place
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.workspace import places_of
 
-PARTS = ("prefill", "decode", "trace")
+PARTS = ("prefill", "decode", "trace", "decode-trace")
 DISPATCH_PATIENCE_S = 60.0
 LOOK_S = 0.2
 GIB = 1 << 30
@@ -40,7 +40,7 @@ class Target:
     """``url`` gets the requests of a mode. None and an empty list stand for figures that nobody can read here.
 
     ``prefill`` is the URL of P's metrics, ``transfers`` that of the side with NIXL's histograms, ``trace`` P's
-    trace_dir. ``processes`` returns the pids of P.
+    trace_dir, ``decode_trace`` D's. ``processes`` returns the pids of P.
     """
 
     mode: str
@@ -49,6 +49,7 @@ class Target:
     transfers: str | None = None
     trace: Path | None = None
     processes: Callable[[], list[int]] = _nobody
+    decode_trace: Path | None = None
 
 
 Targets = Mapping[str, Target]
@@ -129,6 +130,7 @@ class OwnSite:
                     decode.url if mode == "pull" else prefill.url,
                     lineup.trace_dir(mode) if "trace_dir" in prefill.spec.extra_config else None,
                     prefill.members,
+                    lineup.decode_trace_dir if "trace_dir" in decode.spec.extra_config else None,
                 )
             self._wait(group, list(proxies.values()))
             for mode, proxy in proxies.items():
@@ -183,7 +185,10 @@ class GivenSite:
 
 
 def given(texts: Sequence[str]) -> dict[str, Target]:
-    """Read ``MODE=URL[,prefill=URL][,decode=URL][,trace=DIR]``, one for each mode. Raises ``ValueError``."""
+    """Read ``MODE=URL[,prefill=URL][,decode=URL][,trace=DIR][,decode-trace=DIR]``, one for each mode.
+
+    Raises ``ValueError``.
+    """
     targets: dict[str, Target] = {}
     for text in texts:
         first, *rest = text.split(",")
@@ -198,13 +203,17 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
         for each in (url, *(parts[name] for name in ("prefill", "decode") if name in parts)):
             if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).netloc:
                 raise ValueError(f"--at {text}: {each!r} is no URL; write http://HOST:PORT")
-        trace = Path(parts["trace"]) if "trace" in parts else None
-        if trace is not None and not trace.is_dir():
-            raise ValueError(f"--at {text}: there is no directory {trace}; it is P's trace_dir")
+        traces = {name: Path(parts[name]) for name in ("trace", "decode-trace") if name in parts}
+        for name, directory in traces.items():
+            if not directory.is_dir():
+                whose = "P" if name == "trace" else "D"
+                raise ValueError(f"--at {text}: there is no directory {directory}; it is {whose}'s trace_dir")
         urls = {name: parts[name].rstrip("/") for name in ("prefill", "decode") if name in parts}
         prefill = url.rstrip("/") if mode == AGGREGATED else urls.get("prefill")
         transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
-        targets[mode] = Target(mode, url.rstrip("/"), prefill, transfers, trace)
+        targets[mode] = Target(
+            mode, url.rstrip("/"), prefill, transfers, traces.get("trace"), decode_trace=traces.get("decode-trace")
+        )
     if AGGREGATED not in targets:
         raise ValueError(f"--at: {AGGREGATED}=URL is missing; the answers of all others are compared with its answers")
     return targets

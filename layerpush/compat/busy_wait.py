@@ -7,7 +7,8 @@
   P computes.
 
 With plenty of cores the patches cost a little latency, hence the switch: up to 1 ms per transfer, 50 us to 1 ms per
-step, 10 ms until D notices that KV has come.
+step. KV that has come ends the rest of D's engine: a worker wakes it (`engine_wake`), and the step that reports the KV
+is followed by the next one at once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import os
 import queue
 import threading
 import time
+import weakref
 from types import ModuleType
 from typing import Any
 
+from layerpush.compat.engine_wake import listen
 from layerpush.compat.import_hook import ImportHook
 from layerpush.core.config import ConfigError
 
@@ -150,24 +153,45 @@ class _NixlHook(ImportHook):
 
 
 def rest_after_empty_steps(core: ModuleType) -> None:
-    """Make engines of ``core`` (vLLM's ``v1.engine.core``) wait for input after an empty step."""
+    """Make engines of ``core`` (vLLM's ``v1.engine.core``) wait for input, or for a worker, after an empty step."""
     engine: Any = core.EngineCoreProc
     plain = engine._process_engine_step
+    waits: weakref.WeakKeyDictionary[Any, InputWait] = weakref.WeakKeyDictionary()
 
     def calm_step(self: Any) -> bool:
         computed: bool = plain(self)
-        if not computed and self.scheduler.has_requests():
-            wait_for_input(self.input_queue, EMPTY_STEP_SECONDS)
+        received = getattr(self.scheduler, "finished_recving_kv_req_ids", ())  # their requests can run in the next step
+        if not computed and self.scheduler.has_requests() and not received:
+            if self not in waits:
+                waits[self] = InputWait(self.input_queue)
+                transfer = self.vllm_config.kv_transfer_config
+                if transfer is not None:
+                    listen(transfer.engine_id, waits[self].wake)
+            waits[self].wait(EMPTY_STEP_SECONDS)
         return computed
 
     engine._process_engine_step = calm_step
 
 
-def wait_for_input(inputs: queue.Queue[Any], seconds: float) -> None:
-    """Wait until the queue holds something, at most ``seconds``. Takes nothing from it."""
-    with inputs.not_empty:
-        if not inputs.queue:
-            inputs.not_empty.wait(seconds)
+class InputWait:
+    """Waits until an engine's input queue holds something, or until it is woken. Takes nothing from the queue."""
+
+    def __init__(self, inputs: queue.Queue[Any]) -> None:
+        self._inputs = inputs
+        self._woken = False
+
+    def wake(self) -> None:
+        """End the current wait, or the next one. Any thread."""
+        with self._inputs.not_empty:
+            self._woken = True
+            self._inputs.not_empty.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so many seconds. The engine's thread."""
+        with self._inputs.not_empty:
+            if not self._inputs.queue and not self._woken:
+                self._inputs.not_empty.wait(seconds)
+            self._woken = False
 
 
 class _EngineHook(ImportHook):

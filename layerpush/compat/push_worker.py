@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.platforms import current_platform
 
+from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
@@ -344,9 +345,16 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def loaded(self, completions: list[bytes]) -> None:
         for completion in completions:
             self.pass_on(completion)
+        self._wake_engine()
 
     def failed(self, request_id: str) -> None:
         self._failed_recv_reqs.put(request_id)
+        self._wake_engine()
+
+    def _wake_engine(self) -> None:
+        """A load is over: the engine may rest, and its next step reports the load."""
+        if busy_wait.applied():
+            engine_wake.wake(self.engine_id)
 
     def pass_on(self, notification: bytes) -> None:
         """Hand a heartbeat or a completion to vLLM's main thread."""

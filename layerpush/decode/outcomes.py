@@ -38,7 +38,7 @@ class LoadHost(Protocol):
         """No prefill rank writes into the parked blocks any more."""
 
     def keep_load(self, record: LoadRecord) -> None:
-        """Take the record of a load that was reported; once more when its parked blocks are free."""
+        """Take the record of a load that is reported now; once more when its parked blocks are free."""
 
     def forget_prefill_engine(self, engine_id: str) -> bool:
         """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""
@@ -105,10 +105,10 @@ class Outcomes:
             return True
         if not self._host.knows(request_id):  # its step is not over; every request that was registered will be known
             return False
+        record.t_reported = now
+        self._host.keep_load(replace(record))  # first: the engine's report of the load includes its time
         if report.completions:
             self._host.loaded(report.completions)
         else:
             self._host.failed(request_id)
-        record.t_reported = now
-        self._host.keep_load(replace(record))
         return True

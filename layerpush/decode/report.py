@@ -18,17 +18,24 @@ class DecodeReport(KVConnectorWorkerMetadata):
     """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
     these parked loads are over.
 
-    ``settling``: on a prefill engine, pushes of aborted requests are not over.
+    ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
+    empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
     """
 
     parked: Ranks = field(default_factory=dict)
     cleared: Ranks = field(default_factory=dict)
     settling: bool = False
+    completed: dict[str, float] = field(default_factory=dict)
+    clock: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
         assert isinstance(other, DecodeReport)
         parked, cleared = _union(self.parked, other.parked), _union(self.cleared, other.cleared)
-        return DecodeReport(parked, cleared, self.settling or other.settling)
+        completed = dict(self.completed)
+        for request_id, at in other.completed.items():
+            completed[request_id] = max(at, completed.get(request_id, at))
+        clock = self.clock if self.clock == other.clock else ""
+        return DecodeReport(parked, cleared, self.settling or other.settling, completed, clock)
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

@@ -15,7 +15,7 @@ from typing import Any
 
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord, Record
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -60,15 +60,16 @@ class Spans:
 
 
 class SpannedTrace(TraceFile):
-    """A trace file that also makes a span of each record."""
+    """A worker's trace file, which also makes a span of each push and load."""
 
     def __init__(self, directory: str | None, engine_id: str, rank: int, spans: Spans) -> None:
         super().__init__(directory, engine_id, rank)
         self._spans = spans
 
-    def add(self, record: PushRecord | LoadRecord) -> None:
+    def add(self, record: Record) -> None:
         super().add(record)
-        self._spans.add(record)
+        if not isinstance(record, FirstTokenRecord):
+            self._spans.add(record)
 
 
 def _marks(record: PushRecord | LoadRecord) -> tuple[float | None, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from layerpush.telemetry.peer_errors import PeerErrors
-from layerpush.telemetry.trace_records import DropRecord, ProcessRecord, Record, this_process
+from layerpush.telemetry.trace_records import SCHEDULER_RANK, DropRecord, ProcessRecord, Record, this_process
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -33,7 +33,8 @@ CLOSE_S = 2.0
 
 
 class TraceFile:
-    """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``. If ``directory`` is None, it writes nothing.
+    """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``, or ``<engine>-scheduler-<pid>.jsonl`` for
+    ``SCHEDULER_RANK``. If ``directory`` is None, it writes nothing.
 
     ``dropped`` counts lost records: the queue was full, the disk refused them, the thread died, or it had no time for
     them at the end. ``death`` is the error that the thread died of. All of it is logged, at most once a minute.
@@ -50,7 +51,8 @@ class TraceFile:
             return
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{engine_id.replace('/', '_')}-rank{rank}-{os.getpid()}.jsonl"
+        who = "scheduler" if rank == SCHEDULER_RANK else f"rank{rank}"
+        self._path = folder / f"{engine_id.replace('/', '_')}-{who}-{os.getpid()}.jsonl"
         lines = _Lines(self._path, this_process(engine_id, rank))
         self._thread = threading.Thread(target=self._run, args=(lines,), name="layerpush-trace", daemon=True)
         self._thread.start()
@@ -65,7 +67,7 @@ class TraceFile:
         return self._counts.dropped
 
     def add(self, record: Record) -> None:
-        """Queue a record that the caller will not change any more. Never blocks. Writer thread."""
+        """Queue a record that the caller will not change any more. Never blocks. One thread of a process."""
         if self._thread is None:
             return
         rows, waiting = record.rows, self._counts.rows_waiting

@@ -1,6 +1,7 @@
-"""The trace records of pushes on P and loads on D, written as JSON lines.
+"""The trace records of pushes on P, and of loads and first tokens on D, written as JSON lines.
 
-The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and passes it to a ``TraceFile``.
+The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and passes it to a ``TraceFile``. D's
+scheduler does so with a ``FirstTokenRecord`` per load.
 All times are ``time.perf_counter()`` seconds; a file's first line names their clock.
 """
 
@@ -13,6 +14,9 @@ import time
 from pathlib import Path
 
 import msgspec
+
+SCHEDULER_RANK = -1
+"""The rank in the records of an engine's scheduler."""
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
@@ -149,7 +153,23 @@ class LoadRecord(msgspec.Struct, kw_only=True):
         return 1
 
 
-Record = PushRecord | LoadRecord
+class FirstTokenRecord(msgspec.Struct, kw_only=True):
+    """One request's first token on D, by the scheduler's clock. ``t_scheduled`` None: the token came without a step."""
+
+    kind: str = "first_token"
+    request_id: str
+    engine_id: str
+    t_told: float
+    t_scheduled: float | None = None
+    t_first_token: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """Its size, in rows of the trace queue."""
+        return 1
+
+
+Record = PushRecord | LoadRecord | FirstTokenRecord
 
 
 def this_process(engine_id: str, rank: int) -> ProcessRecord:
@@ -159,13 +179,13 @@ def this_process(engine_id: str, rank: int) -> ProcessRecord:
         rank=rank,
         pid=os.getpid(),
         host=socket.gethostname(),
-        clock=_clock(),
+        clock=clock_name(),
         t=time.perf_counter(),
         unix=time.time(),
     )
 
 
-def _clock() -> str:
+def clock_name() -> str:
     """A name of the clock of ``time.perf_counter()``: it belongs to a boot, and a time namespace may shift it."""
     boot, namespace = socket.gethostname(), ""
     with contextlib.suppress(OSError):

@@ -19,8 +19,11 @@ from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.decode.deadlines import AwaitedPushes
+from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.reporter import Reporter
+from layerpush.telemetry.trace_file import TraceFile
+from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
 from layerpush.worker.request_filter import RequestFilter
 from layerpush.worker.side_channel import listen
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from layerpush.telemetry.metrics.tally import Tally
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -66,6 +71,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
+        receives = vllm_config.kv_transfer_config.is_kv_consumer
+        self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
+        self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
         self._can_stream = engine_fallback(self) is None
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -112,6 +120,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             prompt_digest=self.prompt_digest(request),
         )
         self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
+        self._hand_overs.registered(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -120,15 +129,25 @@ class LayerwisePushScheduler(VllmPushScheduler):
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
         plan = self._plan(scheduler_output)
+        self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
         return LayerwiseMetadata.extending(metadata, plan, digests, cancelled, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
-        self.awaited.reported(connector_output.finished_recving or (), report)
+        received, now = connector_output.finished_recving or (), time.perf_counter()
+        self.awaited.reported(received, report)
+        if report is not None:
+            self._hand_overs.completed(report.completed, report.clock)
+        self._hand_overs.told(received, connector_output.failed_recving, now)
         if report is not None and report.settling:  # a step without a report does not come here
-            self._workers_settle_until = time.perf_counter() + NEXT_REPORT_S
+            self._workers_settle_until = now + NEXT_REPORT_S
+
+    def measured(self, now: float) -> Tally | None:
+        """Metrics since the last call. vLLM asks at the end of each step."""
+        self._hand_overs.tick(now)
+        return self.metrics.take(now)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._prompts.pop(request.request_id, None)
@@ -138,7 +157,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if never_registered:
             self.cancel_receive(request.request_id)
         self.awaited.finished(request.request_id)
+        self._hand_overs.finished(request.request_id, time.perf_counter())
         return outcome
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._trace.close()
 
     def has_pending_push_work(self) -> bool:
         return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle

@@ -39,7 +39,7 @@ from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
-from layerpush.telemetry.trace_records import LoadRecord
+from layerpush.telemetry.trace_records import LoadRecord, clock_name
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
@@ -79,7 +79,8 @@ class LayerwisePushWorker(VllmPushWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
         self._digests: dict[str, str] = {}
-        self._reports: deque[tuple[str, str]] = deque()
+        self._reports: deque[DecodeReport] = deque()
+        self._clock = clock_name()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
         self._spans = Spans(emit_span, REQUEST_ID)
@@ -234,13 +235,14 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were parked or cleared since the last report, and whether pushes of aborted requests still run."""
+        """Loads that were completed, parked or cleared since the last report, and whether pushes of aborted requests
+        still run.
+        """
         if not self._reports and not self._settles:
             return None
-        report, rank = DecodeReport(settling=self._settles), int(self.vllm_config.parallel_config.rank)
+        report = DecodeReport(settling=self._settles, clock=self._clock)
         while self._reports:
-            kind, request_id = self._reports.popleft()
-            (report.parked if kind == "parked" else report.cleared)[request_id] = {rank}
+            report = report.aggregate(self._reports.popleft())
         return report
 
     # Any thread.
@@ -284,12 +286,18 @@ class LayerwisePushWorker(VllmPushWorker):
                 self.loads.time_out(request_id, reason, now)
 
     def parked(self, request_id: str) -> None:
-        self._reports.append(("parked", request_id))
+        self._reports.append(DecodeReport(parked={request_id: {self._rank}}, clock=self._clock))
 
     def cleared(self, request_id: str) -> None:
-        self._reports.append(("cleared", request_id))
+        self._reports.append(DecodeReport(cleared={request_id: {self._rank}}, clock=self._clock))
+
+    @property
+    def _rank(self) -> int:
+        return int(self.vllm_config.parallel_config.rank)
 
     def keep_load(self, record: LoadRecord) -> None:
+        if record.outcome == "completed" and record.t_settled is not None:
+            self._reports.append(DecodeReport(completed={record.request_id: record.t_settled}, clock=self._clock))
         record.rank = self.tp_rank
         if record.prefill_engine_id is not None:
             record.clock_offset = self.clock_offset(record.prefill_engine_id)

@@ -111,6 +111,17 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Decode: loads": (
         Panel("Loads by outcome", "reqps", {"{{outcome}}": per_request(catalog.LOADS)}, stacked=True),
         Panel("Load time", "s", quantiles(catalog.LOAD), catalog.LOAD.meaning),
+        Panel("Hand-over on D", "s", quantiles(catalog.HAND_OVER), catalog.HAND_OVER.meaning),
+        Panel(
+            "Parts of the hand-over on D",
+            "s",
+            {
+                "report": mean(catalog.HAND_OVER_REPORT),
+                "schedule": mean(catalog.HAND_OVER_SCHEDULE),
+                "first step": mean(catalog.HAND_OVER_FIRST_STEP),
+            },
+            "Means, from the last completion on: until the scheduler knows, until a step begins, until its token.",
+        ),
         Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
         Panel(
             "Parked",

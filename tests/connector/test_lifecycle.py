@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from layerpush.compat import engine_wake
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
 from tests.contract.waiting import until
 
@@ -50,6 +51,25 @@ def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKEN
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
     until(lambda: len(p.writer) == 0)  # the writer reports the request as sent just before it closes the push
     assert p.totals.outcomes == {"completed": 1}
+
+
+@pytest.mark.parametrize("outcome", ["loaded", "failed"])
+def test_the_end_of_a_load_wakes_a_resting_engine(engine: Build, outcome: str) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    woken = threading.Event()
+    engine_wake.listen(d.engine_id, woken.set)
+    asks_first(p, d)
+    assert not woken.is_set()
+    p.prefill("r-1", TOKENS)
+    if outcome == "loaded":
+        run(p, STEPS)
+    else:
+        p.step()
+        p.abort("r-1")
+    step_until(p, done=woken.is_set)
+    d.step()
+    assert (d.received, d.failed) == ((["r-1"], []) if outcome == "loaded" else ([], ["r-1"]))
+    assert d.scheduler.finished_recving_kv_req_ids == ({"r-1"} if outcome == "loaded" else set()), "a calm engine asks"
 
 
 def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:

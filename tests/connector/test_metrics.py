@@ -52,6 +52,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
+    run_dry(d)
 
     scrape, counters = scraped(front_end, p, d), p.totals
     assert scrape.value("pushes_total", engine="0", outcome="layerwise") == 1
@@ -71,6 +72,11 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("loads_total", engine="1", outcome="loaded") == 1
     assert scrape.value("loads_total") == 1
     assert scrape.value("load_seconds_count", engine="1") == 1
+    for part in ("", "_report", "_schedule", "_first_step"):
+        assert scrape.value(f"hand_over{part}_seconds_count", engine="1") == 1
+    parts = [scrape.value(f"hand_over_{part}_seconds_sum", engine="1") for part in ("report", "schedule", "first_step")]
+    assert sum(parts) == pytest.approx(scrape.value("hand_over_seconds_sum", engine="1"))
+    assert min(parts) > 0
     assert scrape.value("ranks", engine="0") == scrape.value("ranks", engine="1") == 1
     for level in ("active_pushes", "unclaimed_pushes", "pending_registrations", "awaited_loads", "parked_requests"):
         assert scrape.value(level) == 0, level

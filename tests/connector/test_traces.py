@@ -27,6 +27,7 @@ def pair(
     def read() -> TraceSet:
         for one in (p, d):
             one.worker.connector_worker._trace.close()
+            one.connector.connector_scheduler._trace.close()
         return read_traces([folder])
 
     return p, d, read
@@ -43,10 +44,11 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
+    step_until(d, done=lambda: d.finished)
 
     traces = read()
     (request,) = traces.requests
-    (push,), (load,) = request.pushes, request.loads
+    (push,), (load,), (token,) = request.pushes, request.loads, request.first_tokens
     assert (push.engine_id, push.outcome, push.tokens, len(push.ready)) == (
         p.engine_id,
         "completed",
@@ -62,7 +64,10 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert marks == sorted(marks)  # type: ignore[type-var]
     assert load.t_registered <= load.t_accepted <= load.t_reported  # type: ignore[operator]
     assert len({source.clock for source in traces.sources}) == 1
-    assert None not in break_down(request).parts.values()
+    found = break_down(request)
+    assert None not in found.parts.values()
+    assert load.t_settled < token.t_told < token.t_scheduled < token.t_first_token  # type: ignore[operator]
+    assert found.hand_over == pytest.approx(token.t_first_token - push.t_last_ready)  # type: ignore[operator]
     events = json.loads(b"".join(chrome_trace(traces)))["traceEvents"]
     check(events)
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}

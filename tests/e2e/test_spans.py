@@ -26,7 +26,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import DEADLINE_S, MODEL, SHAPE, proxy, server_spec, until
-from tests.trace_command import arrows, end, lines, merged, parts_add_up, slices, summary, trace
+from tests.trace_command import HAND_OVER, arrows, end, lines, merged, parts_add_up, slices, summary, trace
 from tests.unit.test_trace_perfetto import check
 
 AHEAD_S = 5000
@@ -141,10 +141,10 @@ def test_files_of_two_clocks_make_one_trace(servers: Servers, tmp_path: Path) ->
     def recorded() -> bool:
         return all(
             any(one["request_id"].startswith(request_id) for one in lines(servers.folders, kind))
-            for kind in ("push", "load")
+            for kind in ("push", "load", "first_token")
         )
 
-    until(recorded, "both records")
+    until(recorded, "all records")
     clocks = [one["clock"] for one in lines(servers.folders, "process")]
     assert len(set(clocks)) == 2
     (load,) = [one for one in lines(servers.folders, "load") if one["request_id"].startswith(request_id)]
@@ -157,7 +157,7 @@ def test_files_of_two_clocks_make_one_trace(servers: Servers, tmp_path: Path) ->
     assert seconds + 1e-3 * more >= AHEAD_S - 2e-6, note
     (one,) = [one for one in summary(servers.folders)["slowest"] if one["request"] == request_id]
     assert parts_add_up(one)
-    assert None not in [one[name] for name in ("queue", "prefill", "exposed", "notification", "D wait")]
+    assert None not in [one[name] for name in ("queue", "prefill", "hand-over", *HAND_OVER)]
     assert one["total"] < DEADLINE_S
     events = merged(servers.folders, tmp_path / "one.json")
     check(events)

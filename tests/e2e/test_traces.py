@@ -11,7 +11,19 @@ from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check_tokens, new_id, prompt, send
 from tests.e2e.test_tensor_parallel import P_TWO
-from tests.trace_command import Fields, arrows, end, lines, merged, parts_add_up, slices, summary, trace, wait_for
+from tests.trace_command import (
+    HAND_OVER,
+    Fields,
+    arrows,
+    end,
+    lines,
+    merged,
+    parts_add_up,
+    slices,
+    summary,
+    trace,
+    wait_for,
+)
 from tests.unit.test_trace_perfetto import check
 
 MODES = {
@@ -72,6 +84,7 @@ def recorded(fleet: Fleet) -> Recorded:
     for host in (*prefills, d):
         host.wait_idle()
     wait_for(lambda: len(lines(found.folders, "push")) == len(lines(found.folders, "load")) == wanted, "every record")
+    wait_for(lambda: len(lines(found.folders, "first_token")) == len(found.completed), "every first token")
     return found
 
 
@@ -89,17 +102,20 @@ def test_the_summary_names_the_slowest_request(recorded: Recorded) -> None:
 
 
 def test_the_parts_of_every_request_add_up(recorded: Recorded) -> None:
-    """To what D's own record says; nothing of what is over is unknown."""
+    """To what D's own records say; nothing of what is over is unknown."""
     found = {one["request"]: one for one in summary(recorded.folders)["slowest"]}
-    waits = {load["request_id"]: load["t_reported"] - load["t_awaited"] for load in lines(recorded.folders, "load")}
-    assert len(found) == len(waits)
+    loads = {load["request_id"]: load for load in lines(recorded.folders, "load")}
+    tokens = {token["request_id"]: token for token in lines(recorded.folders, "first_token")}
+    assert len(found) == len(loads)
+    assert len(tokens) == len(recorded.completed)
     assert all(parts_add_up(one) for one in found.values())
     for handoff in recorded.completed:
         one = found[handoff.request_id]
-        (wait,) = [wait for decode_id, wait in waits.items() if decode_id.startswith(handoff.request_id)]
+        (decode_id,) = [decode_id for decode_id in loads if decode_id.startswith(handoff.request_id)]
+        wait = tokens[decode_id]["t_first_token"] - loads[decode_id]["t_awaited"]
         assert one["total"] == pytest.approx(wait, abs=1e-6)
         assert (one["other"], one["tokens"]) == (pytest.approx(0.0, abs=1e-6), len(handoff.token_ids))
-        assert all(one[name] is not None for name in ("queue", "prefill", "exposed", "notification", "D wait"))
+        assert all(one[name] is not None for name in ("queue", "prefill", "hand-over", *HAND_OVER))
     for mode, handoff in recorded.by_mode.items():
         assert found[handoff.request_id]["mode"] == mode
     assert found[recorded.by_mode["request"].request_id]["prefill"] == 0.0, "it was over before D asked"

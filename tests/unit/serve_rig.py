@@ -38,6 +38,7 @@ def result(ttfts_s: Sequence[float], answers: Sequence[str] | None = None, **cha
         "failed": 0,
         "errors": [""] * len(ttfts_s),
         "ttfts": list(ttfts_s),
+        "start_times": [100.0 + 10.0 * number for number in range(len(ttfts_s))],
         "latencies": [each + 0.04 for each in ttfts_s],
         "input_lens": [1024] * len(ttfts_s),
         "output_lens": [5] * len(ttfts_s),

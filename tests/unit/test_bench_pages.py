@@ -14,6 +14,7 @@ from bench.markdown import Result, conditions
 from bench.serve import page as serve
 from bench.serve.plan import AGGREGATED, Cell, Load, Setup
 from bench.serve.results import by_cell
+from layerpush.apps.tracing.hand_over import PARTS
 from scripts.docgen import figures, soakrun
 from tests.unit.serve_rig import call
 
@@ -61,6 +62,22 @@ def test_tables_of_engines_have_the_limits_of_auto() -> None:
     assert "In 2 of 2 cells the whole interval of `auto` is above its limit" in text
     assert "Requests per second" not in text
     assert "`auto`" not in serve.tables(committed("serve", cells=[without_auto(serve_cell("loopback", 1, 16))]))
+
+
+def test_tables_of_engines_have_the_hand_over_of_runs_that_have_it() -> None:
+    parts = dict(zip(PARTS, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), strict=True))
+    cell = serve_cell("loopback", 1, 16)
+    cell["modes"]["auto"] |= {"hand_over_ms": cell["modes"]["auto"]["ttft_ms"], "hand_over_parts_ms": parts}
+    lines = serve.tables(committed("serve", cells=[cell])).splitlines()
+    assert "| 16 | 0.0 ms | 1.0 ms | 2.0 ms | 3.0 ms | 4.0 ms | 5.0 ms | 6.0 ms |" in lines
+    assert "| 16 | 100.0 ms | 1100.0 ms | 300.0 ms | 600.0 ms |" in lines, "time to first token less prefill"
+    older = serve_cell("loopback", 1, 16)
+    for mode in older["modes"].values():
+        for name in ("hand_over_ms", "hand_over_parts_ms", "after_prefill_ms"):
+            del mode[name]
+    text = serve.tables(committed("serve", cells=[older]))
+    assert "less prefill" not in text
+    assert "Hand-over" not in text
 
 
 def without_auto(cell: dict[str, Any]) -> dict[str, Any]:

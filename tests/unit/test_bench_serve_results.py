@@ -6,12 +6,15 @@ import json
 import re
 
 import pytest
+from rich.console import Console
 
 from bench.bootstrap import median_of_rounds, ratio_over_rounds
 from bench.serve.measured import RequestsFailedError, measured
 from bench.serve.plan import AGGREGATED, Call
+from bench.serve.report import tables
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
 from layerpush.apps.tracing.figures import Figures
+from layerpush.apps.tracing.hand_over import PARTS, HandOver
 from tests.unit.serve_rig import CELL, MODES, call, result
 
 
@@ -122,6 +125,50 @@ def test_json_has_every_sample() -> None:
     assert written["modes"]["layer"]["plans"] == {"direct": 93, "packed": 3}
     assert written["modes"]["aggregated"]["exposed_ms"] is None
     assert written["ratios"]["ttft_ms"]["request/aggregated"]["ratio"] == pytest.approx(2.0)
+
+
+def with_hand_overs(*parts_ms: float) -> CellResult:
+    """Three rounds of two requests of layer mode, whose hand-over takes 10 and 20 ms more than the sum of its parts."""
+    (this,) = three_rounds()
+    for each in this.calls["layer"]:
+        parts = dict(zip(PARTS, parts_ms, strict=bool(parts_ms))) if parts_ms else {}
+        each.add_hand_overs([HandOver(sum(parts_ms) + more, parts) for more in (10.0, 20.0)])
+    return this
+
+
+def test_the_hand_over_and_its_parts() -> None:
+    this = with_hand_overs(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    hand_over = this.series("layer", "hand_over_ms")
+    assert hand_over is not None
+    assert hand_over.samples == [31.0, 41.0] * 3
+    written = json.loads(json.dumps(this.as_json(), allow_nan=False))["modes"]
+    assert written["layer"]["hand_over_ms"]["p50"] == 36.0
+    assert written["layer"]["hand_over_parts_ms"] == dict(zip(PARTS, map(float, range(7)), strict=True))
+    assert (written["request"]["hand_over_ms"], written["request"]["hand_over_parts_ms"]) == (None, {})
+    assert with_hand_overs().as_json()["modes"]["layer"]["hand_over_parts_ms"] == {}
+
+
+def test_the_first_token_less_prefill_is_known_of_every_mode() -> None:
+    """Of means: of 1.0 and 1.2 s, and of 2.0 and 2.4 s."""
+    (this,) = three_rounds()
+    for mode, expected in ((AGGREGATED, 1100.0 - 900.0), ("request", 2200.0 - 918.0)):
+        assert this.calls[mode][0].after_prefill_ms == pytest.approx([expected])
+        assert this.as_json()["modes"][mode]["after_prefill_ms"]["raw"][0] == pytest.approx([expected])
+    this.calls["layer"][0].prefill_ms = None
+    assert this.series("layer", "after_prefill_ms") is None
+
+
+def test_a_first_token_is_dated_by_the_clients_clock() -> None:
+    assert call("layer", 0, [1.0, 1.2]).first_token_at == [101.0, 111.2]
+
+
+def test_the_table_of_hand_overs() -> None:
+    console = Console(width=200, record=True)
+    with console.capture() as captured:
+        console.print(*tables([with_hand_overs(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.5)]))
+    (row,) = [line for line in captured.get().splitlines() if "layer" in line and "6.5" in line]
+    assert "36.5 [36.5, 36.5]" in row
+    assert all(name in captured.get() for name in PARTS)
 
 
 def test_a_wrong_answer_is_found_in_its_own_round() -> None:

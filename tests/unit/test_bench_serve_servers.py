@@ -65,6 +65,9 @@ def test_each_mode_has_its_connector() -> None:
         "packing": "off",
         "trace_dir": "/work/trace/layer",
     }
+    ds = {mode: (spec := this.decode(mode)) and spec.extra_config for mode in ("layer", "auto", "push", "pull")}
+    traced = {"trace_dir": "/work/trace/decode"}
+    assert ds == {"layer": traced, "auto": traced, "push": {}, "pull": {}}
     assert connectors["pull"] is not None
     assert connectors["pull"]["kv_connector_extra_config"] == {}
     assert connectors["pull"]["kv_role"] == "kv_producer"
@@ -116,11 +119,13 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 def test_servers_that_run_already(tmp_path: Path) -> None:
     texts = [
         "aggregated=http://a:1/",
-        f"layer=http://proxy:1,prefill=http://p:2,trace={tmp_path}",
+        f"layer=http://proxy:1,prefill=http://p:2,trace={tmp_path},decode-trace={tmp_path / 'd'}",
         "pull=http://q:3,prefill=http://r:4,decode=http://s:5",
         "push=http://t:6,prefill=http://u:7",
     ]
+    (tmp_path / "d").mkdir()
     targets = given(texts)
+    assert (targets["layer"].decode_trace, targets["push"].decode_trace) == (tmp_path / "d", None)
     assert (targets["aggregated"].url, targets["aggregated"].prefill) == ("http://a:1", "http://a:1")
     assert targets["aggregated"].transfers is None
     assert (targets["layer"].prefill, targets["layer"].trace) == ("http://p:2", tmp_path)
@@ -137,7 +142,8 @@ def test_servers_that_run_already(tmp_path: Path) -> None:
         (["aggregated=a:1"], "no URL"),
         (["aggregated=http://a:1", "layer=http://b:1,prefil=http://c:1"], "'prefil' is none of prefill, decode, trace"),
         (["aggregated=http://a:1", "layer=http://b:1,prefill=c"], "no URL"),
-        (["aggregated=http://a:1", "layer=http://b:1,trace=/nothing"], "no directory /nothing"),
+        (["aggregated=http://a:1", "layer=http://b:1,trace=/nothing"], "no directory /nothing; it is P's"),
+        (["aggregated=http://a:1", "layer=http://b:1,decode-trace=/nothing"], "no directory /nothing; it is D's"),
     ],
 )
 def test_servers_that_are_named_wrongly(texts: list[str], said: str) -> None:

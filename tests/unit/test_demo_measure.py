@@ -7,11 +7,13 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from layerpush.apps.demo import measure
 from layerpush.apps.demo.load import Answer
 from layerpush.apps.demo.measure import examine, result_of
+from layerpush.telemetry.trace_records import this_process
 from tests.unit.test_demo_figures import push_line
 
 RIGHT = (4, 5, 6)
@@ -23,7 +25,8 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(directory: Path, *lines: dict[str, object]) -> None:
-    (directory / "p-rank0-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = [msgspec.to_builtins(this_process("prefill", 0)), *lines]
+    (directory / "p-rank0-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
 
 
 def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: float = 0.5) -> Answer:
@@ -44,7 +47,8 @@ def test_a_traced_and_right_answer_has_no_problem(tmp_path: Path):
     assert sample.problem is None
     assert sample.figures is not None
     assert sample.figures.exposed_ms == pytest.approx(150)
-    assert sample.hand_over_ms == pytest.approx(200), "11.3 s the last layer, 11.5 s the first token"
+    assert sample.hand_over is not None
+    assert sample.hand_over.ms == pytest.approx(200), "11.3 s the last layer, 11.5 s the first token"
 
 
 def test_tokens_are_compared_one_by_one(tmp_path: Path):
@@ -56,7 +60,7 @@ def test_tokens_are_compared_one_by_one(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"request_id": "cmpl-else-0-00000000"}, "no trace"),
+        ({"request_id": "cmpl-else-0-00000000", "decode_request_id": "cmpl-else-0-11111111"}, "no trace"),
         ({"mode": "request", "fallback": "short"}, "mode request .short."),
         ({"outcome": "failed", "reason": "peer lost"}, "peer lost"),
     ],
@@ -77,7 +81,7 @@ def test_one_missing_trace_leaves_a_mode_without_figures(tmp_path: Path):
     result = result_of(samples)
     assert (result.ttft_ms, result.ttft_range_ms) == (pytest.approx(1000), (pytest.approx(500), pytest.approx(1500)))
     assert result.figures is None
-    assert result.hand_over_ms is None
+    assert result.hand_over is None
     assert len(result.problems) == 1
 
 

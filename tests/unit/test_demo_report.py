@@ -13,6 +13,7 @@ from layerpush.apps.demo.load import Answer
 from layerpush.apps.demo.measure import Sample
 from layerpush.apps.demo.report import DemoReport
 from layerpush.apps.tracing.figures import figures_of
+from layerpush.apps.tracing.hand_over import PARTS, HandOver
 from layerpush.apps.tracing.picture import draw_pushes
 from tests.unit.test_demo_figures import parse
 
@@ -20,6 +21,7 @@ KEYS = {
     "ttft_ms",
     "ttft_range_ms",
     "hand_over_ms",
+    "hand_over_parts_ms",
     "prefill_ms",
     "exposed_ms",
     "transfer_ms",
@@ -32,9 +34,12 @@ KEYS = {
 }
 
 
+HAND_OVER = HandOver(200.0, dict(zip(PARTS, (0.0, 20.0, 30.0, 5.0, 1.0, 44.0, 100.0), strict=True)))
+
+
 def sample(exposed_s: float = 0.1, **changes: object) -> Sample:
     push = parse(t_last_landed=11.3 + exposed_s)
-    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5, 11.9), True, push, figures_of(push), 200.0, None)
+    made = Sample(0, Answer("abc", (5, 6, 7), 10.0, 11.5, 11.9), True, push, figures_of(push), HAND_OVER, None)
     return dataclasses.replace(made, **changes)
 
 
@@ -88,6 +93,8 @@ def test_the_table_fits_80_columns_and_names_every_mode():
         "10.0 ms",
         "hand-over",
         "200 ms",
+        "D's step begins",
+        "44.0 ms",
         "DIFFER",
         "equal",
         "1.5-1.5 s",

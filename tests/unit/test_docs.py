@@ -21,6 +21,7 @@ from layerpush.core.request_params import ParamsError, check_params
 from layerpush.telemetry.trace_records import (
     ChunkRecord,
     DropRecord,
+    FirstTokenRecord,
     LoadRecord,
     ProcessRecord,
     PushRecord,
@@ -153,7 +154,7 @@ def test_the_matrix_quotes_the_log_as_it_is() -> None:
 def test_the_trace_page_names_every_field() -> None:
     page = (ROOT / "docs/trace.md").read_text()
     named = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `")))
-    kinds = (ProcessRecord, PushRecord, ChunkRecord, WriteRecord, LoadRecord, DropRecord)
+    kinds = (ProcessRecord, PushRecord, ChunkRecord, WriteRecord, LoadRecord, FirstTokenRecord, DropRecord)
     assert named == {field for kind in kinds for field in kind.__struct_fields__}
 
 

@@ -35,6 +35,16 @@ def test_a_load_that_completes() -> None:
     assert (record.t_parked, record.t_cleared) == (None, None)
 
 
+def test_a_load_is_recorded_before_the_engine_can_report_it() -> None:
+    """The engine's main thread may take it at once, and its report has the record's times."""
+    world = RecordedWorld()
+    recorded: list[int] = []
+    world.engine.on_told = lambda _, __: recorded.append(len(world.records))
+    world.awaits()
+    world.hears(Completion("r", 1))
+    assert recorded == [1]
+
+
 def test_the_registration_is_dated_when_it_is_sent() -> None:
     world = RecordedWorld()
     world.network.listening = {}

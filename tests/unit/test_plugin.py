@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import subprocess
 import sys
 import threading
 import types
+import uuid
+from collections.abc import Collection
 
 import pytest
 
 from layerpush import plugin
-from layerpush.compat import busy_wait
+from layerpush.compat import busy_wait, engine_wake
 from layerpush.core.config import ConfigError
+from tests.contract.waiting import until
 
 # vLLM's own way to call us: through the entry point of the installed package.
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
@@ -203,13 +207,20 @@ def test_another_wait_begins_with_short_sleeps(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Core:
-    """An engine that takes one step, with or without work, and then has requests or none."""
+    """An engine that takes one step, with or without work, and then has requests or none, with or without new KV."""
 
-    def __init__(self, computes: bool, requests: bool) -> None:
+    def __init__(self, computes: bool = False, requests: bool = True, received: Collection[str] = ()) -> None:
         self.computes, self.requests = computes, requests
+        self.finished_recving_kv_req_ids = set(received)
         self.scheduler = self
         self.input_queue: queue.Queue[str] = queue.Queue()
+        engine_id = f"core-{uuid.uuid4()}"
+        self.vllm_config = types.SimpleNamespace(kv_transfer_config=types.SimpleNamespace(engine_id=engine_id))
         self.steps = 0
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.vllm_config.kv_transfer_config.engine_id)
 
     def has_requests(self) -> bool:
         return self.requests
@@ -219,46 +230,92 @@ class Core:
         return self.computes
 
 
-def calm_core(monkeypatch: pytest.MonkeyPatch, *, computes: bool, requests: bool) -> tuple[Core, list[float]]:
-    """With every wait noted instead of waited for."""
-    waits: list[float] = []
-    monkeypatch.setattr(busy_wait, "wait_for_input", lambda _, seconds: waits.append(seconds))
+def calm_core(core: Core) -> Core:
+    """The same, after it was made to rest."""
+    calm = type("Calm", (Core,), {"_process_engine_step": Core._process_engine_step})
     module = types.ModuleType("core")
-    module.EngineCoreProc = type("Calm", (Core,), {"_process_engine_step": Core._process_engine_step})  # type: ignore[attr-defined]
+    module.EngineCoreProc = calm  # type: ignore[attr-defined]
     busy_wait.rest_after_empty_steps(module)
-    return module.EngineCoreProc(computes, requests), waits
+    core.__class__ = calm
+    return core
 
 
 @pytest.mark.parametrize("computes", [True, False])
 @pytest.mark.parametrize("requests", [True, False])
-def test_a_calm_engine_rests_only_while_requests_wait_and_nothing_is_computed(
-    monkeypatch: pytest.MonkeyPatch, computes: bool, requests: bool
+@pytest.mark.parametrize("received", [(), ("r",)])
+def test_a_calm_engine_rests_only_while_requests_wait_and_it_can_compute_nothing(
+    monkeypatch: pytest.MonkeyPatch, computes: bool, requests: bool, received: Collection[str]
 ) -> None:
-    core, waits = calm_core(monkeypatch, computes=computes, requests=requests)
+    """A request whose KV was reported in this step can be computed in the next one."""
+    waits: list[float] = []
+    monkeypatch.setattr(busy_wait.InputWait, "wait", lambda _, seconds: waits.append(seconds))
+    core = calm_core(Core(computes, requests, received))
     assert core._process_engine_step() is computes
     assert core.steps == 1
-    assert waits == ([busy_wait.EMPTY_STEP_SECONDS] if requests and not computes else [])
+    assert waits == ([busy_wait.EMPTY_STEP_SECONDS] if requests and not computes and not received else [])
+
+
+def ends(wait: busy_wait.InputWait, *others: threading.Thread) -> bool:
+    """Whether a rest of 100 seconds ends early, while the other threads run."""
+    resting = threading.Thread(target=wait.wait, args=(100.0,), daemon=True)
+    for thread in (resting, *others):
+        thread.start()
+    for thread in (resting, *others):
+        thread.join(timeout=10.0)
+    return not any(thread.is_alive() for thread in (resting, *others))
 
 
 def test_a_resting_engine_wakes_up_for_a_request() -> None:
     inputs: queue.Queue[str] = queue.Queue()
-    resting = threading.Thread(target=busy_wait.wait_for_input, args=(inputs, 100.0), daemon=True)
-    asking = threading.Thread(target=inputs.put, args=("request",), daemon=True)
-    for thread in (resting, asking):
-        thread.start()
-    for thread in (resting, asking):
-        thread.join(timeout=10.0)
-        assert not thread.is_alive()
+    assert ends(busy_wait.InputWait(inputs), threading.Thread(target=inputs.put, args=("request",), daemon=True))
     assert inputs.get_nowait() == "request"
 
 
 def test_an_engine_with_a_request_at_hand_does_not_rest() -> None:
     inputs: queue.Queue[str] = queue.Queue()
     inputs.put("request")
-    resting = threading.Thread(target=busy_wait.wait_for_input, args=(inputs, 100.0), daemon=True)
+    assert ends(busy_wait.InputWait(inputs))
+
+
+def test_a_worker_ends_its_engines_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(busy_wait, "EMPTY_STEP_SECONDS", 100.0)
+    core = calm_core(Core())
+    resting = threading.Thread(target=core._process_engine_step, daemon=True)
     resting.start()
+    until(lambda: engine_wake.wake(core.engine_id) or not resting.is_alive())  # it listens from its first rest on
+    engine_wake.wake("an engine that nobody knows")
+
+
+def test_a_wake_up_during_a_step_ends_the_rest_after_it() -> None:
+    wait = busy_wait.InputWait(queue.Queue())
+    wait.wake()
+    assert ends(wait)
+
+
+def test_a_wake_up_ends_one_rest_only() -> None:
+    wait = busy_wait.InputWait(queue.Queue())
+    wait.wake()
+    assert ends(wait)
+    resting = threading.Thread(target=wait.wait, args=(100.0,), daemon=True)
+    resting.start()
+    until(lambda: wait._inputs.not_empty._waiters)
+    assert resting.is_alive()
+    wait.wake()
     resting.join(timeout=10.0)
     assert not resting.is_alive()
+
+
+def test_two_engines_with_one_id_have_one_address(caplog: pytest.LogCaptureFixture) -> None:
+    engine_id = f"twin-{uuid.uuid4()}"
+    woken, other = threading.Event(), threading.Event()
+    engine_wake.listen(f"not-{engine_id}", other.set)
+    engine_wake.listen(engine_id, woken.set)
+    with caplog.at_level(logging.WARNING):
+        engine_wake.listen(engine_id, lambda: None)
+    assert f"workers of engine {engine_id} cannot wake it" in caplog.text
+    engine_wake.wake(engine_id)
+    assert woken.wait(10.0)
+    assert not other.is_set()
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", " 1 "])

@@ -7,19 +7,28 @@ from typing import Any
 
 import pytest
 
-from layerpush.apps.tracing.breakdown import PARTS, break_down, medians, shares, slowest
+from layerpush.apps.tracing.breakdown import HAND_OVER, PARTS, break_down, medians, shares, slowest
 from layerpush.apps.tracing.report import summary_data, summary_text
 from layerpush.apps.tracing.requests import RequestTrace, read_traces
-from layerpush.telemetry.trace_records import DropRecord
-from tests.unit.test_trace_tools import load, process, push
+from layerpush.telemetry.trace_records import SCHEDULER_RANK, DropRecord
+from tests.unit.test_trace_tools import first_token, load, process, push
 from tests.unit.trace_rig import TwoHosts, write
 
 PUSH = {"t_first_planned": 2.0, "t_last_ready": 5.0, "t_last_landed": 5.5, "t_notified": 5.6}
 LOAD = {"t_awaited": 1.0, "t_registered": 1.5, "t_settled": 6.5, "t_reported": 8.5}
+TOKEN = {"t_told": 8.75, "t_scheduled": 9.0, "t_first_token": 11.0}
+UNSEEN = [None, None]
+"""The parts after D's wait, without a record of D's scheduler."""
 
 
-def request_of(pushes: list[dict[str, Any]], loads: list[dict[str, Any]], name: str = "r") -> RequestTrace:
-    return RequestTrace(name, [push(name, **one) for one in pushes], [load(name, **one) for one in loads])
+def request_of(
+    pushes: list[dict[str, Any]],
+    loads: list[dict[str, Any]],
+    name: str = "r",
+    token: dict[str, Any] | None = None,
+) -> RequestTrace:
+    tokens = [] if token is None else [first_token(name, **token)]
+    return RequestTrace(name, [push(name, **one) for one in pushes], [load(name, **one) for one in loads], tokens)
 
 
 def parts(request: RequestTrace) -> list[float | None]:
@@ -27,39 +36,63 @@ def parts(request: RequestTrace) -> list[float | None]:
 
 
 def test_the_parts_of_a_request() -> None:
-    one = break_down(request_of([PUSH], [LOAD]))
-    assert one.parts == {"queue": 1.0, "prefill": 3.0, "exposed": 0.5, "notification": 1.0, "D wait": 2.0}
-    assert (one.total, one.other) == (7.5, 0.0)
+    one = break_down(request_of([PUSH], [LOAD], token=TOKEN))
+    before = {"queue": 1.0, "prefill": 3.0}
+    hand_over = {"exposed": 0.5, "notification": 1.0, "D wait": 2.25, "schedule": 0.25, "first step": 2.0}
+    assert one.parts == before | hand_over
+    assert (one.total, one.other) == (10.0, 0.0)
+
+
+def test_the_hand_over_is_the_sum_of_its_parts() -> None:
+    one = break_down(request_of([PUSH], [LOAD], token=TOKEN))
+    assert one.hand_over == TOKEN["t_first_token"] - PUSH["t_last_ready"]
+    assert one.hand_over == sum(part for name in HAND_OVER if (part := one.parts[name]) is not None)
+
+
+def test_a_token_that_needs_no_step_of_d() -> None:
+    one = break_down(request_of([PUSH], [LOAD], token={"t_told": 8.75, "t_first_token": 8.875}))
+    assert (one.parts["schedule"], one.parts["first step"], one.other) == (0.125, 0.0, 0.0)
+    assert one.hand_over == 8.875 - PUSH["t_last_ready"]
+
+
+@pytest.mark.parametrize("lost", ["t_last_ready", "t_last_landed"])
+def test_a_hand_over_with_an_unknown_part_is_unknown(lost: str) -> None:
+    assert break_down(request_of([PUSH | {lost: None}], [LOAD], token=TOKEN)).hand_over is None
+    assert break_down(request_of([PUSH], [LOAD])).hand_over is None
+
+
+def test_a_hand_over_begins_with_ds_request_if_that_is_late() -> None:
+    assert break_down(request_of([PUSH], [LOAD | {"t_awaited": 6.0}], token=TOKEN)).hand_over == 5.0
 
 
 def test_prefill_before_d_asks_takes_no_time_from_d() -> None:
-    assert parts(request_of([PUSH], [LOAD | {"t_awaited": 4.0}])) == [0.0, 1.0, 0.5, 1.0, 2.0]
+    assert parts(request_of([PUSH], [LOAD | {"t_awaited": 4.0}])) == [0.0, 1.0, 0.5, 1.0, 2.0, *UNSEEN]
     late = break_down(request_of([PUSH], [LOAD | {"t_awaited": 6.0}]))
-    assert list(late.parts.values()) == [0.0, 0.0, 0.0, 0.5, 2.0]
+    assert list(late.parts.values()) == [0.0, 0.0, 0.0, 0.5, 2.0, *UNSEEN]
     assert late.total == 2.5
 
 
 def test_of_several_ranks_the_slowest_counts() -> None:
     slow_p = {"t_first_planned": 2.5, "t_last_ready": 5.25, "t_last_landed": 6.0}
     slow_d = {"t_awaited": 1.5, "t_settled": 7.0, "t_reported": 9.0}
-    assert parts(request_of([PUSH, slow_p], [LOAD, slow_d])) == [1.0, 3.25, 0.75, 1.0, 2.0]
+    assert parts(request_of([PUSH, slow_p], [LOAD, slow_d])) == [1.0, 3.25, 0.75, 1.0, 2.0, *UNSEEN]
 
 
 def test_without_ds_records_it_begins_with_prefill() -> None:
     one = break_down(request_of([PUSH], []))
-    assert list(one.parts.values()) == [None, 3.0, 0.5, None, None]
+    assert list(one.parts.values()) == [None, 3.0, 0.5, None, None, *UNSEEN]
     assert (one.total, one.other) == (3.5, 0.0)
 
 
 def test_without_ps_records_the_time_is_other() -> None:
     one = break_down(request_of([], [LOAD]))
-    assert list(one.parts.values()) == [None, None, None, None, 2.0]
+    assert list(one.parts.values()) == [None, None, None, None, 2.0, *UNSEEN]
     assert (one.total, one.other) == (7.5, 5.5)
 
 
 def test_a_push_whose_layers_cannot_be_told_apart_has_no_prefill() -> None:
     one = break_down(request_of([{"t_last_landed": 5.5}], [LOAD]))
-    assert list(one.parts.values()) == [None, None, None, 1.0, 2.0]
+    assert list(one.parts.values()) == [None, None, None, 1.0, 2.0, *UNSEEN]
     assert one.other == 4.5
 
 
@@ -71,13 +104,13 @@ def test_a_load_that_failed_early() -> None:
 def test_what_p_notices_after_d_has_heard_takes_no_time_from_d() -> None:
     """P looks now and then whether a WRITE has landed; D's engine may have been told by then."""
     one = break_down(request_of([PUSH | {"t_last_landed": 9.0}], [LOAD]))
-    assert list(one.parts.values()) == [1.0, 3.0, 1.5, 0.0, 2.0]
+    assert list(one.parts.values()) == [1.0, 3.0, 1.5, 0.0, 2.0, *UNSEEN]
     assert one.total == 7.5
 
 
 def test_what_p_does_for_a_d_that_has_given_up_takes_no_time_from_d() -> None:
     one = break_down(request_of([PUSH], [{"t_awaited": 1.0, "t_settled": 3.0, "t_reported": 3.5, "outcome": "failed"}]))
-    assert list(one.parts.values()) == [1.0, 1.0, 0.0, 0.0, 0.5]
+    assert list(one.parts.values()) == [1.0, 1.0, 0.0, 0.0, 0.5, *UNSEEN]
     assert one.total == 2.5
 
 
@@ -98,10 +131,16 @@ def test_what_real_workers_record_adds_up(tmp_path: Path, fails: str | None) -> 
     hosts.play(measured=hosts.offset, fails=fails)
     (request,) = read_traces([hosts.write(tmp_path)]).requests
     one = break_down(request)
-    assert None not in one.parts.values()
-    assert sum(one.parts.values()) == pytest.approx(one.total)  # type: ignore[arg-type]
+    known = [part for part in one.parts.values() if part is not None]
+    assert len(known) == len(one.parts) - (0 if fails is None else len(UNSEEN))
+    assert sum(known) == pytest.approx(one.total)
     assert one.parts["prefill"] > 0  # type: ignore[operator]
-    assert one.total == pytest.approx(request.loads[0].t_reported - request.loads[0].t_awaited)  # type: ignore[operator]
+    end = request.loads[0].t_reported if fails else request.first_tokens[0].t_first_token
+    assert one.total == pytest.approx(end - request.loads[0].t_awaited)  # type: ignore[operator]
+    if fails is None:
+        assert one.hand_over == pytest.approx(end - request.pushes[0].t_last_ready)  # type: ignore[operator]
+    else:
+        assert one.hand_over is None
 
 
 def three() -> list[RequestTrace]:
@@ -137,6 +176,7 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path / "p.jsonl", process("P", "x"), DropRecord(records=4, t=1.0), push("a", tokens=99, **PUSH))
     bad = load("b", outcome="failed", reason="P is gone", t_awaited=1.0, t_settled=1.002, t_reported=1.0034)
     write(tmp_path / "d.jsonl", process("D", "x"), load("a", **LOAD), bad)
+    write(tmp_path / "s.jsonl", process("D", "x", rank=SCHEDULER_RANK), first_token("a", **TOKEN))
     return tmp_path
 
 
@@ -145,14 +185,18 @@ def test_the_summary_is_a_table(tmp_path: Path) -> None:
     assert lines[0] == "2 requests: 1 completed, 1 failed"
     assert lines[1] == "P rank 0: 4 records were dropped (p.jsonl)"
     at = lines.index("the slowest 2, in milliseconds:")
-    heads = "request tokens pushed outcome total queue prefill exposed notification D wait other"
+    heads = "request tokens pushed outcome total hand-over"
+    heads += " queue prefill exposed notification D wait schedule first step other"
     assert lines[at + 1].split() == heads.split()
-    values = ["7500.0", "1000.0", "3000.0", "500.0", "1000.0", "2000.0", "-"]
+    values = ["10000.0", "6000.0", "1000.0", "3000.0", "500.0", "1000.0", "2250.0", "250.0", "2000.0", "-"]
     assert lines[at + 2].split() == ["cmpl-a-0", "99", "layer", "completed", *values]
-    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "failed", "3.4", "-", "-", "-", "-", "1.4", "2.0"]
-    assert lines[at + 4].split()[:4] == ["median", "of", "all", "3751.7"]
+    assert lines[at + 3].split() == ["cmpl-b-0", "0", "?", "failed", "3.4", *"-----", "1.4", "-", "-", "2.0"]
+    assert lines[at + 4].split()[:5] == ["median", "of", "all", "5001.7", "6000.0"]
     assert {len(line) for line in lines[at + 1 : at + 4]} == {len(lines[at + 1])}, "columns are aligned"
-    assert "their time: prefill 40%, D wait 27%, queue 13%, notification 13%, exposed 7%" in lines
+    assert (
+        "their time: prefill 30%, D wait 23%, first step 20%, queue 10%, notification 10%, exposed 5%, schedule 2%"
+        in lines
+    )
     assert lines[-1] == "cmpl-b-0 failed: P is gone"
 
 
@@ -160,6 +204,6 @@ def test_the_summary_for_programs(tmp_path: Path) -> None:
     data = summary_data(read_traces([folder(tmp_path)]), 1)
     assert (data["requests"], data["outcomes"]) == (2, {"completed": 1, "failed": 1})
     (one,) = data["slowest"]
-    assert (one["request"], one["total"], one["prefill"], one["other"]) == ("cmpl-a-0", 7.5, 3.0, 0.0)
+    assert (one["request"], one["total"], one["hand-over"], one["other"]) == ("cmpl-a-0", 10.0, 6.0, 0.0)
     assert data["notes"] == ["P rank 0: 4 records were dropped (p.jsonl)"]
-    assert data["shares"]["prefill"] == 0.4
+    assert (data["shares"]["prefill"], data["median"]["hand-over"]) == (0.3, 6.0)

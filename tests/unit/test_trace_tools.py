@@ -14,7 +14,15 @@ from layerpush.apps.tracing.intervals import lanes
 from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestError, read_traces, without_suffix
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from layerpush.telemetry.trace_records import (
+    SCHEDULER_RANK,
+    DropRecord,
+    FirstTokenRecord,
+    LoadRecord,
+    ProcessRecord,
+    PushRecord,
+    WriteRecord,
+)
 from tests.unit.trace_rig import Host, TwoHosts, write
 
 ROUNDING = 1e-9
@@ -49,6 +57,11 @@ def load(name: str = "r", **fields: Any) -> LoadRecord:
     return LoadRecord(**known | fields)
 
 
+def first_token(name: str = "r", **fields: Any) -> FirstTokenRecord:
+    known: dict[str, Any] = {"request_id": f"cmpl-{name}-0-bbbbbbbb", "engine_id": "D", "t_told": 2.0}
+    return FirstTokenRecord(**known | fields)
+
+
 # Reading.
 
 
@@ -62,6 +75,33 @@ def test_what_the_file_writes_is_read(tmp_path: Path) -> None:
     assert source.pushes == [push(rank=3)]
     assert source.loads == [load()]
     assert source.clock != ""
+
+
+def test_a_scheduler_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for rank, record in ((0, load()), (SCHEDULER_RANK, first_token())):
+        file = TraceFile(str(tmp_path), "D", rank)
+        file.add(record)
+        file.close()
+    worker, scheduler = read_folders([tmp_path])
+    assert (worker.name, worker.loads) == ("D rank 0", [load()])
+    assert (scheduler.name, scheduler.first_tokens) == ("D scheduler", [first_token()])
+    (request,) = read_traces([tmp_path]).requests
+    assert request.first_tokens == [first_token()]
+
+
+def test_a_scheduler_may_have_another_clock_than_its_workers(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", process("D", "x", t=1000.0, unix=5000.0), load(t_awaited=1000.0))
+    there = process("D", "y", t=990.0, unix=5000.0, rank=SCHEDULER_RANK)
+    write(tmp_path / "s.jsonl", there, first_token(t_told=991.0, t_first_token=992.0))
+    (request,) = read_traces([tmp_path]).requests
+    assert request.first_tokens == [first_token(t_told=1001.0, t_first_token=1002.0)]
+
+
+def test_a_first_token_without_its_load_is_no_request(tmp_path: Path) -> None:
+    write(tmp_path / "p.jsonl", process("P", "x"), push("other"))
+    write(tmp_path / "s.jsonl", process("D", "x", rank=SCHEDULER_RANK), first_token())
+    (request,) = read_traces([tmp_path]).requests
+    assert (request.name, request.first_tokens) == ("cmpl-other-0", [])
 
 
 def test_several_folders_are_read_and_each_file_once(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 import msgspec
 
 from layerpush.core.wire import Completion, Fail
-from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
+from layerpush.telemetry.trace_records import (
+    SCHEDULER_RANK,
+    DropRecord,
+    FirstTokenRecord,
+    LoadRecord,
+    ProcessRecord,
+    PushRecord,
+    Record,
+)
 from tests.unit.test_loads import EXTRA, World
 from tests.unit.test_loads import P as P_ADDRESS
 from tests.unit.writer_rig import Prompt, Rig
@@ -50,6 +58,7 @@ class TwoHosts:
     d: Host = field(default_factory=lambda: Host("d-host", ahead=-5000.0))
     pushes: list[PushRecord] = field(default_factory=list)
     loads: list[LoadRecord] = field(default_factory=list)
+    first_tokens: list[FirstTokenRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert self.p.ahead == 0.0, "the writer reads the clock itself"
@@ -78,14 +87,18 @@ class TwoHosts:
         word = Completion(wanted.request_id, 1) if fails is None else Fail(wanted.request_id, 0, fails, True)
         world.hears(word)
         self.loads[-1].clock_offset = measured
+        if fails is None:
+            times = {time: self.d.now() for time in ("t_told", "t_scheduled", "t_first_token")}
+            self.first_tokens.append(FirstTokenRecord(request_id=wanted.request_id, engine_id="D", **times))
 
     def write(self, folder: Path) -> Path:
-        """One file for each engine."""
+        """One file for P, two for D."""
         write(folder / "P-rank0-7.jsonl", self.p.process("P"), *self.pushes)
         write(folder / "D-rank0-7.jsonl", self.d.process("D"), *self.loads)
+        write(folder / "D-scheduler-7.jsonl", self.d.process("D", SCHEDULER_RANK), *self.first_tokens)
         return folder
 
 
-def write(path: Path, *records: ProcessRecord | PushRecord | LoadRecord | DropRecord) -> None:
+def write(path: Path, *records: ProcessRecord | Record | DropRecord) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))

@@ -129,8 +129,7 @@ async def _measure(display: Display, servers: Servers, cluster: Cluster, size: S
         with display.counting("Negative control: one layer is corrupted on its way", 1) as on_done:
             wrong = await complete_disaggregated(session, servers.faulty, d, prompts[0], ANSWER_TOKENS)
             on_done()
-    traces = cluster.trace_dir("prefill")
-    samples = {mode: examine(answers[mode], expected, traces, mode) for mode in modes}
+    samples = {mode: examine(answers[mode], expected, cluster.trace_root, mode) for mode in modes}
     return DemoReport(samples, negative_control_detected=wrong.tokens != expected[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ import aiohttp
 
 from layerpush.apps.demo.engines import Engine
 from layerpush.apps.demo.load import Answer, complete, complete_disaggregated, vllm_request_id
-from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures, read_pushes
-from layerpush.apps.tracing.requests import without_suffix
-from layerpush.telemetry.trace_records import PushRecord
+from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures
+from layerpush.apps.tracing.folder import FolderError
+from layerpush.apps.tracing.hand_over import HandOver, hand_over_of, median_hand_over
+from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
+from layerpush.telemetry.trace_records import PushRecord, clock_name
 
 TRACE_TIMEOUT_S = 10.0
 
@@ -24,7 +27,7 @@ TRACE_TIMEOUT_S = 10.0
 class Sample:
     """One prompt in one mode. ``problem``: the problem with its trace, if there is one.
 
-    ``hand_over_ms``: from the last layer's KV being ready on P to the first token at the client.
+    ``hand_over`` ends with the first token here: the demo is the client.
     """
 
     prompt: int
@@ -32,20 +35,20 @@ class Sample:
     tokens_equal: bool
     push: PushRecord | None
     figures: Figures | None
-    hand_over_ms: float | None
+    hand_over: HandOver | None
     problem: str | None
 
 
 @dataclass(frozen=True)
 class ModeResult:
-    """Medians over the prompts of a mode; ``figures`` and ``hand_over_ms`` are None when a trace is missing or wrong.
+    """Medians over the prompts of a mode; ``figures`` and ``hand_over`` are None when a trace is missing or wrong.
 
     ``ttft_range_ms``: the shortest and the longest.
     """
 
     ttft_ms: float
     ttft_range_ms: tuple[float, float]
-    hand_over_ms: float | None
+    hand_over: HandOver | None
     figures: Figures | None
     tokens_equal: bool
     problems: tuple[str, ...]
@@ -55,12 +58,12 @@ def result_of(samples: Sequence[Sample]) -> ModeResult:
     """Sum up one mode."""
     ttft = [1e3 * sample.answer.ttft_s for sample in samples]
     figures = [sample.figures for sample in samples if sample.figures is not None]
-    hand_overs = [sample.hand_over_ms for sample in samples if sample.hand_over_ms is not None]
+    hand_overs = [sample.hand_over for sample in samples if sample.hand_over is not None]
     whole = len(figures) == len(hand_overs) == len(samples)
     return ModeResult(
         ttft_ms=statistics.median(ttft),
         ttft_range_ms=(min(ttft), max(ttft)),
-        hand_over_ms=statistics.median(hand_overs) if whole else None,
+        hand_over=median_hand_over(hand_overs) if whole else None,
         figures=median_figures(figures) if whole else None,
         tokens_equal=all(sample.tokens_equal for sample in samples),
         problems=tuple(sample.problem for sample in samples if sample.problem),
@@ -109,35 +112,46 @@ async def take_turns(
     return answers
 
 
-def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], trace_dir: Path, mode: str) -> list[Sample]:
-    """Compare the answers of one mode with the expected tokens, and find their traces. Waits for late traces."""
-    pushes = _await_traces(answers, trace_dir)
+def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], folder: Path, mode: str) -> list[Sample]:
+    """Compare the answers of one mode with the expected tokens, and find their traces. Waits for late traces.
+
+    ``folder`` has the ``trace_dir`` of P and of D.
+    """
+    traces = _await_traces(answers, folder)
+    requests = {} if traces is None else {request.name: request for request in traces.requests}
     samples = []
     for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
-        push = pushes.get(vllm_request_id(answer.request_id))
-        figures, problem = _judge(push, mode, answer, trace_dir)
-        hand_over_ms = None
-        if figures is not None and push is not None and push.t_last_ready is not None:
-            hand_over_ms = 1e3 * (answer.first_token_at - push.t_last_ready)
-        samples.append(Sample(index, answer, answer.tokens == right, push, figures, hand_over_ms, problem))
+        request = requests.get(vllm_request_id(answer.request_id), RequestTrace(""))
+        push = request.pushes[-1] if request.pushes else None
+        figures, problem = _judge(push, mode, answer, folder)
+        hand_over = None
+        if figures is not None and traces is not None:
+            hand_over = hand_over_of(traces, request, answer.first_token_at, clock_name())
+        samples.append(Sample(index, answer, answer.tokens == right, push, figures, hand_over, problem))
     return samples
 
 
-def _await_traces(answers: Sequence[Answer], trace_dir: Path) -> dict[str, PushRecord]:
-    """Wait for the traces of these answers. P writes them at about the time of D's first token: the wait is short."""
-    deadline = time.monotonic() + TRACE_TIMEOUT_S
+def _await_traces(answers: Sequence[Answer], folder: Path) -> TraceSet | None:
+    """Wait for the traces of these answers. P and D write them at about the time of D's first token: the wait is short.
+
+    None if there is none at all.
+    """
+    deadline, wanted = time.monotonic() + TRACE_TIMEOUT_S, {vllm_request_id(answer.request_id) for answer in answers}
     while True:
-        pushes = {without_suffix(push.request_id): push for push in read_pushes(trace_dir)}
-        all_there = all(vllm_request_id(answer.request_id) in pushes for answer in answers)
-        if all_there or time.monotonic() > deadline:
-            return pushes
+        traces = None
+        with contextlib.suppress(FolderError):
+            traces = read_traces([folder])
+            if wanted <= {request.name for request in traces.requests if request.pushes and request.first_tokens}:
+                return traces
+        if time.monotonic() > deadline:
+            return traces
         time.sleep(0.05)
 
 
-def _judge(push: PushRecord | None, mode: str, answer: Answer, trace_dir: Path) -> tuple[Figures | None, str | None]:
+def _judge(push: PushRecord | None, mode: str, answer: Answer, folder: Path) -> tuple[Figures | None, str | None]:
     """Figures of a push in the right mode, else its problem."""
     if push is None:
-        return None, f"no trace of request {answer.request_id} in {trace_dir}"
+        return None, f"no trace of request {answer.request_id} in {folder}"
     if push.mode != mode:
         reason = push.fallback or "no reason given"
         return None, f"request {answer.request_id} was pushed in mode {push.mode} ({reason})"

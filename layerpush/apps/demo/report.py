@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import msgspec
 from rich.table import Table
 
 from layerpush.apps.demo.measure import ModeResult, Sample, result_of
 from layerpush.apps.tracing.figures import Figures
+from layerpush.apps.tracing.hand_over import CLIENT, HandOver
 from layerpush.telemetry.trace_records import PushRecord
 
 FIGURE_NAMES = tuple(field.name for field in fields(Figures))
 FIRST_ROWS: tuple[tuple[str, Callable[[ModeResult], str]], ...] = (
     ("[bold]exposed[/]: last layer to last WRITE", lambda mode: f"[bold]{_ms(mode.figures, 'exposed_ms', 1)}[/]"),
-    ("hand-over: last layer to first token", lambda mode: _ms(mode, "hand_over_ms")),
+    ("hand-over: last layer to first token", lambda mode: _ms(mode.hand_over, "ms")),
     ("tokens as without a transfer", lambda mode: "[green]equal[/]" if mode.tokens_equal else "[red]DIFFER[/]"),
     ("layers hooked / swept", lambda mode: f"{_count(mode, 'hooked_layers')} / {_count(mode, 'swept_layers')}"),
     ("WRITEs", lambda mode: _count(mode, "writes")),
 )
+HAND_OVER_ROWS: tuple[tuple[str, str], ...] = (
+    ("hand-over: last WRITE", "exposed"),
+    ("P's completion read by D", "notification"),
+    ("D's scheduler told", "D wait"),
+    ("D's step begins", "schedule"),
+    ("D's first token", "first step"),
+    ("D's output and API server", CLIENT),
+)
+"""The parts of the hand-over, except for a late request: the demo asks D when it asks P."""
 LAST_ROWS: tuple[tuple[str, Callable[[ModeResult], str]], ...] = (
     ("descriptors", lambda mode: _count(mode, "descriptors")),
     ("bytes", lambda mode: f"{mode.figures.bytes / 2**20:.0f} MiB" if mode.figures else UNKNOWN),
@@ -93,14 +104,20 @@ class DemoReport:
         table.add_column("")
         for mode in results:
             table.add_column(mode, justify="right", no_wrap=True)
-        for rows in (FIRST_ROWS, LAST_ROWS):
+        parts = [(heading, partial(_part, name=name)) for heading, name in HAND_OVER_ROWS]
+        for rows in (FIRST_ROWS, parts, LAST_ROWS):
             for heading, show in rows:
                 table.add_row(heading, *(show(result) for result in results.values()))
             table.add_section()
         return table
 
 
-def _ms(of: ModeResult | Figures | None, name: str, digits: int = 0) -> str:
+def _part(mode: ModeResult, name: str) -> str:
+    part = None if mode.hand_over is None else mode.hand_over.parts_ms.get(name)
+    return UNKNOWN if part is None else f"{part:.1f} ms"
+
+
+def _ms(of: ModeResult | Figures | HandOver | None, name: str, digits: int = 0) -> str:
     value: float | None = getattr(of, name, None)
     return UNKNOWN if value is None else f"{value:.{digits}f} ms"
 
@@ -114,7 +131,7 @@ def _mode_json(result: ModeResult) -> dict[str, object]:
     return {
         "ttft_ms": result.ttft_ms,
         "ttft_range_ms": list(result.ttft_range_ms),
-        "hand_over_ms": result.hand_over_ms,
+        **_hand_over_json(result.hand_over),
         **figures,
         "tokens_equal": result.tokens_equal,
     }
@@ -127,8 +144,15 @@ def _sample_json(sample: Sample) -> dict[str, object]:
         "total_ms": 1e3 * sample.answer.total_s,
         "tokens": list(sample.answer.tokens),
         "tokens_equal": sample.tokens_equal,
-        "hand_over_ms": sample.hand_over_ms,
+        **_hand_over_json(sample.hand_over),
         "figures": asdict(sample.figures) if sample.figures else None,
         "problem": sample.problem,
         "push": msgspec.to_builtins(sample.push),
+    }
+
+
+def _hand_over_json(hand_over: HandOver | None) -> dict[str, object]:
+    return {
+        "hand_over_ms": None if hand_over is None else hand_over.ms,
+        "hand_over_parts_ms": None if hand_over is None else hand_over.parts_ms,
     }

@@ -37,10 +37,14 @@ class AttemptFailedError(Exception):
 
 @dataclass
 class Answer:
-    """The client's answer. ``prefill`` is P's leg if it may still run: await it, or cancel it."""
+    """The client's answer. ``prefill`` is P's leg if it may still run: await it, or cancel it.
+
+    ``after_prefill_s``: seconds from P's answer until D's; 0 if D answered first. None if P was not asked, or refused.
+    """
 
     content: Whole | Stream
     prefill: asyncio.Task[Whole] | None = None
+    after_prefill_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,15 +91,19 @@ class Dispatcher:
         prefill = asyncio.create_task(self._prefill(attempt, attempt.prefill, request_id))
         _count_work(attempt.prefill, attempt.body.prompt_tokens, prefill)
         decode = asyncio.create_task(self._decode(attempt, request_id, params))
+        now, after_prefill_s = asyncio.get_running_loop().time, 0.0
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if not decode.done():
+                prefilled_at = now()
                 refusal = self._check_prefill(attempt.prefill, prefill)
                 if refusal is not None:
                     await _end(decode)
                     return Answer(refusal)
                 await asyncio.wait((decode,))
-            return Answer(self._decode_result(attempt, attempt.prefill, prefill, decode), prefill)
+                after_prefill_s = now() - prefilled_at
+            content = self._decode_result(attempt, attempt.prefill, prefill, decode)
+            return Answer(content, prefill, after_prefill_s)
         except BaseException:  # also if the client has left: end both legs
             await _end(prefill, decode)
             raise
@@ -144,7 +152,11 @@ class Dispatcher:
             self._introductions.learn(attempt.prefill, params)
         if params is None:
             raise AttemptFailedError(_without_params(attempt.prefill), frozenset({attempt.prefill}))
-        return await self._decoded(attempt, request_id, params)
+        now = asyncio.get_running_loop().time
+        prefilled_at = now()
+        answer = await self._decoded(attempt, request_id, params)
+        answer.after_prefill_s = now() - prefilled_at
+        return answer
 
     async def _decoded(self, attempt: Attempt, request_id: str, params: msgspec.Raw | None) -> Answer:
         try:

@@ -28,6 +28,9 @@ class Metrics:
         self.retries = self._counter("retries", "Requests sent again before their first token")
         self.leg_failures = self._counter("leg_failures", "Requests to engines that failed", "role", "engine", "reason")
         self.first_token = self._histogram("time_to_first_token_seconds", "From the request to D's first token")
+        self.after_prefill = self._histogram(
+            "after_prefill_seconds", "From P's answer to D's first token, of streams; 0 if D answered first"
+        )
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
         self._watch(fleet, gate)
 

@@ -105,6 +105,8 @@ class Relay(Response):
                     continue
                 waited_s = asyncio.get_running_loop().time() - self._began
                 self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
+                if answer.after_prefill_s is not None and isinstance(answer.content, Stream):
+                    self._proxy.metrics.after_prefill.labels(self._body.endpoint).observe(answer.after_prefill_s)
                 return await self._pass_on(client, answer)
         return await self._give_up(client, failure)
 

@@ -13,8 +13,12 @@ PARTS = {
     "prefill": "P computes, until the last layer's KV is ready",
     "exposed": "the last layer is ready, until the last WRITE has landed",
     "notification": "all WRITEs have landed, until D has the completion of every rank of P",
-    "D wait": "D has the completions, until its engine gets the report",
+    "D wait": "D has the completions, until its scheduler has the report of all ranks",
+    "schedule": "the scheduler has the report, until a step with the request begins",
+    "first step": "that step begins, until D's scheduler has the first token",
 }
+HAND_OVER = ("exposed", "notification", "D wait", "schedule", "first step")
+"""The parts of the hand-over that engines record. After them the token goes to the client."""
 OTHER = "other"
 """Time between two moments of which one is not recorded."""
 
@@ -23,13 +27,22 @@ OTHER = "other"
 class Breakdown:
     """One request, in seconds. ``parts`` has every name of ``PARTS``, with None for a part that is not recorded.
 
-    The parts and ``other`` add up to ``total``, which begins when D asks. If D has no record, it begins when P plans
-    the first chunk.
+    The parts and ``other`` add up to ``total``, which begins when D asks and ends with D's first token. If D has no
+    record, it begins when P plans the first chunk.
     """
 
     request: RequestTrace
     total: float
     parts: dict[str, float | None]
+
+    @property
+    def hand_over(self) -> float | None:
+        """From the last layer's KV being ready on P until D's scheduler has the first token; None if not recorded.
+
+        It begins with D's request if that came later than the last layer.
+        """
+        known = [part for name in HAND_OVER if (part := self.parts[name]) is not None]
+        return sum(known) if len(known) == len(HAND_OVER) else None
 
     @property
     def other(self) -> float:
@@ -41,7 +54,7 @@ def break_down(request: RequestTrace) -> Breakdown:
 
     Only time in which D waits counts: neither prefill before D asks, nor P's work after D has the completion.
     """
-    pushes, loads = request.pushes, request.loads
+    pushes, loads, tokens = request.pushes, request.loads, request.first_tokens
     settled = _last(load.t_settled for load in loads)
     at_p = (
         _first(push.t_first_planned for push in pushes),
@@ -52,7 +65,9 @@ def break_down(request: RequestTrace) -> Breakdown:
         _first(load.t_awaited for load in loads),
         *(at if at is None or settled is None else min(at, settled) for at in at_p),
         settled,
-        _last(load.t_reported for load in loads),
+        _last(token.t_told for token in tokens) or _last(load.t_reported for load in loads),
+        _last(token.t_scheduled or token.t_first_token for token in tokens),
+        _last(token.t_first_token for token in tokens),
     ]
     begin = now = _first(marks) if marks[0] is None else marks[0]
     if begin is None or now is None:
@@ -79,8 +94,11 @@ def shares(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
 
 
 def medians(breakdowns: Sequence[Breakdown]) -> dict[str, float | None]:
-    """The median of each part over the requests that have it, and of ``total``."""
-    columns: dict[str, list[float]] = {"total": [one.total for one in breakdowns]}
+    """The median of each part over the requests that have it, and of ``total`` and the hand-over."""
+    columns: dict[str, list[float]] = {
+        "total": [one.total for one in breakdowns],
+        "hand-over": [one.hand_over for one in breakdowns if one.hand_over is not None],
+    }
     for name in PARTS:
         columns[name] = [part for one in breakdowns if (part := one.parts[name]) is not None]
     return {name: statistics.median(values) if values else None for name, values in columns.items()}

@@ -109,11 +109,13 @@ def summary(
         bool, typer.Option("--json", help="Print a JSON object instead, with times in seconds.")
     ] = False,
 ) -> None:
-    """Show the parts of the slowest requests' time: queue, prefill, transfer, waits.
+    """Show the parts of the slowest requests' time, and the hand-over: from the last layer to D's first token.
 
     The parts follow each other and add up to the total: [bold]queue[/bold], until P plans the first chunk;
     [bold]prefill[/bold], until the last layer is ready; [bold]exposed[/bold], until the last WRITE has landed;
-    [bold]notification[/bold], until D has all completions; [bold]D wait[/bold], until D's engine gets the report.
+    [bold]notification[/bold], until D has all completions; [bold]D wait[/bold], until D's scheduler gets the report;
+    [bold]schedule[/bold], until a step begins; [bold]first step[/bold], until D's scheduler has the first token. The
+    hand-over is all from exposed on. The token's way to the client is not in the traces.
 
     Example:  layerpush trace summary /var/tmp/layerpush --top 20
 

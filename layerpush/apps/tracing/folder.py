@@ -9,7 +9,14 @@ from pathlib import Path
 import msgspec
 
 from layerpush.apps.tracing.progress import Advance, silent
-from layerpush.telemetry.trace_records import DropRecord, LoadRecord, ProcessRecord, PushRecord
+from layerpush.telemetry.trace_records import (
+    SCHEDULER_RANK,
+    DropRecord,
+    FirstTokenRecord,
+    LoadRecord,
+    ProcessRecord,
+    PushRecord,
+)
 
 
 class FolderError(ValueError):
@@ -24,6 +31,7 @@ class Source:
     process: ProcessRecord | None = None
     pushes: list[PushRecord] = field(default_factory=list)
     loads: list[LoadRecord] = field(default_factory=list)
+    first_tokens: list[FirstTokenRecord] = field(default_factory=list)
     dropped: int = 0
     unreadable: int = 0
 
@@ -34,19 +42,25 @@ class Source:
 
     @property
     def engine(self) -> tuple[str, int]:
-        """Engine and rank."""
+        """Engine and rank; that of a scheduler is ``SCHEDULER_RANK``."""
         for known in (self.process, *self.pushes[:1], *self.loads[:1]):
             if known is not None:
                 return known.engine_id, known.rank
         return self.path.stem, 0
+
+    @property
+    def name(self) -> str:
+        """Engine and rank in words."""
+        engine, rank = self.engine
+        return f"{engine} scheduler" if rank == SCHEDULER_RANK else f"{engine} rank {rank}"
 
 
 class _Kind(msgspec.Struct):
     kind: str
 
 
-_TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | DropRecord]] = {
-    kind.__struct_defaults__[0]: kind for kind in (ProcessRecord, PushRecord, LoadRecord, DropRecord)
+_TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | FirstTokenRecord | DropRecord]] = {
+    kind.__struct_defaults__[0]: kind for kind in (ProcessRecord, PushRecord, LoadRecord, FirstTokenRecord, DropRecord)
 }
 
 
@@ -106,6 +120,8 @@ def _take(sources: list[Source], line: bytes, outlines: bool) -> None:
             sources[-1].pushes.append(_outline(record) if outlines else record)
         case LoadRecord():
             _take_load(sources[-1].loads, record)
+        case FirstTokenRecord():
+            sources[-1].first_tokens.append(record)
         case DropRecord():
             sources[-1].dropped = record.records
 

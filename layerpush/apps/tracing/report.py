@@ -26,10 +26,9 @@ def notes(traces: TraceSet) -> Iterator[str]:
         if clock != traces.clocks.reference:
             yield _clock_note(traces, clock, offset)
     for source in traces.sources:
-        engine, rank = source.engine
         for count, what in ((source.dropped, "records were dropped"), (source.unreadable, "lines cannot be read")):
             if count:
-                yield f"{engine} rank {rank}: {count} {what} ({source.path.name})"
+                yield f"{source.name}: {count} {what} ({source.path.name})"
 
 
 def _clock_note(traces: TraceSet, clock: str, offset: Offset) -> str:
@@ -52,7 +51,7 @@ def summary_text(traces: TraceSet, count: int) -> str:
     outcomes = Counter(request.outcome for request in traces.requests)
     counted = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())
     lines = [f"{len(traces.requests)} requests: {counted}", *notes(traces), ""]
-    rows = [["request", "tokens", "pushed", "outcome", "total", *PARTS, OTHER]]
+    rows = [["request", "tokens", "pushed", "outcome", "total", "hand-over", *PARTS, OTHER]]
     rows += [_row(one) for one in breakdowns]
     all_of_them = medians([break_down(request) for request in traces.requests])
     rows.append(["median of all", "", "", "", *map(_ms, all_of_them.values()), ""])
@@ -80,6 +79,7 @@ def summary_data(traces: TraceSet, count: int) -> dict[str, Any]:
                 "outcome": one.request.outcome,
                 "reason": one.request.reason,
                 "total": one.total,
+                "hand-over": one.hand_over,
                 **one.parts,
                 OTHER: one.other,
             }
@@ -94,7 +94,16 @@ def _row(one: Breakdown) -> list[str]:
     request = one.request
     parts = [_ms(one.parts[name]) for name in PARTS]
     other = _ms(one.other) if one.other > 5e-7 else NOTHING
-    return [request.name, str(request.tokens), request.mode, request.outcome, _ms(one.total), *parts, other]
+    return [
+        request.name,
+        str(request.tokens),
+        request.mode,
+        request.outcome,
+        _ms(one.total),
+        _ms(one.hand_over),
+        *parts,
+        other,
+    ]
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Requests, each with the pushes of P's ranks and the loads of D's, all times on one clock."""
+"""Requests, each with the pushes of P's ranks, the loads of D's and its first token, all times on one clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Struct
 from layerpush.apps.tracing.clocks import Clocks, find_clocks
 from layerpush.apps.tracing.folder import Source, read_folders
 from layerpush.apps.tracing.progress import Advance, silent
-from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord, Record
 
 
 class RequestError(ValueError):
@@ -27,6 +27,7 @@ class RequestTrace:
     name: str
     pushes: list[PushRecord] = field(default_factory=list)
     loads: list[LoadRecord] = field(default_factory=list)
+    first_tokens: list[FirstTokenRecord] = field(default_factory=list)
 
     @property
     def ids(self) -> set[str]:
@@ -106,14 +107,21 @@ def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
                 request = of(push.engine_id, push.request_id)
             request.pushes.append(push)
             shift(push, by)
+    for source in sources:
+        by = clocks.rebased(source.clock)
+        for token in source.first_tokens:
+            loaded = requests.get((token.engine_id, token.request_id))
+            if loaded is not None:
+                loaded.first_tokens.append(token)
+                shift(token, by)
     for request in requests.values():
         request.pushes.sort(key=lambda push: (push.engine_id, push.rank))
         request.loads.sort(key=lambda load: (load.engine_id, load.rank))
     return sorted(requests.values(), key=lambda request: request.begin)
 
 
-def shift(record: PushRecord | LoadRecord, by: float) -> None:
-    """Add ``by`` seconds to every time of a push or a load."""
+def shift(record: Record, by: float) -> None:
+    """Add ``by`` seconds to every time of a record."""
     if not by:
         return
     inner: Iterable[Struct] = ()

@@ -199,6 +199,36 @@ LOAD = Metric(
     "Time from D's registration until every byte is there, including P's prefill.",
     buckets=LONG_SECONDS,
 )
+HAND_OVER = Metric(
+    "hand_over_seconds",
+    Kind.HISTOGRAM,
+    Side.DECODE,
+    "D's part of the hand-over: from the last completion being read until the engine has the first token. One value "
+    "per request; none if a rank is on another host than the scheduler. The next three metrics are its parts.",
+    buckets=SECONDS,
+)
+HAND_OVER_REPORT = Metric(
+    "hand_over_report_seconds",
+    Kind.HISTOGRAM,
+    Side.DECODE,
+    "From the last completion being read until the scheduler has the report of all ranks: the rest of the current "
+    "step, or the wake-up of an idle engine.",
+    buckets=SECONDS,
+)
+HAND_OVER_SCHEDULE = Metric(
+    "hand_over_schedule_seconds",
+    Kind.HISTOGRAM,
+    Side.DECODE,
+    "From that report until a step begins with the request in it.",
+    buckets=SECONDS,
+)
+HAND_OVER_FIRST_STEP = Metric(
+    "hand_over_first_step_seconds",
+    Kind.HISTOGRAM,
+    Side.DECODE,
+    "From the beginning of that step until the engine has the first token: D's forward pass and its sampling.",
+    buckets=SECONDS,
+)
 AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Loads that have not ended, parked ones included.")
 PARKED_REQUESTS = Metric(
     "parked_requests",
@@ -278,7 +308,8 @@ CATALOG: tuple[Metric, ...] = (
     WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, WRITE_ESTIMATE, WRITE_SECONDS,
     FAILED_WRITES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
-    LOADS, LOAD, AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
+    LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP,
+    AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip
 BY_KEY: Mapping[str, Metric] = MappingProxyType({metric.key: metric for metric in CATALOG})

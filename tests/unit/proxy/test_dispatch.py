@@ -42,6 +42,40 @@ async def test_p_and_d_are_asked_at_the_same_time_with_one_request_id() -> None:
         assert await here.metric('layerpush_proxy_dispatches_total{mode="concurrent"}') == 1
 
 
+AFTER_PREFILL = "layerpush_proxy_after_prefill_seconds"
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@asynchronous
+async def test_the_time_from_ps_answer_to_ds_first_token_is_measured(sequential: bool) -> None:
+    async with world(sequential=sequential) as here:
+        now = asyncio.get_running_loop().time
+        here.p.hold, here.d.hold = asyncio.Event(), asyncio.Event()
+        asked_at = now()
+        request = asyncio.create_task(here.post(stream=True))
+        await until(lambda: here.p.seen, "P has it")
+        prefill_s = now() - asked_at
+        here.p.hold.set()
+        prefill, _ = here.proxy.fleet
+        await until(lambda: here.d.seen and prefill.outstanding_tokens == 0, "P has answered, and D has it")
+        prefilled_at = now()
+        await until(lambda: now() > prefilled_at, "D takes its time")
+        waited_s = now() - prefilled_at
+        here.d.hold.set()
+        assert (await request).status == 200
+        whole_s = now() - asked_at
+        assert await here.metric(f"{AFTER_PREFILL}_count") == 1
+        assert waited_s <= await here.metric(f"{AFTER_PREFILL}_sum") <= whole_s - prefill_s
+
+
+@asynchronous
+async def test_only_streams_have_a_first_token() -> None:
+    async with world() as here:
+        await here.post()
+        await here.post(stream=True, use_beam_search=True)  # D alone
+        assert await here.metric(f"{AFTER_PREFILL}_count") == 0
+
+
 @asynchronous
 async def test_work_is_counted_while_an_engine_has_it() -> None:
     async with world() as here:

@@ -50,6 +50,7 @@ def labels(proxy: Proxy, name: str) -> set[str]:
         "retries_total": metrics.retries,
         "leg_failures_total": metrics.leg_failures,
         "time_to_first_token_seconds": metrics.first_token,
+        "after_prefill_seconds": metrics.after_prefill,
         "request_duration_seconds": metrics.duration,
     }
     short = name.removeprefix("layerpush_proxy_")

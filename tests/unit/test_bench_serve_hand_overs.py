@@ -1,0 +1,72 @@
+"""The hand-overs of a call of bench.serve: which token belongs to which push, and what is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.serve.hand_overs import hand_overs
+from layerpush.apps.tracing.figures import read_pushes
+from layerpush.apps.tracing.hand_over import CLIENT, PARTS, HandOver
+from layerpush.telemetry.trace_records import SCHEDULER_RANK, PushRecord, clock_name
+from tests.unit.test_trace_tools import first_token, load, process, push
+from tests.unit.trace_rig import write
+
+NAMES = ("a", "b", "c")
+ARRIVED = (11.0, 22.0, 33.0)
+"""The last layer of a request is ready at 10, 20 or 30 s, D's first token is there half a second later."""
+
+
+def traced(folder: Path, clock: str | None = None, *, d: bool = True, lost: str = "") -> list[list[PushRecord]]:
+    """The pushes of three requests, and one of an earlier call."""
+    clock = clock or clock_name()
+    ready = {name: 10.0 * number for number, name in enumerate(NAMES, 1)} | {"earlier": 5.0}
+    pushes = [
+        push(name, t_first_planned=at - 1, t_last_ready=None if name == lost else at, t_last_landed=at + 0.125)
+        for name, at in ready.items()
+    ]
+    write(folder / "p/p.jsonl", process("P", clock), *pushes)
+    if d:
+        loads = [load(name, t_awaited=at - 2, t_settled=at + 0.25) for name, at in ready.items()]
+        tokens = [
+            first_token(name, t_told=at + 0.25, t_scheduled=at + 0.25, t_first_token=at + 0.5)
+            for name, at in ready.items()
+        ]
+        write(folder / "d/d.jsonl", process("D", clock), *loads)
+        write(folder / "d/s.jsonl", process("D", clock, rank=SCHEDULER_RANK), *tokens)
+    return [[one] for one in read_pushes(folder / "p") if "earlier" not in one.request_id]
+
+
+def found(folder: Path, pushes: list[list[PushRecord]], arrived: tuple[float, ...], alone: bool) -> list[HandOver]:
+    decode = folder / "d" if (folder / "d").exists() else None
+    return hand_overs(folder / "p", decode, pushes, arrived, one_at_a_time=alone, patience_s=0.0)
+
+
+def test_requests_that_come_one_at_a_time(tmp_path: Path) -> None:
+    each = found(tmp_path, traced(tmp_path), ARRIVED, alone=True)
+    assert [one.ms for one in each] == [1000.0, 2000.0, 3000.0]
+    assert [one.parts_ms[CLIENT] for one in each] == [500.0, 1500.0, 2500.0]
+    assert all(sum(one.parts_ms.values()) == pytest.approx(one.ms) for one in each)
+
+
+def test_of_requests_at_the_same_time_only_the_mean_is_known(tmp_path: Path) -> None:
+    pushes = traced(tmp_path)
+    (mean,) = found(tmp_path, pushes, ARRIVED, alone=False)
+    assert (mean.ms, mean.parts_ms[CLIENT]) == (2000.0, 1500.0)
+    assert sum(mean.parts_ms.values()) == pytest.approx(mean.ms)
+    assert found(tmp_path, pushes[::-1], (33.0, 11.0, 22.0), alone=False) == [mean], "whatever token is whose"
+
+
+def test_without_ds_trace_the_parts_are_not_known(tmp_path: Path) -> None:
+    each = found(tmp_path, traced(tmp_path, d=False), ARRIVED, alone=True)
+    assert each == [HandOver(1000.0, {}), HandOver(2000.0, {}), HandOver(3000.0, {})]
+    assert found(tmp_path, traced(tmp_path, d=False), ARRIVED, alone=False) == [HandOver(2000.0, {})]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_not_known_is_left_out(tmp_path: Path, alone: bool) -> None:
+    assert found(tmp_path, traced(tmp_path, "another host's"), ARRIVED, alone) == []
+    assert found(tmp_path, traced(tmp_path, lost="b"), ARRIVED, alone) == []
+    assert found(tmp_path, traced(tmp_path), ARRIVED[:2], alone) == []
+    assert set(found(tmp_path, traced(tmp_path), ARRIVED, alone)[0].parts_ms) == set(PARTS)

@@ -1,0 +1,136 @@
+"""D's part of the hand-over: what the scheduler measures of each load, and what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from layerpush.decode.hand_overs import HandOvers
+from layerpush.decode.report import DecodeReport
+from layerpush.telemetry.metrics.catalog import (
+    HAND_OVER,
+    HAND_OVER_FIRST_STEP,
+    HAND_OVER_REPORT,
+    HAND_OVER_SCHEDULE,
+    Metric,
+)
+from layerpush.telemetry.metrics.recorder import Recorder
+from layerpush.telemetry.trace_records import FirstTokenRecord, clock_name
+
+PARTS = (HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP)
+
+
+@dataclass
+class Request:
+    request_id: str = "r"
+    num_output_tokens: int = 0
+
+
+class World:
+    """A scheduler that awaits one load, whose last completion is read at 10.0 s."""
+
+    def __init__(self, clock: str | None = None) -> None:
+        self.recorder = Recorder()
+        self.records: list[FirstTokenRecord] = []
+        self.hand_overs = HandOvers("D", self.recorder, self.records.append)
+        self.request = Request()
+        self.hand_overs.registered(self.request)
+        self.hand_overs.completed({"r": 10.0}, clock_name() if clock is None else clock)
+
+    def seconds(self) -> Callable[[Metric], list[float]]:
+        """A metric's one observation since the last call, in a list; an empty list if there is none."""
+        tally = self.recorder.take()
+        return lambda metric: [tally.observed(metric).total] * tally.observed(metric).count
+
+
+def test_the_parts_add_up_to_the_whole() -> None:
+    world = World()
+    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.scheduled({"other"}, 10.5)
+    world.hand_overs.scheduled({"r", "other"}, 11.0)
+    world.hand_overs.tick(11.5)
+    world.hand_overs.scheduled({"r"}, 12.0)  # its second chunk
+    world.request.num_output_tokens = 1
+    world.hand_overs.tick(13.0)
+    seconds = world.seconds()
+    assert [seconds(part) for part in PARTS] == [[0.25], [0.75], [2.0]]
+    assert seconds(HAND_OVER) == [3.0] == [sum(seconds(part)[0] for part in PARTS)]
+    (record,) = world.records
+    assert (record.request_id, record.engine_id) == ("r", "D")
+    assert (record.t_told, record.t_scheduled, record.t_first_token) == (10.25, 11.0, 13.0)
+    world.request.num_output_tokens = 2
+    world.hand_overs.tick(14.0)
+    world.hand_overs.finished("r", 15.0)
+    assert (len(world.records), len(world.hand_overs)) == (1, 0)
+
+
+def test_a_token_that_is_there_without_a_step() -> None:
+    world = World()
+    world.hand_overs.told(["r"], set(), 10.25)
+    world.request.num_output_tokens = 1
+    world.hand_overs.tick(10.5)
+    seconds = world.seconds()
+    assert [seconds(one) for one in (HAND_OVER, *PARTS)] == [[0.5], [0.25], [0.25], [0.0]]
+    assert world.records[0].t_scheduled is None
+
+
+def test_a_first_token_that_is_the_last() -> None:
+    """The engine finishes the request before it asks for metrics."""
+    world = World()
+    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.scheduled({"r"}, 10.5)
+    world.request.num_output_tokens = 1
+    world.hand_overs.finished("r", 11.0)
+    world.hand_overs.tick(11.25)
+    assert world.seconds()(HAND_OVER) == [1.0]
+    assert [record.t_first_token for record in world.records] == [11.0]
+
+
+def test_of_several_ranks_the_last_completion_counts() -> None:
+    world = World()
+    world.hand_overs.completed({"r": 10.5}, clock_name())
+    world.hand_overs.completed({"r": 10.25}, clock_name())
+    world.hand_overs.told(["r"], set(), 11.0)
+    world.request.num_output_tokens = 1
+    world.hand_overs.tick(11.0)
+    assert world.seconds()(HAND_OVER_REPORT) == [0.5]
+
+
+def test_a_rank_with_another_clock_leaves_the_schedulers_own_parts() -> None:
+    world = World(clock="another host's")
+    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.scheduled({"r"}, 10.5)
+    world.request.num_output_tokens = 1
+    world.hand_overs.tick(11.5)
+    seconds = world.seconds()
+    assert (seconds(HAND_OVER), seconds(HAND_OVER_REPORT)) == ([], [])
+    assert (seconds(HAND_OVER_SCHEDULE), seconds(HAND_OVER_FIRST_STEP)) == ([0.25], [1.0])
+
+
+@pytest.mark.parametrize("how", ["failed", "aborted", "unknown"])
+def test_what_is_no_hand_over_is_not_measured(how: str) -> None:
+    world = World()
+    if how == "failed":
+        world.hand_overs.told(["r"], {"r"}, 10.25)
+        world.request.num_output_tokens = 1  # D has computed the prompt itself
+        world.hand_overs.tick(11.0)
+    elif how == "aborted":
+        world.hand_overs.told(["r"], set(), 10.25)
+    else:
+        world.hand_overs.completed({"x": 1.0}, clock_name())
+        world.hand_overs.told(["x"], set(), 10.25)
+    world.hand_overs.finished("r", 11.0)
+    world.hand_overs.tick(12.0)
+    assert world.records == []
+    seconds = world.seconds()
+    assert [seconds(one) for one in (HAND_OVER, *PARTS)] == [[], [], [], []]
+    assert len(world.hand_overs) == 0
+
+
+def test_reports_of_ranks_keep_the_last_completion_and_an_equal_clock() -> None:
+    one, two = DecodeReport(completed={"a": 1.0, "b": 5.0}, clock="x"), DecodeReport(completed={"a": 2.0}, clock="x")
+    both = one.aggregate(two)
+    assert (both.completed, both.clock) == ({"a": 2.0, "b": 5.0}, "x")
+    assert one.aggregate(DecodeReport(clock="y")).clock == ""
