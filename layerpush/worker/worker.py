@@ -21,6 +21,7 @@ from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
@@ -80,6 +81,7 @@ class LayerwisePushWorker(VllmPushWorker):
         self._config = config
         self._digests: dict[str, str] = {}
         self._reports: deque[tuple[str, str]] = deque()
+        self._first_tokens: deque[tuple[str, int | Missing]] = deque()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
         self._spans = Spans(emit_span, REQUEST_ID)
@@ -207,7 +209,7 @@ class LayerwisePushWorker(VllmPushWorker):
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")
         for request_id, blocks in metadata.push_finished_blocks.items():
-            self.step_events.finish(request_id, blocks)
+            self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         if metadata.cancelled:
             self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
@@ -234,13 +236,18 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were parked or cleared since the last report, and whether pushes of aborted requests still run."""
-        if not self._reports and not self._settles:
+        """Loads that were parked or cleared since the last report, first tokens, and whether pushes of aborted requests
+        still run.
+        """
+        if not self._reports and not self._first_tokens and not self._settles:
             return None
         report, rank = DecodeReport(settling=self._settles), int(self.vllm_config.parallel_config.rank)
         while self._reports:
             kind, request_id = self._reports.popleft()
             (report.parked if kind == "parked" else report.cleared)[request_id] = {rank}
+        while self._first_tokens:
+            request_id, first_token = self._first_tokens.popleft()
+            report.first_tokens[request_id] = first_token
         return report
 
     # Any thread.
@@ -288,6 +295,9 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def cleared(self, request_id: str) -> None:
         self._reports.append(("cleared", request_id))
+
+    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+        self._first_tokens.append((request_id, first_token))
 
     def keep_load(self, record: LoadRecord) -> None:
         record.rank = self.tp_rank

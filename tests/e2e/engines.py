@@ -43,6 +43,7 @@ P_WRONG_CACHE = EngineSpec(
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
+D_FIRST = EngineSpec("D-first", "D", transfer(LAYERWISE, first_token="prefill"))
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
