@@ -101,7 +101,7 @@ class FirstTokens:
 
     def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
         """The loads of ``received`` are over. ``known``: what has come of questions for P's token."""
-        self._known.update(known)
+        self._known.update({request_id: known[request_id] for request_id in self._asked & known.keys()})
         self._loaded.extend(self._asked.intersection(received))
 
     def finished(self, request_id: str) -> None:
@@ -114,8 +114,6 @@ class FirstTokens:
         """Start the requests whose loads are over, where that is possible. Yields outputs, each with its client."""
         loaded, self._loaded = self._loaded, []
         for request_id in loaded:
-            if request_id not in self._asked:  # it was finished in this very step
-                continue
             self._asked.discard(request_id)
             known = self._known.pop(request_id, None)
             request = scheduler.requests.get(request_id)

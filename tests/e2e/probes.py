@@ -61,6 +61,13 @@ def preemptions(host: HostedEngine, request_id: str) -> int:
     return int(host.scheduler.requests[host.internal_id(request_id)].num_preemptions)
 
 
+def has_preempted(host: HostedEngine) -> bool:
+    """Whether a live request has lost its blocks in the middle of its answer."""
+    return any(
+        request.num_preemptions and request.num_output_tokens > 1 for request in host.scheduler.requests.values()
+    )
+
+
 def request_statuses(host: HostedEngine) -> dict[str, str]:
     return {request_id: request.status.name for request_id, request in host.scheduler.requests.items()}
 
