@@ -49,8 +49,8 @@ from layerpush.core.machine import IllegalTransitionError, Machine
 S = State
 
 RETRY_S = 1.0
-TOKEN_WAIT_S = 20e-3
-"""About the time in which D computes the token itself: waiting costs twice the better choice at most."""
+TOKEN_WAIT_S = 50e-3
+"""About the time in which a slow D computes the token itself: then waiting costs twice the better choice at most."""
 
 
 class LoadSession(Machine[State, Event, Action]):

@@ -29,7 +29,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from layerpush.core.load_protocol import Aborted, Event, State, Tick, TimedOut
-from layerpush.core.load_session import LoadSession
+from layerpush.core.load_session import TOKEN_WAIT_S, LoadSession
 from layerpush.core.wire import (
     Cancelled,
     Completion,
@@ -110,7 +110,7 @@ class Loads:
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        session = LoadSession(request_id, self._cancel_timeout_s)
+        session = LoadSession(request_id, self._cancel_timeout_s, token_wait_s=TOKEN_WAIT_S)
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._world_size, self.peers, self._outcomes
         )

@@ -120,10 +120,20 @@ class Decode:
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.new_token_ids]
 
-    def ask(self, request_id: str = "r", tokens: int = 200, *, from_p: bool = True, **sampling: Any) -> list[int]:
+    def ask(
+        self,
+        request_id: str = "r",
+        tokens: int = 200,
+        *,
+        from_p: bool = True,
+        prompt: list[int] | None = None,
+        **sampling: Any,
+    ) -> list[int]:
         """Returns the prompt."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
+
+        from tests.connector.engine import block_hasher
 
         params = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_host": "127.0.0.1",
@@ -134,8 +144,10 @@ class Decode:
         sampling_params = SamplingParams(**chosen)
         sampling_params.update_from_generation_config({"eos_token_id": EOS}, EOS)
         first = 3 + 17 * len(self.requests)
-        prompt = list(range(first, first + tokens))
-        request = self.requests[request_id] = Request(request_id, prompt, sampling_params, None)
+        prompt = prompt or list(range(first, first + tokens))
+        hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
+        request = Request(request_id, prompt, sampling_params, None, block_hasher=hasher)
+        self.requests[request_id] = request
         self.scheduler.add_request(request)
         return prompt
 
@@ -244,6 +256,19 @@ def test_prompts_up_to_the_end_of_a_block(decode: Build, tokens: int) -> None:
     d.run()
     assert d.tokens("r") == answer(prompt, 6)
     assert d.origins == {"prefill": 1}
+
+
+def test_what_follows_an_answer_finds_it_in_the_prefix_cache(decode: Build) -> None:
+    """P's token is in the hash of its block, as any other."""
+    d = decode(enable_prefix_caching=True)
+    prompt = d.ask(tokens=190)
+    d.step()
+    d.load("r", answer(prompt, 1)[0])
+    d.run()
+    again = d.ask("again", prompt=[*prompt, *answer(prompt, 6)], from_p=False)
+    d.run()
+    assert d.tokens("again") == answer(again, 6)
+    assert d.outputs["again"][0].prefill_stats.num_cached_tokens == 192
 
 
 def test_without_the_setting_nothing_is_asked(decode: Build) -> None:
@@ -459,3 +484,33 @@ def test_an_engine_that_cannot_says_so_once(decode: Build, caplog: pytest.LogCap
     assert said == [
         "layerpush: this engine computes first tokens itself, although P could: it has logits processors of its own"
     ]
+
+
+def test_reasons_of_a_whole_engine(world: None, model: Path) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from layerpush.compat.first_tokens import engine_refusal, install
+
+    class Overriding(Scheduler):
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            return super().schedule(*args, **kwargs)
+
+    class Inheriting(Scheduler):
+        pass
+
+    install()
+    config = config_of(model, "kv_consumer", "d-0")
+    assert engine_refusal(config, prefill_backoff=0) is None
+    assert engine_refusal(config, prefill_backoff=1) == "P computes this model's prompts only up to their last tokens"
+    config.scheduler_config.scheduler_cls = Inheriting
+    assert engine_refusal(config, prefill_backoff=0) is None
+    config.scheduler_config.scheduler_cls = Overriding
+    reason = engine_refusal(config, prefill_backoff=0)
+    assert reason is not None
+    assert "Overriding has methods of its own" in reason
+    config.scheduler_config.scheduler_cls = dict
+    assert engine_refusal(config, prefill_backoff=0) == "its scheduler dict is not vLLM's"
+    config.parallel_config.pipeline_parallel_size = 2
+    assert engine_refusal(config, prefill_backoff=0) == "its layers are spread over a pipeline"
+    config.speculative_config = SimpleNamespace()
+    assert engine_refusal(config, prefill_backoff=0) == "it decodes speculatively"

@@ -68,6 +68,13 @@ def has_preempted(host: HostedEngine) -> bool:
     )
 
 
+def await_tokens(host: HostedEngine, seconds: float) -> None:
+    """From here on a complete load waits so long for P's token, however busy the machine is."""
+    from layerpush.decode import loads
+
+    loads.TOKEN_WAIT_S = seconds
+
+
 def request_statuses(host: HostedEngine) -> dict[str, str]:
     return {request_id: request.status.name for request_id, request in host.scheduler.requests.items()}
 

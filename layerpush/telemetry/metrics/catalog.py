@@ -217,7 +217,7 @@ FIRST_TOKENS = Metric(
         "resumed": "D: the request has run before, or its prompt goes on",
         "ends": "D: the token is the answer's last: `max_tokens`, a stop token or the end of the context",
         "not_promised": "D: P is not a layerpush engine, or an older one",
-        "late": "D: P's token had not come 20 ms after the last byte of KV",
+        "late": "D: P's token had not come 50 ms after the last byte of KV",
         "other_sampling": "D: P has no token, or sampled with other parameters than D's request has",
         "invalid": "D: P's token is not in D's vocabulary",
         "no_block": "D: no block was free for the token's KV",
