@@ -236,8 +236,8 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were completed, parked or cleared since the last report, first tokens, and whether pushes of aborted
-        requests still run.
+        """Loads that were completed, parked or cleared since the last report, their first tokens, and whether pushes of
+        aborted requests still run.
         """
         if not self._reports and not self._settles:
             return None

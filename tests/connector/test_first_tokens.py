@@ -229,6 +229,7 @@ def test_p_s_token_is_the_first_of_the_answer(decode: Build) -> None:
     d.load("r", first)
     assert d.tokens("r") == [first], "it is out as soon as the load is complete"
     assert d.origins == {"prefill": 1}
+    assert len(d.ours._hand_overs) == 0, "the hand-over ends with the token, not with the next step"
     step = d.step()
     assert step.num_scheduled_tokens == {"r": 1}
     assert step.scheduled_new_reqs[0].num_computed_tokens == len(prompt)
