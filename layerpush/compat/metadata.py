@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
+from layerpush.core.first_token import Sampled
 from layerpush.core.step_plan import StepPlan
 
 
@@ -16,6 +17,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     step_plan: StepPlan = StepPlan()
     prompt_digests: Mapping[str, str] = MappingProxyType({})
     """Digests of the prompts that this prefill engine has begun, by request id."""
+    sampled: Mapping[str, Sampled] = MappingProxyType({})
+    """First tokens of the requests that this prefill engine has finished, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
     """Loads that this decode engine cancels: request id -> reason."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -27,6 +30,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         metadata: NixlConnectorMetadata,
         plan: StepPlan,
         prompt_digests: Mapping[str, str],
+        sampled: Mapping[str, Sampled],
         cancelled: Mapping[str, str],
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
@@ -35,6 +39,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
             metadata.__dict__,
             step_plan=plan,
             prompt_digests=prompt_digests,
+            sampled=sampled,
             cancelled=cancelled,
             trace_headers=trace_headers,
         )

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 
+from layerpush.compat.first_tokens import sampling_of
+from layerpush.core.first_token import Sampled
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -59,6 +62,17 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
     def cancel_receive(self, request_id: str) -> None:
         """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
         self._reqs_need_recv.pop(request_id, None)
+
+    @property
+    def prefill_backoff(self) -> int:
+        """How many tokens of a prompt P leaves to D, because of the model."""
+        return int(self._prefill_backoff())
+
+    def sampled_token(self, request: Request) -> Sampled | None:
+        """The first token that P has sampled after the whole prompt."""
+        if self._prefill_backoff() or not request.output_token_ids or request.sampling_params is None:
+            return None
+        return Sampled(request.output_token_ids[0], sampling_of(request.sampling_params))
 
     def prompt_digest(self, request: Request) -> str | None:
         """Equal on both sides of a push for equal prompts; None if the two sides cannot compare them."""

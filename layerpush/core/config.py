@@ -76,6 +76,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             "`null`: no trace.",
         ),
     ] = None
+    first_token: Annotated[
+        Literal["prefill", "decode"],
+        Meta(
+            description='On D: `"prefill"`: a request starts with the token that P has sampled, as soon as its KV is '
+            'there. `"decode"`: D computes the prompt\'s last token again and samples from it.'
+        ),
+    ] = "decode"
     peer_timeout_s: Annotated[
         int,
         Meta(

@@ -14,6 +14,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from layerpush.core.first_token import Missing
+
 
 class State(enum.Enum):
     REGISTERING = "no prefill engine knows of the load yet"
@@ -22,6 +24,7 @@ class State(enum.Enum):
     ABORTING = (
         "the engine aborted the request and holds its blocks: prefill ranks are asked to stop, and may still write"
     )
+    LOADED = "every byte is there; the prefill engine's first token is on its way"
     PARKED = "the load was reported as failed and its blocks are set aside: prefill ranks may still write"
     CLOSED = "no prefill rank writes any more"
 
@@ -59,6 +62,21 @@ class Completed(Event):
 
     agent: str
     needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPromised(Event):
+    """This agent will send the prefill engine's first token, or the news that there is none."""
+
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrived(Event):
+    """This agent's first token of the prompt; None: the prefill engine has none that fits the request."""
+
+    agent: str
+    token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +143,9 @@ class Cancel(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReportLoaded(Action):
-    """Report the load as done: every byte is there."""
+    """Report the load as done: every byte is there. With the prefill engine's first token, or why there is none."""
+
+    first_token: int | Missing = "not_promised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +181,30 @@ TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
         Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
     },
     S.WAITING: {
-        Completed: {S.WAITING, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
+        Completed: {S.WAITING, S.LOADED, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
         Cancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, Gone: {S.WAITING, S.CANCELLING, S.CLOSED},
         Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING}, Tick: {S.WAITING},
+        TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING},
+    },
+    S.LOADED: {
+        TokenPromised: {S.LOADED}, TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED},
+        Completed: {S.LOADED}, Failed: {S.LOADED}, Cancelled: {S.LOADED}, Gone: {S.LOADED}, Silent: {S.LOADED},
+        TimedOut: {S.LOADED},
     },
     S.CANCELLING: {
         Completed: {S.CANCELLING, S.CLOSED}, Failed: {S.CANCELLING, S.CLOSED}, Cancelled: {S.CANCELLING, S.CLOSED},
         Gone: {S.CANCELLING, S.CLOSED}, Silent: {S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
-        Tick: {S.CANCELLING, S.PARKED},
+        Tick: {S.CANCELLING, S.PARKED}, TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
     },
     S.ABORTING: {
         Completed: {S.ABORTING, S.CLOSED}, Failed: {S.ABORTING, S.CLOSED}, Cancelled: {S.ABORTING, S.CLOSED},
         Gone: {S.ABORTING, S.CLOSED}, Silent: {S.ABORTING}, Aborted: {S.ABORTING}, TimedOut: {S.ABORTING},
-        Tick: {S.ABORTING},
+        Tick: {S.ABORTING}, TokenPromised: {S.ABORTING}, TokenArrived: {S.ABORTING},
     },
     S.PARKED: {
         Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Cancelled: {S.PARKED, S.CLOSED},
         Gone: {S.PARKED, S.CLOSED}, Silent: {S.PARKED}, Aborted: {S.PARKED}, TimedOut: {S.PARKED}, Tick: {S.PARKED},
+        TokenPromised: {S.PARKED}, TokenArrived: {S.PARKED},
     },
     S.CLOSED: {},
 }  # fmt: skip

@@ -6,6 +6,7 @@ state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
+    LOADED        every byte is there; an agent has promised P's first token, which may come for ``token_wait_s`` longer
     CANCELLING    the load has failed; agents are asked to stop; after ``cancel_timeout_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
     PARKED        the load was reported as failed; the blocks are set aside until no agent may write
@@ -19,6 +20,8 @@ The invariants, each with the method that keeps it:
 - the blocks are given back only when every agent has its final status, or enough agents have landed (``_is_over``);
 - the first final status of an agent stands: a duplicate, or a later one, changes nothing (``_settle``);
 - the load is reported once: ``ReportLoaded``, ``ReportFailed``, ``ReportAborted``, or ``Park`` and later ``Clear``;
+- the first token that arrives stands, and nothing that happens to it changes whether the load succeeds
+  (``_on_token_arrived``);
 - an agent that does not answer is asked again, at growing intervals (``_on_tick``).
 """
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from layerpush.core import load_protocol
+from layerpush.core.first_token import Missing
 from layerpush.core.load_protocol import (
     TRANSITIONS,
     Action,
@@ -45,6 +49,8 @@ from layerpush.core.machine import IllegalTransitionError, Machine
 S = State
 
 RETRY_S = 1.0
+TOKEN_WAIT_S = 50e-3
+"""About the time in which a slow D computes the token itself: then waiting costs twice the better choice at most."""
 
 
 class LoadSession(Machine[State, Event, Action]):
@@ -52,20 +58,30 @@ class LoadSession(Machine[State, Event, Action]):
 
     ``cancel_timeout_s``: seconds for which the engine's request waits for agents that do not answer a ``Cancel``.
     ``retry_s``: seconds from the first ``Cancel`` to the second; it doubles with each one, up to ``cancel_timeout_s``.
+    ``token_wait_s``: seconds for which a complete load waits for a first token that was promised.
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
 
-    def __init__(self, request_id: str, cancel_timeout_s: float, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        cancel_timeout_s: float,
+        retry_s: float = RETRY_S,
+        token_wait_s: float = TOKEN_WAIT_S,
+    ) -> None:
         super().__init__(request_id, State.REGISTERING)
         self.agents: frozenset[str] = frozenset()
         self.statuses: dict[str, FinalStatus] = {}
         self.cause: str | None = None
+        self.first_token: int | Missing = "not_promised"
         self._cancel_timeout_s = cancel_timeout_s
         self._retry_s = retry_s
+        self._token_wait_s = token_wait_s
         self._needed = 1
         self._asked_at = 0.0
         self._park_at = 0.0
+        self._token_until = 0.0
 
     @property
     def open_agents(self) -> frozenset[str]:
@@ -79,6 +95,8 @@ class LoadSession(Machine[State, Event, Action]):
 
     def next_due(self, now: float) -> float | None:
         """When a ``Tick`` will change something if nothing happens until then; ``now`` if it is due; None: never."""
+        if self.state is S.LOADED:
+            return max(now, self._token_until)
         if self.state not in (S.CANCELLING, S.ABORTING, S.PARKED):
             return None
         due = self._asked_at + self._retry_s
@@ -103,6 +121,18 @@ class LoadSession(Machine[State, Event, Action]):
             self._needed = max(self._needed, event.needed)
         return self._settle(event.agent, FinalStatus.LANDED, None, now, actions)
 
+    def _on_token_promised(self, event: load_protocol.TokenPromised, _: float, __: list[Action]) -> State:
+        if event.agent in self.agents and self.first_token == "not_promised":
+            self.first_token = "late"
+        return self.state
+
+    def _on_token_arrived(self, event: load_protocol.TokenArrived, _: float, actions: list[Action]) -> State:
+        if event.agent not in self.agents:
+            return self.state
+        if not isinstance(self.first_token, int):
+            self.first_token = "other_sampling" if event.token is None else event.token
+        return self._close(None, actions) if self.state is S.LOADED else self.state
+
     def _on_failed(self, event: load_protocol.Failed, now: float, actions: list[Action]) -> State:
         if event.drained:
             return self._settle(event.agent, FinalStatus.FAILED, event.reason, now, actions)
@@ -119,7 +149,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
 
     def _on_aborted(self, event: load_protocol.Aborted, now: float, actions: list[Action]) -> State:
-        if self.state is S.REGISTERING:
+        if self.state in (S.REGISTERING, S.LOADED):
             self.cause = event.reason
             actions.append(ReportAborted(event.reason))
             return S.CLOSED
@@ -134,6 +164,8 @@ class LoadSession(Machine[State, Event, Action]):
     def _on_tick(self, _: load_protocol.Tick, now: float, actions: list[Action]) -> State:
         if self.state is S.WAITING:
             return self.state
+        if self.state is S.LOADED:
+            return self._close(None, actions) if now >= self._token_until else self.state
         if now >= self._asked_at + self._retry_s:
             self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._cancel_timeout_s))
             self._ask(now, actions)
@@ -147,12 +179,19 @@ class LoadSession(Machine[State, Event, Action]):
         if agent not in self.open_agents:
             return self.state
         self.statuses[agent] = status
+        if self.state is S.LOADED:
+            return self.state
+        if self.state is S.WAITING and self._complete and self.first_token == "late":
+            self._token_until = now + self._token_wait_s
+            return S.LOADED
         if self._is_over:
             return self._close(cause, actions)
         return self.state if cause is None else self._fail(cause, now, actions)
 
     def _fail(self, cause: str, now: float, actions: list[Action]) -> State:
         """The load cannot succeed any more. The agents that may write are asked to stop, unless they were asked."""
+        if self.state is S.LOADED:
+            return self.state
         self.cause = self.cause or cause
         if self.state is S.REGISTERING:
             return self._close(cause, actions)
@@ -169,7 +208,7 @@ class LoadSession(Machine[State, Event, Action]):
         elif self.state is S.ABORTING:
             actions.append(ReportAborted(self.cause or ""))
         elif self._complete:
-            actions.append(ReportLoaded())
+            actions.append(ReportLoaded(self.first_token))
         else:
             self.cause = self.cause or f"only {self.landed} of {self._needed} prefill ranks wrote their part"
             actions.append(ReportFailed(self.cause))
@@ -183,6 +222,8 @@ class LoadSession(Machine[State, Event, Action]):
         load_protocol.Registered: _on_registered,
         load_protocol.RegistrationFailed: _on_reason,
         load_protocol.Completed: _on_completed,
+        load_protocol.TokenPromised: _on_token_promised,
+        load_protocol.TokenArrived: _on_token_arrived,
         load_protocol.Failed: _on_failed,
         load_protocol.Cancelled: _on_cancelled,
         load_protocol.Gone: _on_gone,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from layerpush.core.first_token import Sampled
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 
@@ -122,7 +123,9 @@ class Preempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The scheduler finished the request and holds its blocks under a lease."""
+    """The scheduler finished the request and holds its blocks under a lease. ``sampled``: its first token, if any."""
+
+    sampled: Sampled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,14 @@ class Notify(Action):
     """Send the completion to every decode rank; `Notified` or `Failed` follows."""
 
     registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class SendFirstToken(Action):
+    """Send the decode engine the token that was sampled after the prompt; None: there is none that fits its request."""
+
+    registration: Registration
+    token: int | None
 
 
 @dataclass(frozen=True, slots=True)

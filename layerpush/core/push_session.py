@@ -18,6 +18,9 @@ Three facts are not states, because each goes with most states: ``_finished`` (t
 lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
 in ``_drained``.
 
+The first token that P has sampled comes with ``Finished``. It goes to D at once, or as soon as D registers, however far
+the WRITEs are: the completion never waits for it (``_send_first_token``).
+
 The invariants, each enforced where it matters:
 
 - a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
@@ -34,6 +37,7 @@ from typing import ClassVar
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import Coverage, CoverageError
+from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError, Machine
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import (
@@ -48,6 +52,7 @@ from layerpush.core.push_protocol import (
     Post,
     Release,
     ReportFailure,
+    SendFirstToken,
     State,
     Write,
 )
@@ -77,6 +82,7 @@ class Session(Machine[State, Event, Action]):
         self._ready_blocks = ReadyBlocks(layer_groups, layer_bytes, by_layer=policy.by_layer)
         self._writes = 0
         self._coverage: Coverage | None = None
+        self._sampled: Sampled | None = None
         self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
 
     @property
@@ -128,6 +134,7 @@ class Session(Machine[State, Event, Action]):
             raise IllegalTransitionError(f"{self.request_id}: registered twice")
         self.registration = event.registration
         if self.state is S.DELEGATED:
+            self._send_first_token(actions)
             actions.append(Delegate(event.registration))
             return S.DELEGATED
         if not self.policy.streams:
@@ -188,8 +195,9 @@ class Session(Machine[State, Event, Action]):
             return self.state
         return self._restart(self.epoch + 1)
 
-    def _on_finished(self, _: push_protocol.Finished, actions: list[Action]) -> State:
-        self._finished = True
+    def _on_finished(self, event: push_protocol.Finished, actions: list[Action]) -> State:
+        self._finished, self._sampled = True, event.sampled
+        self._send_first_token(actions)
         if self.state in (S.WAITING, S.DEFERRED):
             actions.append(Delegate(self.registration))
             return S.DELEGATED
@@ -201,6 +209,13 @@ class Session(Machine[State, Event, Action]):
         self._dropped = True
         self._conclude("cancelled" if isinstance(event, push_protocol.Aborted) else "failed", event.reason)
         return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
+
+    def _send_first_token(self, actions: list[Action]) -> None:
+        """After ``Finished``, if D has registered and asks for the token."""
+        registration = self.registration
+        if registration is not None and registration.sampling is not None and self.failure is None:
+            token = None if self._sampled is None else self._sampled.for_request(registration.sampling)
+            actions.append(SendFirstToken(registration, token))
 
     def _post_pending(self, actions: list[Action]) -> None:
         segments = self._ready_blocks.pending()

@@ -12,6 +12,11 @@ _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
 """vLLM adds numbers to a router's id: the choice's in front, and, for completions, the prompt's at the end."""
 
 
+def is_one_of_several(request_id: str) -> bool:
+    """Whether vLLM has given this id to one of several answers (``n`` > 1) to a prompt."""
+    return _ANSWER.match(request_id) is not None
+
+
 class RequestNames:
     """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
     prompt of each live request, as far as this engine's scheduler has sent one.

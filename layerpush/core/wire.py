@@ -58,6 +58,7 @@ TpSize = Annotated[int, Meta(ge=1, le=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Reason = Annotated[str, Meta(max_length=4 * MAX_REASON_CHARS)]
 Block = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
 Groups = Annotated[tuple[Blocks, ...], Meta(max_length=MAX_GROUPS)]
 
@@ -87,7 +88,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
     0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
     ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
-    for packed blocks, None if the worker does not unpack.
+    for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
+    digest of the request's sampling parameters, None if the worker does not ask.
     """
 
     request_id: RequestId
@@ -100,6 +102,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prefill_request_id: RequestId | None = None
     prompt_digest: Name | None = None
     window: Window | None = None
+    sampling: Name | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -141,9 +144,19 @@ class _PeerMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower)
 
 
 class Accepted(_PeerMessage, frozen=True):
-    """P has the registration and speaks our messages."""
+    """P has the registration and speaks our messages. ``first_token``: a ``FirstToken`` will follow."""
 
     request_id: RequestId
+    first_token: bool = False
+
+
+class FirstToken(_PeerMessage, frozen=True):
+    """P has sampled ``token`` after the prompt, with the parameters of D's request. None: it has no such token. Only
+    a D that asked for it gets it.
+    """
+
+    request_id: RequestId
+    token: Token | None
 
 
 class Fail(_PeerMessage, frozen=True):
@@ -221,7 +234,7 @@ class Unpacked(_PeerMessage, frozen=True):
     done: bool
 
 
-PeerMessage = Accepted | Fail | Cancel | Cancelled | Ping | Pong | Unpack | Unpacked
+PeerMessage = Accepted | FirstToken | Fail | Cancel | Cancelled | Ping | Pong | Unpack | Unpacked
 Message = Registration | PeerMessage | Completion | Heartbeat
 
 _clean = re.compile(_CLEAN)

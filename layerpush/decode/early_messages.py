@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Unpack
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Unpack
 
 KEPT_S = 30.0
 KEPT = 65536
 
-LoadMessage = Accepted | Fail | Cancelled | Completion | Unpack
+LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Unpack
 """The messages of prefill ranks about loads."""
 
 

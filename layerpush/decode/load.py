@@ -13,7 +13,7 @@ from functools import partial
 from layerpush.core import load_protocol
 from layerpush.core.load_protocol import Action, Event, State
 from layerpush.core.load_session import LoadSession
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Fail, Registration
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Fail, FirstToken, Registration
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
@@ -59,7 +59,7 @@ class Load:
         self._peers.connections.reach(self.address, partial(self._connected, on_registered, again), now)
 
     def on_message(
-        self, sender: str, message: Accepted | Fail | Cancelled | Completion, payload: bytes, now: float
+        self, sender: str, message: Accepted | FirstToken | Fail | Cancelled | Completion, payload: bytes, now: float
     ) -> None:
         """A message of one of the load's agents; ``payload`` is the notification that it came in."""
         match message:
@@ -74,6 +74,10 @@ class Load:
                 self.handle(load_protocol.Cancelled(sender), now)
             case Accepted():
                 self._record.t_accepted = self._record.t_accepted or now
+                if message.first_token and self.registration.sampling is not None:
+                    self.handle(load_protocol.TokenPromised(sender), now)
+            case FirstToken():
+                self.handle(load_protocol.TokenArrived(sender, message.token), now)
 
     def handle(self, event: Event, now: float) -> None:
         for action in self.session.handle(event, now):
@@ -121,8 +125,9 @@ class Load:
                 cancel = Cancel(mine.request_id, *address)
                 for agent in agents:  # it may be a stock one, or our registration or its answer was lost
                     self._peers.send(self.address.engine_id, agent, cancel, now, to_anybody=True)
-            case load_protocol.ReportLoaded():
-                self._outcomes.add(self._record, "loaded", None, now, self._completions)
+            case load_protocol.ReportLoaded(first_token):
+                asked = self.registration.sampling is not None
+                self._outcomes.add(self._record, "loaded", None, now, self._completions, first_token if asked else None)
             case load_protocol.ReportFailed(reason):
                 self._log(logging.WARNING, reason)
                 self._outcomes.add(self._record, "failed", reason, now)

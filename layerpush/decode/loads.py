@@ -29,8 +29,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from layerpush.core.load_protocol import Aborted, Event, State, Tick, TimedOut
-from layerpush.core.load_session import LoadSession
-from layerpush.core.wire import Cancelled, Completion, Registration, Unpack, WireError, encode, encode_registration
+from layerpush.core.load_session import TOKEN_WAIT_S, LoadSession
+from layerpush.core.wire import (
+    Cancelled,
+    Completion,
+    FirstToken,
+    Registration,
+    Unpack,
+    WireError,
+    encode,
+    encode_registration,
+)
 from layerpush.decode.early_messages import EarlyMessages, LoadMessage
 from layerpush.decode.load import Load
 from layerpush.decode.outcomes import LoadHost, Outcomes
@@ -101,7 +110,7 @@ class Loads:
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        session = LoadSession(request_id, self._cancel_timeout_s)
+        session = LoadSession(request_id, self._cancel_timeout_s, token_wait_s=TOKEN_WAIT_S)
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._world_size, self.peers, self._outcomes
         )
@@ -129,6 +138,8 @@ class Loads:
         if load is None and isinstance(message, Unpack):
             self._unpack(sender, message, None, now)
         elif load is None or load.session.state is State.REGISTERING:
+            if load is None and isinstance(message, FirstToken):
+                return  # the load is over: a token is worth no wait
             if not isinstance(message, Cancelled):
                 self._early.add(sender, message, payload, now)
         elif sender not in load.session.agents:
@@ -136,6 +147,9 @@ class Loads:
             self._peer_errors.add("foreign word", text, now)
         elif isinstance(message, Unpack):
             self._unpack(sender, message, load, now)
+        elif isinstance(message, FirstToken) and load.registration.sampling is None:
+            text = f"agent {sender} sends a first token for {message.request_id}, which has not asked for it"
+            self._peer_errors.add("foreign word", text, now)
         else:
             try:
                 load.on_message(sender, message, payload, now)

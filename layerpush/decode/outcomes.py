@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
+from layerpush.core.first_token import Missing
 from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -25,6 +26,9 @@ class LoadHost(Protocol):
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         """Every byte is there; ``completions`` are the notifications of the prefill ranks, as they came."""
+
+    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+        """P's first token, or why there is none, of a load that asked for it. Comes before ``loaded``."""
 
     def failed(self, request_id: str) -> None:
         """The load failed: vLLM applies ``kv_load_failure_policy`` to the request."""
@@ -48,6 +52,7 @@ class LoadHost(Protocol):
 class _Report:
     record: LoadRecord
     completions: Sequence[bytes] = ()
+    first_token: int | Missing | None = None
     clears: bool = False
 
 
@@ -70,8 +75,11 @@ class Outcomes:
         reason: str | None,
         now: float,
         completions: Sequence[bytes] = (),
+        first_token: int | Missing | None = None,
     ) -> None:
-        """A load is over for its request. ``completions``: the notifications of one that is ``loaded``."""
+        """A load is over for its request. ``completions``: the notifications of one that is ``loaded``.
+        ``first_token``: P's token or why there is none, None if the load did not ask for it.
+        """
         self._recorder.count(LOADS, outcome)
         if outcome == "loaded" and record.t_awaited is not None:
             self._recorder.observe((LOAD, now - record.t_awaited))
@@ -80,7 +88,7 @@ class Outcomes:
         if outcome == "parked":
             record.t_parked = now
             self._host.parked(record.request_id)
-        self._reports.append(_Report(record, completions))
+        self._reports.append(_Report(record, completions, first_token))
 
     def clear(self, record: LoadRecord, now: float) -> None:
         """The blocks of a parked load are free again."""
@@ -108,6 +116,8 @@ class Outcomes:
         record.t_reported = now
         self._host.keep_load(replace(record))  # first: the engine's report of the load includes its time
         if report.completions:
+            if report.first_token is not None:
+                self._host.first_token(request_id, report.first_token)
             self._host.loaded(report.completions)
         else:
             self._host.failed(request_id)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from layerpush.core.first_token import Missing
+
 ABORTED = "aborted"
 """The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
 
@@ -16,7 +18,8 @@ Ranks = dict[str, set[int]]
 @dataclass(slots=True)
 class DecodeReport(KVConnectorWorkerMetadata):
     """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
-    these parked loads are over.
+    these parked loads are over. ``first_tokens``: P's first tokens, or why there is none, of loads that have asked for
+    one and are complete.
 
     ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
     empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
@@ -24,6 +27,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
 
     parked: Ranks = field(default_factory=dict)
     cleared: Ranks = field(default_factory=dict)
+    first_tokens: dict[str, int | Missing] = field(default_factory=dict)
     settling: bool = False
     completed: dict[str, float] = field(default_factory=dict)
     clock: str = ""
@@ -31,11 +35,14 @@ class DecodeReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
         assert isinstance(other, DecodeReport)
         parked, cleared = _union(self.parked, other.parked), _union(self.cleared, other.cleared)
-        completed = dict(self.completed)
+        completed, tokens = dict(self.completed), dict(self.first_tokens)
         for request_id, at in other.completed.items():
             completed[request_id] = max(at, completed.get(request_id, at))
+        for request_id, token in other.first_tokens.items():
+            if not isinstance(tokens.get(request_id), int):  # one rank's token is every rank's
+                tokens[request_id] = token
         clock = self.clock if self.clock == other.clock else ""
-        return DecodeReport(parked, cleared, self.settling or other.settling, completed, clock)
+        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock)
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
-from layerpush.core.wire import Accepted, Cancelled, Fail, Registration, encode
+from layerpush.core.wire import Accepted, Cancelled, Fail, FirstToken, Registration, encode
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
@@ -20,7 +20,7 @@ HELD = 4096
 LOST_KEPT = 4096
 ANSWERS_KEPT_S = 60.0
 
-Answer = Accepted | Fail | Cancelled
+Answer = Accepted | FirstToken | Fail | Cancelled
 
 
 class DecodePeers:

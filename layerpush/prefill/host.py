@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from layerpush.core.push_protocol import ReportFailure
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Registration
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer
@@ -39,6 +39,9 @@ class Host(Protocol):
 
     def report_failure(self, report: ReportFailure) -> None:
         """Report to the decode engine that no completion will come. Raises nothing."""
+
+    def send_first_token(self, action: SendFirstToken) -> None:
+        """Send the decode engine the first token, or the news that there is none. Raises nothing."""
 
     def ended(self, request_id: str, failure: str | None) -> None:
         """A push is over, or never began. ``failure`` is the reason if no completion was sent. Raises nothing."""

@@ -51,6 +51,7 @@ from layerpush.core.push_protocol import (
     Registered,
     Release,
     ReportFailure,
+    SendFirstToken,
     State,
     WholePosted,
 )
@@ -295,6 +296,9 @@ class Push:
     def _report_failure(self, action: ReportFailure) -> None:
         self._shared.host.report_failure(action)
 
+    def _send_first_token(self, action: SendFirstToken) -> None:
+        self._shared.host.send_first_token(action)
+
     def _release(self, _: Release) -> None:
         self._account()
         self._shared.host.release(self.request_id)
@@ -305,6 +309,7 @@ class Push:
         Notify: _notify,
         Delegate: _delegate,
         ReportFailure: _report_failure,
+        SendFirstToken: _send_first_token,
         Release: _release,
     }
 

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
-from layerpush.core.push_protocol import ReportFailure
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.request_names import RequestNames
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Ping, Pong, Registration, Window, encode
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, FirstToken, Ping, Pong, Registration, Window, encode
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -103,7 +103,8 @@ class Registrations:
         if not self._note(sender, registration, now):
             return
         if registration.layerpush:
-            self._answer(registration, self._answers.get(key, Accepted(registration.request_id)), now)
+            accepted = Accepted(registration.request_id, registration.sampling is not None)
+            self._answer(registration, self._answers.get(key, accepted), now)
         if key in self._answers or key in self._served or key in self._pending:
             return  # another rank's, or the same once more
         waiting = self._writer.waiting()
@@ -202,6 +203,15 @@ class Registrations:
             message = Cancelled(registration.request_id) if report.cancelled else message
             self._answers.note(registration.key, message)
         self._answer(registration, message, now)
+
+    def send_first_token(self, action: SendFirstToken, now: float) -> None:
+        """Send every rank of the decode engine, which has asked for it, the first token or the news that there is none.
+
+        It is sent once. A decode engine that misses it computes the token itself.
+        """
+        registration = action.registration
+        if registration.layerpush:
+            self._answer(registration, FirstToken(registration.request_id, action.token), now)
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""

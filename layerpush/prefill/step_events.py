@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
+from layerpush.core.first_token import Sampled
 from layerpush.core.push_protocol import Aborted, Event, LeaseExpired, Preempted
 from layerpush.core.step_plan import ChunkPlan, StepPlan
 
@@ -71,6 +72,7 @@ class RequestFinished:
     step: int
     request_id: str
     blocks: tuple[list[int], ...]
+    sampled: Sampled | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +146,11 @@ class StepEvents:
         """The request's lease is over. Main thread, before its blocks are freed."""
         self._revoke(request_id, LeaseExpired())
 
-    def finish(self, request_id: str, blocks: tuple[list[int], ...]) -> None:
+    def finish(self, request_id: str, blocks: tuple[list[int], ...], sampled: Sampled | None = None) -> None:
         """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
         self._first_step.pop(request_id, None)
-        self._finished.append(RequestFinished(self._last_step.pop(request_id, 0), self._step, request_id, blocks))
+        computed = self._last_step.pop(request_id, 0)
+        self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled))
         self._wake()
 
     def revoked(self) -> Iterator[Revoked]:

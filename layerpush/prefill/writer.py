@@ -45,8 +45,8 @@ from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
-from layerpush.prefill.push import BlockIds, Push, Shared
-from layerpush.prefill.step_events import LayerSaved, StepEvents, StepStarted
+from layerpush.prefill.push import Push, Shared
+from layerpush.prefill.step_events import LayerSaved, RequestFinished, StepEvents, StepStarted
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
@@ -143,7 +143,7 @@ class PushWriter:
                 self._step, self._swept = [], self._current
         for done in self._step_events.finished(self._swept):
             if not self._step_events.is_void(done.request_id, done.step):
-                self._finished(done.request_id, done.blocks)
+                self._finished(done)
         self._step_events.forget_void()
 
     def _take_revoked(self) -> None:
@@ -195,11 +195,10 @@ class PushWriter:
             push.record.ready_at(chunk.index, layer, at, hooked, keep=self._trace.enabled)
             push.handle(Ready(chunk.epoch, chunk.index, layer))
 
-    def _finished(self, request_id: str, blocks: BlockIds) -> None:
-        """The scheduler finished a request and holds ``blocks`` for its push."""
-        push = self._pushes.get(request_id) or self._open(request_id, streams=False)
-        push.blocks, push.finished_at = blocks, time.perf_counter()
-        push.handle(Finished())
+    def _finished(self, done: RequestFinished) -> None:
+        push = self._pushes.get(done.request_id) or self._open(done.request_id, streams=False)
+        push.blocks, push.finished_at = done.blocks, time.perf_counter()
+        push.handle(Finished(done.sampled))
 
     def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
         """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""

@@ -3,7 +3,7 @@
     from D     ``Registration``, ``Cancel``, ``Ping``                                  ``Registrations``
                ``Unpacked``                                                            the packer of pushes
                ``Heartbeat``                                                           vLLM's inbox, as it came
-    from P     ``Accepted``, ``Fail``, ``Cancelled``, ``Unpack``                       ``Loads``
+    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``       ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
                ``Pong``                                                                ``PrefillPeers``
 
@@ -25,6 +25,7 @@ from layerpush.core.wire import (
     Cancelled,
     Completion,
     Fail,
+    FirstToken,
     Heartbeat,
     Message,
     Ping,
@@ -96,7 +97,7 @@ class Dispatcher:
                 self._unpacked(agent, message)
             case Heartbeat():
                 self._heartbeat(payload)
-            case Accepted() | Fail() | Cancelled() | Completion() | Unpack():
+            case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Unpack():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.peers.on_message(agent, now, identified=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from layerpush.core.coverage import check_blocks
 from layerpush.core.layout import CacheLayout
-from layerpush.core.push_protocol import ReportFailure
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Registration, Window, encode_completion
 from layerpush.prefill.decode_peers import address_of
 from layerpush.prefill.host import HandshakeError, Host
@@ -105,6 +105,9 @@ class WorkerHost:
 
     def report_failure(self, report: ReportFailure) -> None:
         self.guard("a failure report", None, partial(self.registrations.report_failure, report, time.perf_counter()))
+
+    def send_first_token(self, action: SendFirstToken) -> None:
+        self.guard("a first token", None, partial(self.registrations.send_first_token, action, time.perf_counter()))
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self.guard("an ending", None, partial(self.registrations.ended, request_id, failure, time.perf_counter()))

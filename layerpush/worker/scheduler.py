@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerpush.compat.facts import block_sizes, engine_fallback
+from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import StagedRegistration, VllmPushScheduler, awaits_scheduling, is_streamed
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.first_token import Sampled
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
@@ -21,6 +24,7 @@ from layerpush.core.wire import PROTOCOL_VERSION
 from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
+from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
@@ -50,6 +54,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     answer_handshakes = staticmethod(listen)
     awaited: AwaitedPushes
+    first_tokens: FirstTokens | None
+    """None: the requests of this engine compute their first tokens themselves."""
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
@@ -64,6 +70,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
         self._prefix_hits = PrefixHits(self._block_sizes)
         self._prompt_digests: dict[str, str] = {}
+        self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._workers_settle_until = 0.0
@@ -75,6 +82,18 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
         self._can_stream = engine_fallback(self) is None
+        self.first_tokens = self._first_tokens(vllm_config)
+
+    def _first_tokens(self, vllm_config: VllmConfig) -> FirstTokens | None:
+        assert vllm_config.kv_transfer_config is not None
+        if self._config.first_token == "decode" or not vllm_config.kv_transfer_config.is_kv_consumer:
+            return None
+        install()
+        refusal = engine_refusal(vllm_config, self.prefill_backoff)
+        if refusal is not None:
+            logger.warning("layerpush: this engine computes first tokens itself, although P could: %s", refusal)
+        count = partial(self.metrics.recorder.count, FIRST_TOKENS)
+        return FirstTokens(vllm_config, refusal, count, lambda: self._hand_overs.tick(time.perf_counter()))
 
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` owns the engine's KV cache blocks."""
@@ -118,6 +137,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             layerpush=PROTOCOL_VERSION,
             prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
             prompt_digest=self.prompt_digest(request),
+            sampling=None if self.first_tokens is None else self.first_tokens.ask(request),
         )
         self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
         self._hand_overs.registered(request)
@@ -128,9 +148,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         cancelled = self.awaited.cancelled(time.perf_counter())
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
+        sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(metadata, plan, digests, cancelled, headers)
+        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
@@ -141,6 +162,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if report is not None:
             self._hand_overs.completed(report.completed, report.clock)
         self._hand_overs.told(received, connector_output.failed_recving, now)
+        if self.first_tokens is not None:
+            self.first_tokens.reported(received, {} if report is None else report.first_tokens)
         if report is not None and report.settling:  # a step without a report does not come here
             self._workers_settle_until = now + NEXT_REPORT_S
 
@@ -154,10 +177,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        if outcome[0] and (sampled := self.sampled_token(request)) is not None:
+            self._sampled[request.request_id] = sampled
         if never_registered:
             self.cancel_receive(request.request_id)
         self.awaited.finished(request.request_id)
         self._hand_overs.finished(request.request_id, time.perf_counter())
+        if self.first_tokens is not None:
+            self.first_tokens.finished(request.request_id)
         return outcome
 
     def shutdown(self) -> None:

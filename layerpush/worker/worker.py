@@ -21,6 +21,7 @@ from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
+from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
@@ -208,7 +209,7 @@ class LayerwisePushWorker(VllmPushWorker):
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")
         for request_id, blocks in metadata.push_finished_blocks.items():
-            self.step_events.finish(request_id, blocks)
+            self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
         if metadata.cancelled:
             self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
@@ -235,8 +236,8 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were completed, parked or cleared since the last report, and whether pushes of aborted requests
-        still run.
+        """Loads that were completed, parked or cleared since the last report, their first tokens, and whether pushes of
+        aborted requests still run.
         """
         if not self._reports and not self._settles:
             return None
@@ -294,6 +295,9 @@ class LayerwisePushWorker(VllmPushWorker):
     @property
     def _rank(self) -> int:
         return int(self.vllm_config.parallel_config.rank)
+
+    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+        self._reports.append(DecodeReport(first_tokens={request_id: first_token}, clock=self._clock))
 
     def keep_load(self, record: LoadRecord) -> None:
         if record.outcome == "completed" and record.t_settled is not None:

@@ -110,6 +110,13 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
     ),
     "Decode: loads": (
         Panel("Loads by outcome", "reqps", {"{{outcome}}": per_request(catalog.LOADS)}, stacked=True),
+        Panel(
+            "First tokens by origin",
+            "reqps",
+            {"{{origin}}": rate(catalog.FIRST_TOKENS, by="origin")},
+            "Empty while `first_token` is `decode`.",
+            stacked=True,
+        ),
         Panel("Load time", "s", quantiles(catalog.LOAD), catalog.LOAD.meaning),
         Panel("Hand-over on D", "s", quantiles(catalog.HAND_OVER), catalog.HAND_OVER.meaning),
         Panel(

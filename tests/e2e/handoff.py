@@ -11,6 +11,7 @@ from tests.e2e import probes
 from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import PREFILL_TOKENS_PER_STEP
 from tests.e2e.pushtrace import Push, wait_for_pushes
+from tests.metrics_scrape import Scrape
 
 Order = Literal["early", "mid", "after_last_step", "late", "together"]
 MAX_TOKENS = 8
@@ -156,6 +157,11 @@ def send(
             d.add(handoff.to_d())
             p.add(handoff.to_p())
     return handoff
+
+
+def started_on_p(d: EngineHost) -> float:
+    """How many answers of this engine have started with a token that P has sampled."""
+    return Scrape(d.call(probes.metrics)).value("first_tokens_total", origin="prefill")
 
 
 def introduce(p: EngineHost, d: EngineHost) -> None:

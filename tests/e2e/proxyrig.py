@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup, EngineSpec, Place, Role
@@ -32,8 +32,11 @@ CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
 WORDS = "--no-skip-tokenizer-init"
+DETAILS = "--enable-prompt-tokens-details"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 """None of them is part of a word: a tokenizer looks for these first."""
+HALVES = (7, 8)
+"""Tokens that are words in a prompt. In an answer, each is a byte: the first half of ``é``, and the second."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -69,7 +72,9 @@ def metric(url: str, line_start: str) -> float:
 
 @dataclass
 class Rig:
-    """A plain engine, which says what is right; a P and two D; and a proxy in front of them."""
+    """A plain engine, which says what is right; a P and two D; and a proxy in front of them. The second D starts its
+    answers with P's token.
+    """
 
     scratch: Path
     ports: PortAllocator
@@ -162,7 +167,10 @@ def rig(scratch: Path) -> Iterator[Rig]:
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         plain = others.start(server_spec("plain", "plain", model, WORDS))
-        decodes = [others.start(server_spec(f"decode-{index}", "decode", model, WORDS)) for index in range(2)]
+        decodes = [
+            others.start(server_spec(f"decode-{index}", "decode", model, WORDS, DETAILS, extra={"first_token": origin}))
+            for index, origin in enumerate(("decode", "prefill"))
+        ]
         prefill = start_prefill("prefill-first")
         others.wait_ready([plain, *decodes])
         until(prefill.is_ready, "P is ready", START_TIMEOUT_S)
@@ -225,11 +233,16 @@ def server_spec(
 
 
 def _model_with_tokenizer(directory: Path) -> Path:
-    """The demo's model, and a tokenizer for which token 5 is the word ``w5``."""
+    """The demo's model, and a tokenizer for which token 5 is the word ``w5``; but see ``HALVES``."""
     model = write_model(directory, SHAPE)
     names = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), SHAPE.vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    both = zip(HALVES, "é".encode(), strict=True)
+    halves = [decoders.Replace(Regex(f"^w{token}$"), f"<0x{byte:02X}>") for token, byte in both]
+    tokenizer.decoder = decoders.Sequence(
+        [*halves, decoders.Replace(Regex("^w"), " w"), decoders.ByteFallback(), decoders.Fuse()]
+    )
     unknown, begin, end = SPECIAL_TOKENS
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown, bos_token=begin, eos_token=end)
     fast.chat_template = TEMPLATE

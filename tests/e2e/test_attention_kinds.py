@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check, prompt, send, started_on_p
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])  # varies fastest, so that engines are shared
@@ -14,9 +14,10 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
     """D registers only the blocks inside the window of such layers."""
     ours = connector == LAYERWISE
     p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE) if ours else transfer(STOCK)
+    d_transfer = transfer(LAYERWISE, first_token="prefill") if ours else transfer(STOCK)
     p, d, plain = fleet.get(
         EngineSpec(f"P-{model}-{connector[:4]}", "P", p_transfer, model=model),
-        EngineSpec(f"D-{model}-{connector[:4]}", "D", transfer(connector), model=model),
+        EngineSpec(f"D-{model}-{connector[:4]}", "D", d_transfer, model=model),
         EngineSpec(f"R-{model}", "R", None, model=model),
     )
     reference = Reference(plain)
@@ -25,6 +26,7 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
         check(handoff.outcome(), reference)
         if ours:
             assert (handoff.push().outcome, handoff.push().swept_layers) == ("completed", 0)
+    assert not ours or order != "late" or started_on_p(d), "no answer has started with P's token"
 
 
 @pytest.mark.parametrize("order", ["early", "late"])

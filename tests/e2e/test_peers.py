@@ -5,7 +5,7 @@ import pytest
 from tests.e2e import engines, probes
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check, prompt, send, started_on_p
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 LENGTHS = (1, 33, 256, 257, 1100)
@@ -47,6 +47,8 @@ def test_under_multi_connector(
         check_completed(handoff.push(), length)
         if order == "early" and length > 1000:
             check_streamed(handoff)
+    if order == "late" and d_spec == engines.D_MULTI:
+        assert started_on_p(d), "no answer has started with P's token"
 
 
 def test_one_p_serves_three_decode_engines(fleet: Fleet, reference: Reference) -> None:

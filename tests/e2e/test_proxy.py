@@ -5,6 +5,7 @@ The tests go from those that leave all engines as they are to those that end the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -20,11 +21,14 @@ import pytest
 from layerpush.apps.demo.engines import Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 from layerpush.apps.tracing.figures import read_pushes
+from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docscripts import concurrent_example, keys_that_p_answers, sequential_example
 from tests.e2e.proxyrig import (
     DEADLINE_S,
+    HALVES,
     MODEL,
+    ProxyProcess,
     Rig,
     client_of,
     dispatch_of_prefill,
@@ -32,10 +36,12 @@ from tests.e2e.proxyrig import (
     get,
     id_of,
     metric,
+    proxy,
     rig,
     until,
     words,
 )
+from tests.metrics_scrape import Scrape
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
@@ -135,6 +141,129 @@ def test_many_at_once(servers: Rig) -> None:
         answers = list(pool.map(lambda text: servers.client.completions.create(prompt=text, **GREEDY), texts))
     assert [answer.choices[0].text for answer in answers] == [expected(servers, text) for text in texts]
     servers.await_idle()
+
+
+@pytest.fixture(scope="module")
+def starts_on_p(servers: Rig) -> Iterator[ProxyProcess]:
+    """A proxy whose only D starts its answers with P's token."""
+    with proxy(servers.scratch, servers.ports.take(), servers.prefill, servers.decodes[1:]) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def first_tokens(servers: Rig, **more: int) -> Iterator[None]:
+    """Meanwhile so many answers of the second D start with tokens of these origins, and no others."""
+    before = origins(servers)
+    yield
+    until(lambda: origins(servers) == before + Counter(more), f"first tokens of {more}")
+
+
+def origins(servers: Rig) -> Counter[str]:
+    found = Scrape(get(f"{servers.decodes[1].url}/metrics")[1])
+    counts = Counter({origin: int(found.value("first_tokens_total", origin=origin)) for origin in FIRST_TOKENS.values})
+    counts["prefill"] += counts.pop("late")  # on a busy machine one may be late
+    return +counts
+
+
+@patient
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_answers_that_start_with_p_s_token(servers: Rig, starts_on_p: ProxyProcess, tokens: int) -> None:
+    """The client sees the same text and the same counts, whole and as a stream."""
+    text, changes = words(300, seed=200 + tokens), GREEDY | {"max_tokens": tokens}
+    right = servers.expected.completions.create(prompt=text, **changes)
+    with first_tokens(servers, prefill=2):
+        whole = starts_on_p.client.completions.create(prompt=text, **changes)
+        events = list(
+            starts_on_p.client.completions.create(
+                prompt=text, stream=True, stream_options={"include_usage": True}, **changes
+            )
+        )
+    streamed = [event for event in events if event.choices]
+    assert whole.choices[0].text == "".join(event.choices[0].text for event in streamed) == right.choices[0].text
+    assert streamed[0].choices[0].text == f" {right.choices[0].text.split()[0]}"
+    assert whole.choices[0].finish_reason == streamed[-1].choices[0].finish_reason == "length"
+    for usage in (whole.usage, events[-1].usage):
+        assert usage is not None
+        assert right.usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (300, right.usage.completion_tokens) == (300, tokens)
+
+
+@patient
+def test_cached_tokens_are_those_of_a_d_that_computes_its_first_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    cached = []
+    for decode in servers.decodes:
+        with proxy(servers.scratch, servers.ports.take(), servers.prefill, [decode]) as served:
+            usage = served.client.completions.create(prompt=words(300, seed=210), **GREEDY).usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == cached[1]
+
+
+@patient
+def test_chats_that_start_with_p_s_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    arguments: dict[str, Any] = GREEDY | {"messages": [{"role": "user", "content": words(300, seed=211)}]}
+    right = servers.expected.chat.completions.create(**arguments)
+    with first_tokens(servers, prefill=1):
+        answer = starts_on_p.client.chat.completions.create(**arguments)
+    assert answer.choices[0].message.content == right.choices[0].message.content
+    assert answer.usage is not None
+    assert right.usage is not None
+    assert answer.usage.completion_tokens == right.usage.completion_tokens == 12
+
+
+@patient
+def test_stop_strings_in_and_after_p_s_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    text = words(300, seed=212)
+    first, second, *_ = expected(servers, text).split()
+    stops = [first[-1:] + " " + second[:2], first, second]
+    with first_tokens(servers, prefill=len(stops)):
+        for stop in stops:
+            right = servers.expected.completions.create(prompt=text, stop=stop, **GREEDY)
+            answer = starts_on_p.client.completions.create(prompt=text, stop=stop, **GREEDY)
+            assert answer.choices[0].text == right.choices[0].text
+            assert answer.choices[0].finish_reason == right.choices[0].finish_reason == "stop"
+
+
+@patient
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_letter_of_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProcess, stream: bool) -> None:
+    changes = GREEDY | {"extra_body": {"ignore_eos": True, "allowed_token_ids": list(HALVES)}}
+    prompts = (words(100, seed=220 + seed) for seed in range(40))
+    text = next(text for text in prompts if expected(servers, text, **changes).startswith("é"))
+    with first_tokens(servers, prefill=1):
+        answer = starts_on_p.client.completions.create(prompt=text, stream=stream, **changes)
+        events = list(answer) if isinstance(answer, openai.Stream) else [answer]
+    assert "".join(event.choices[0].text for event in events) == expected(servers, text, **changes)
+
+
+@patient
+def test_requests_that_need_their_own_first_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+    """Their answers are the plain engine's, too. The prompt is one chunk: on a CPU, a seed with several ends vLLM."""
+    text = words(200, seed=213)
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("ends", {"max_tokens": 1}),
+        ("seed", {"temperature": 1.0, "seed": 7}),
+        ("logprobs", {"logprobs": 2}),
+        ("penalties", {"frequency_penalty": 0.5}),
+        ("structured_output", {"extra_body": {"structured_outputs": {"choice": ["w5", "w6"]}}}),
+    ]
+    for origin, change in changes:
+        with first_tokens(servers, **{origin: 1}):
+            answer = starts_on_p.client.completions.create(prompt=text, **GREEDY | change)
+        assert answer.choices[0].text == expected(servers, text, **change), origin
+    with first_tokens(servers, n=2):
+        two = starts_on_p.client.completions.create(prompt=text, **GREEDY | {"n": 2, "temperature": 1.0})
+    assert len(two.choices) == 2
+    with first_tokens(servers, prefill=1):
+        sampled = starts_on_p.client.completions.create(prompt=text, **GREEDY | {"temperature": 1.0})
+    assert len(sampled.choices[0].text.split()) == 12
+
+
+@patient
+def test_p_s_tokens_are_not_late_as_a_rule(servers: Rig) -> None:
+    found = Scrape(get(f"{servers.decodes[1].url}/metrics")[1])
+    assert found.value("first_tokens_total", origin="prefill") > found.value("first_tokens_total", origin="late")
 
 
 @patient

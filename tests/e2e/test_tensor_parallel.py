@@ -5,7 +5,7 @@ import pytest
 from tests.e2e import engines
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
+from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send, started_on_p
 from tests.e2e.pushtrace import wait_for_pushes
 
 TWO_RANKS = (("tensor_parallel_size", 2),)
@@ -17,7 +17,7 @@ CASES: tuple[tuple[int, Order], ...] = (
     (700, "late"),
     (2500, "together"),
 )
-D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
+D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE, first_token="prefill"), TWO_RANKS)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,8 @@ def test_unequal_ranks(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d
             assert {write["remote_rank"] for write in push.writes} == targets(push.rank, p_spec.ranks, d_spec.ranks)
             if order == "together" and length > 2000:
                 assert push.mode == "layer"
+    if d_spec is D_TWO:
+        assert started_on_p(d), "no answer has started with P's token"
 
 
 def targets(rank: int, p_ranks: int, d_ranks: int) -> set[int]:

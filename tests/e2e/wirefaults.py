@@ -312,6 +312,19 @@ def change_registrations(host: HostedEngine, change: Change | None) -> None:
     _faults(host).change = change
 
 
+def forge_first_tokens(host: HostedEngine, token: int | None) -> None:
+    """From here on P sends this as every first token, whatever it has sampled; None: what it has sampled."""
+    from layerpush.core.wire import FirstToken, encode
+    from layerpush.prefill import decode_peers
+
+    def forged(message: Any) -> bytes:
+        if not isinstance(message, FirstToken):
+            return encode(message)
+        return PEER_MESSAGE + msgspec.msgpack.encode({**msgspec.to_builtins(message), "token": token})
+
+    decode_peers.encode = encode if token is None else forged
+
+
 def gate(host: HostedEngine, moment: str, number: int = 0) -> None:
     """Stop the thread that comes to a moment (any but got:KIND) for the `number`th time from now."""
     faults = _faults(host)

@@ -12,7 +12,12 @@ from layerpush.prefill.writer import PushWriter
 
 
 def registration(
-    *groups: Sequence[int], request_id: str = "d-1", engine: str = "D", layerpush: int = 0, prefill: str | None = None
+    *groups: Sequence[int],
+    request_id: str = "d-1",
+    engine: str = "D",
+    layerpush: int = 0,
+    prefill: str | None = None,
+    sampling: str | None = None,
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -23,6 +28,7 @@ def registration(
         local_block_ids=tuple(tuple(group) for group in groups),
         layerpush=layerpush,
         prefill_request_id=prefill,
+        sampling=sampling,
     )
 
 

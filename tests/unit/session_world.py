@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from layerpush.core import push_protocol
+from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import Event, Outcome, State, Write
 from layerpush.core.push_session import Session
@@ -18,6 +19,7 @@ from tests.unit.builders import blocks_of, registration, upstream_pairs
 
 Cell = tuple[int, int]
 LAYER_BYTES = 10
+SAMPLED = Sampled(7, "greedy")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class PushWorld:
     cancelled: bool = False
     retracts: list[push_protocol.ReportFailure] = field(default_factory=list)
     releases: int = 0
+    tokens: int = 0
     outcome: Outcome = "pending"
     failure: str | None = None
 
@@ -77,7 +80,9 @@ class PushWorld:
         shape = self.shape
         self.session = Session("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
         self._progress = PromptProgress("p-1", shape.block_sizes)
-        self.registration = registration(*(shape.targets(group) for group in range(len(shape.block_sizes))))
+        self.registration = registration(
+            *(shape.targets(group) for group in range(len(shape.block_sizes))), sampling="greedy"
+        )
 
     @property
     def state(self) -> State:
@@ -164,6 +169,11 @@ class PushWorld:
                 self.delegates.append(action.registration)
             elif isinstance(action, push_protocol.ReportFailure):
                 self._check_retract(action)
+            elif isinstance(action, push_protocol.SendFirstToken):
+                assert self.finished
+                assert not self.drained_retracts
+                assert action == push_protocol.SendFirstToken(self.registration, SAMPLED.token)
+                self.tokens += 1
             elif isinstance(action, push_protocol.Release):
                 assert self.finished
                 assert not self.gone
@@ -177,6 +187,9 @@ class PushWorld:
         assert self.tells <= 1
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
+        assert self.tokens <= 1
+        if self.finished and self.registered and self.failure is None:
+            assert self.tokens, "the decode engine waits for the token"
         upstreams = {push_protocol.WHOLE.id} if self.upstream_busy else set()
         assert set(self.session.in_flight) == set(self.in_flight) | upstreams
         if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
@@ -238,7 +251,7 @@ class PushWorld:
 
     def finish(self) -> None:
         self.finished = True
-        self.send(push_protocol.Finished())
+        self.send(push_protocol.Finished(SAMPLED))
 
     def drop(self) -> None:
         self.gone = self.disturbed = True

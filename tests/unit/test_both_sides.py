@@ -8,7 +8,9 @@
   another request;
 - bytes of staging memory are given back only when nobody reads or writes them;
 - a request is completed at most once, by every rank once, and only over the right bytes;
-- whatever a load or a push ends with is reported once.
+- whatever a load or a push ends with is reported once;
+- a load that has asked for P's first token, and no other, is reported with it or with the reason why there is none: the
+  token is its own prompt's, sampled with its own parameters.
 
 When faults stop, both sides end: nothing is left in a table, on the wire or in quarantine.
 
@@ -33,10 +35,15 @@ MUTANT_STORMS = 400
 
 def test_storms_end_well() -> None:
     outcomes: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for seed in range(STORMS):
-        outcomes.update(storm(seed).outcomes)
+        world = storm(seed)
+        outcomes.update(world.outcomes)
+        tokens.update(world.tokens)
     assert outcomes["loaded"] > STORMS, "hardly anything ever completes: then this proves little"
     assert outcomes["failed"] > STORMS
+    assert tokens["token"] > STORMS // 2, tokens
+    assert all(tokens[missing] > STORMS // 20 for missing in ("late", "other_sampling")), tokens
 
 
 @pytest.mark.parametrize("plan", ["packed", "gather", "mixed"])

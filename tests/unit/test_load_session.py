@@ -30,11 +30,13 @@ from layerpush.core.load_protocol import (
     State,
     Tick,
     TimedOut,
+    TokenArrived,
+    TokenPromised,
 )
 from layerpush.core.load_session import LoadSession
 from layerpush.core.machine import IllegalTransitionError
 
-PATIENCE_S, RETRY_S = 5.0, 1.0
+PATIENCE_S, RETRY_S, TOKEN_WAIT_S = 5.0, 1.0, 3.0
 AGENTS = frozenset({"A", "B"})
 STEP_S, STEPS = 2.5, 3
 """Time goes in steps of this length, as many as it takes to lose patience, and one more."""
@@ -42,9 +44,67 @@ STEP_S, STEPS = 2.5, 3
 
 def waiting(*agents: str) -> LoadSession:
     """Registered with these agents at time 0."""
-    session = LoadSession("d-1", PATIENCE_S, RETRY_S)
+    session = LoadSession("d-1", PATIENCE_S, RETRY_S, TOKEN_WAIT_S)
     assert session.handle(Registered(frozenset(agents)), 0.0) == []
     return session
+
+
+def complete(*events: Event) -> LoadSession:
+    """A load whose only agent has sent these events, and then its completion, at time 10."""
+    session = waiting("A")
+    for event in events:
+        assert session.handle(event, 5.0) == []
+    assert session.handle(Completed("A", 1), 10.0) == []
+    assert session.state is State.LOADED
+    return session
+
+
+def test_a_token_that_came_before_the_completion_goes_with_it() -> None:
+    for events in ([TokenArrived("A", 7)], [TokenPromised("A"), TokenArrived("A", 7)]):
+        session = waiting("A")
+        assert [session.handle(event, 5.0) for event in events] == [[] for _ in events]
+        assert session.handle(Completed("A", 1), 10.0) == [ReportLoaded(7)]
+
+
+def test_a_promised_token_is_awaited_for_a_while_and_no_longer() -> None:
+    assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 12.9) == [ReportLoaded(7)]
+    session = complete(TokenPromised("A"))
+    assert session.next_due(11.0) == 13.0
+    assert session.handle(Tick(), 12.9) == []
+    assert session.handle(Tick(), 13.0) == [ReportLoaded("late")]
+
+
+def test_a_token_that_was_not_promised_is_not_awaited() -> None:
+    assert waiting("A").handle(Completed("A", 1), 10.0) == [ReportLoaded("not_promised")]
+
+
+def test_no_token_that_fits_ends_the_wait() -> None:
+    assert complete(TokenPromised("A")).handle(TokenArrived("A", None), 10.1) == [ReportLoaded("other_sampling")]
+
+
+def test_the_first_token_stands() -> None:
+    session = waiting("A", "B")
+    for event in (TokenArrived("A", None), TokenArrived("B", 7), TokenArrived("B", 7), TokenArrived("A", 8)):
+        assert session.handle(event, 5.0) == []
+    session.handle(Completed("A", 2), 6.0)
+    assert session.handle(Completed("B", 2), 6.0) == [ReportLoaded(7)]
+
+
+def test_a_token_saves_no_load_that_fails() -> None:
+    session = waiting("A")
+    session.handle(TokenArrived("A", 7), 5.0)
+    assert session.handle(Failed("A", "why", drained=True), 6.0) == [ReportFailed("why")]
+
+
+def test_an_abort_does_not_wait_for_a_token() -> None:
+    assert complete(TokenPromised("A")).handle(Aborted("aborted"), 10.1) == [ReportAborted("aborted")]
+
+
+def test_a_complete_load_cannot_fail_any_more() -> None:
+    session = complete(TokenPromised("A"))
+    for event in (TimedOut("overdue"), Gone("A", "dead"), Silent("A", "quiet"), Completed("A", 1)):
+        assert session.handle(event, 10.1) == []
+    assert session.handle(TokenArrived("A", 7), 10.2) == [ReportLoaded(7)]
 
 
 def test_the_last_needed_completion_ends_it_well() -> None:
@@ -117,11 +177,15 @@ def test_cancels_become_rare_but_never_cease(
 class LoadWorld:
     """A load, and an account of it that is kept from its events alone."""
 
-    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S))
+    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S, TOKEN_WAIT_S))
     steps: int = 0
     """How often time has passed."""
     writers: set[str] = field(default_factory=set)
     """Agents that may write: they were sent the registration and have not said a final word."""
+    agents: set[str] = field(default_factory=set)
+    promised: bool = False
+    token: int | None = None
+    refused: bool = False
     landed: set[str] = field(default_factory=set)
     needed: int = 1
     cause: str | None = None
@@ -138,7 +202,8 @@ class LoadWorld:
     def send(self, event: Event) -> None:
         before = copy.deepcopy(vars(self.session))
         self.steps += isinstance(event, Tick)
-        is_heard = getattr(event, "agent", "A") in self.writers or not hasattr(event, "agent")
+        heard = self.agents if isinstance(event, TokenPromised | TokenArrived) else self.writers
+        is_heard = getattr(event, "agent", "A") in heard or not hasattr(event, "agent")
         if is_heard:
             self._note(event)
         for action in self.session.handle(event, self.now):
@@ -151,7 +216,12 @@ class LoadWorld:
     def _note(self, event: Event) -> None:
         match event:
             case Registered(agents):
-                self.writers = set(agents)
+                self.writers, self.agents = set(agents), set(agents)
+            case TokenPromised():
+                self.promised = True
+            case TokenArrived(_, token):
+                self.token = token if self.token is None else self.token
+                self.refused |= token is None
             case Completed(agent, needed):
                 self.writers.remove(agent)
                 self.landed.add(agent)
@@ -160,6 +230,8 @@ class LoadWorld:
                 self.writers.remove(agent)
             case Aborted():
                 self.aborted |= State.PARKED is not self.session.state
+        if self.session.state is State.LOADED and not self.aborted:
+            return
         if isinstance(event, Cancelled):
             self.cause = self.cause or f"agent {event.agent} cancelled the push"
         self.cause = self.cause or getattr(event, "reason", None)
@@ -181,9 +253,11 @@ class LoadWorld:
                 assert self.failed_at is not None
                 assert self.now >= self.failed_at + PATIENCE_S
                 assert reason == self.cause
-            case ReportLoaded():
+            case ReportLoaded(first_token):
                 assert self.is_complete
                 assert not self.aborted
+                missing = "other_sampling" if self.refused else "late" if self.promised else "not_promised"
+                assert first_token == (missing if self.token is None else self.token)
             case ReportFailed(reason):
                 assert not self.is_complete
                 assert not self.aborted
@@ -205,15 +279,17 @@ class LoadWorld:
         assert self.cause in (None, session.cause)
         if session.agents:
             is_over = self.is_complete or not self.writers
-            assert (session.state is State.CLOSED) == is_over
+            assert (session.state in (State.CLOSED, State.LOADED)) == is_over
             assert (session.state is State.WAITING) == (not is_over and self.cause is None)
+            assert session.state is not State.LOADED or (self.is_complete and self.promised and self.token is None)
+            assert session.state is not State.LOADED or not self.refused
         if session.state in (State.CANCELLING, State.ABORTING, State.PARKED):
             assert self.writers <= self.asked, "somebody may write and was not asked to stop"
 
     def _check_clock(self) -> None:
         """A tick when one is due does something, and just before that nothing."""
         due = self.session.next_due(self.now)
-        assert (due is not None) == (self.session.state in (State.CANCELLING, State.ABORTING, State.PARKED))
+        assert (due is not None) == (self.session.state not in (State.REGISTERING, State.WAITING, State.CLOSED))
         if due is None:
             return
         assert due >= self.now
@@ -238,6 +314,9 @@ EVENTS: list[Event] = [
       for event in (Completed(agent, 1), Completed(agent, 2), Failed(agent, "failed", drained=True),
                     Failed(agent, "failing", drained=False), Cancelled(agent), Gone(agent, "gone"),
                     Silent(agent, "silent"))),
+    *(event
+      for agent in ("A", "a stranger")
+      for event in (TokenPromised(agent), TokenArrived(agent, 7), TokenArrived(agent, None))),
 ]  # fmt: skip
 
 

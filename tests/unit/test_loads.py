@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from layerpush.core import liveness
+from layerpush.core.first_token import Missing
 from layerpush.core.liveness import Action, Verdict
-from layerpush.core.load_session import RETRY_S
+from layerpush.core.load_session import RETRY_S, TOKEN_WAIT_S
 from layerpush.core.wire import (
     Accepted,
     Cancel,
     Cancelled,
     Completion,
     Fail,
+    FirstToken,
     Heartbeat,
     Message,
     Ping,
@@ -44,7 +46,7 @@ P = Address("P", "10.0.0.5", 5600, tp_size=1, notify_only=True)
 EXTRA = {"remote_engine_id": "P", "remote_tp_size": 1}
 
 
-def registration(request_id: str = "r", blocks: tuple[int, ...] = (1, 2)) -> Registration:
+def registration(request_id: str = "r", blocks: tuple[int, ...] = (1, 2), sampling: str | None = None) -> Registration:
     return Registration(
         request_id=request_id,
         decode_engine_id="D",
@@ -53,6 +55,7 @@ def registration(request_id: str = "r", blocks: tuple[int, ...] = (1, 2)) -> Reg
         decode_tp_size=1,
         local_block_ids=(blocks,),
         layerpush=1,
+        sampling=sampling,
     )
 
 
@@ -134,6 +137,9 @@ class Engine:
     def failed(self, request_id: str) -> None:
         self._note("failed", request_id)
 
+    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+        self._note(f"first token {first_token}", request_id)
+
     def parked(self, request_id: str) -> None:
         self._note("parked", request_id)
 
@@ -182,9 +188,9 @@ class World(Town):
         self.peers.forget(engine_id)
         return True
 
-    def awaits(self, request_id: str = "r", known: bool = True) -> None:
+    def awaits(self, request_id: str = "r", known: bool = True, sampling: str | None = None) -> None:
         self.engine.known |= {request_id} if known else set()
-        self.loads.register(registration(request_id), P, EXTRA, self.now)
+        self.loads.register(registration(request_id, sampling=sampling), P, EXTRA, self.now)
         self.settle()
 
     def awaiting(self, *speaking: str, request_id: str = "r") -> None:
@@ -396,6 +402,72 @@ def test_what_is_said_too_early_is_not_lost(connecting: bool, word: Completion |
     world.tick()
     assert world.told == [outcome]
     assert world.is_over()
+
+
+def test_a_first_token_comes_before_the_load_is_reported() -> None:
+    world = World()
+    world.awaits(sampling="greedy")
+    world.hears(Accepted("r", first_token=True))
+    world.hears(FirstToken("r", 7))
+    assert world.told == []
+    world.hears(Completion("r", 1))
+    assert world.told == ["first token 7", "loaded"]
+    assert world.is_over()
+
+
+def test_a_promised_token_may_come_a_little_later_and_then_counts_for_nothing() -> None:
+    for late in (False, True):
+        world = World()
+        world.awaits(sampling="greedy")
+        world.hears(Accepted("r", first_token=True))
+        world.hears(Completion("r", 1))
+        world.tick(0.9 * TOKEN_WAIT_S)
+        assert world.told == []
+        if late:
+            world.tick(0.2 * TOKEN_WAIT_S)
+        world.hears(FirstToken("r", 7))
+        world.hears(FirstToken("r", 8))
+        assert world.told == [f"first token {'late' if late else 7}", "loaded"]
+        assert world.is_over(), "no message is kept for a load that is over"
+
+
+def test_a_p_that_promises_nothing_is_not_waited_for() -> None:
+    world = World()
+    world.awaits(sampling="greedy")
+    world.hears(Accepted("r"))
+    world.hears(Completion("r", 1))
+    assert world.told == ["first token not_promised", "loaded"]
+
+
+def test_a_first_token_that_nobody_has_asked_for_counts_for_nothing() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.hears(FirstToken("r", 7))
+    world.hears(FirstToken("s", 7))
+    assert world.peer_errors.counts == {"foreign word": 1}, "of the second, no load is known"
+    world.hears(Completion("r", 1))
+    assert world.told == ["loaded"]
+
+
+def test_a_strangers_first_token_counts_for_nothing() -> None:
+    world = World()
+    world.awaits(sampling="greedy")
+    world.hears(Accepted("r", first_token=True))
+    world.hears(FirstToken("r", 8), "x-0")
+    assert world.peer_errors.counts == {"foreign word": 1}
+    world.hears(FirstToken("r", 7))
+    world.hears(Completion("r", 1))
+    assert world.told == ["first token 7", "loaded"]
+
+
+def test_a_first_token_for_a_rank_that_is_a_step_behind_is_kept() -> None:
+    world = World()
+    world.loads.register(registration(sampling="greedy"), P, EXTRA, world.now)
+    world.engine.known |= {"r"}
+    world.receives(FirstToken("r", 7))
+    world.settle()
+    world.hears(Completion("r", 1))
+    assert world.told == ["first token 7", "loaded"]
 
 
 def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:

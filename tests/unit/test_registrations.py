@@ -10,8 +10,8 @@ import pytest
 
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
-from layerpush.core.push_protocol import ReportFailure
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, Message, Ping, Pong, Registration, Window
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, FirstToken, Message, Ping, Pong, Registration, Window
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
 from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations
@@ -32,6 +32,7 @@ def asks(
     digest: str | None = None,
     host: str = "10.0.0.7",
     blocks: tuple[int, ...] = (1, 2),
+    sampling: str | None = None,
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -43,6 +44,7 @@ def asks(
         layerpush=layerpush,
         prefill_request_id=prefill,
         prompt_digest=digest,
+        sampling=sampling,
     )
 
 
@@ -189,6 +191,24 @@ def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
     world.says(wanted)
     assert world.heard() == [Accepted("a/d")]
     assert [world.takes(name) for name in ("b/p", "a/p", "a/p")] == [None, wanted, None]
+
+
+def test_a_first_token_is_promised_and_sent_to_who_asks_for_it() -> None:
+    world, wanted = World(), asks(sampling="greedy")
+    world.says(wanted)
+    assert world.heard() == [Accepted("a/d", first_token=True)]
+    for token in (7, None):
+        world.registrations.send_first_token(SendFirstToken(wanted, token), world.now)
+        world.settle()
+        assert world.heard() == [FirstToken("a/d", token)]
+
+
+def test_a_stock_d_gets_no_message_of_ours_whatever_it_asks_for() -> None:
+    world, wanted = World(), asks(layerpush=0, sampling="greedy")
+    world.says(wanted)
+    world.registrations.send_first_token(SendFirstToken(wanted, 7), world.now)
+    world.settle()
+    assert world.heard() == []
 
 
 def test_what_its_request_has_taken_can_be_cancelled_and_is_not_kept_again() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from layerpush.core import push_protocol
 from layerpush.core.coverage import MismatchError
+from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import State, Write
@@ -193,3 +194,31 @@ def test_whatever_the_chunks_the_whole_request_goes(shape: Shape, seed: int) -> 
             world.preempt(announced=world.state is State.NOTIFYING or random.random() < 0.5)
     world.drive_home()
     assert world.told or world.delivered
+
+
+def finished(sampling: str | None, sampled: Sampled | None, *, first: bool) -> list[push_protocol.Action]:
+    """The first tokens that are sent when D registers before P has finished, or after."""
+    session = Session("p-1", (0,), (10,), Policy())
+    events = [
+        push_protocol.Registered(registration([1], layerpush=1, sampling=sampling)),
+        push_protocol.Finished(sampled),
+    ]
+    actions = [action for event in (events if first else events[::-1]) for action in session.handle(event)]
+    return [action for action in actions if isinstance(action, push_protocol.SendFirstToken)]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["registered first", "finished first"])
+def test_the_first_token_is_for_a_d_that_samples_alike(first: bool) -> None:
+    asked = registration([1], layerpush=1, sampling="greedy")
+    assert finished("greedy", Sampled(7, "greedy"), first=first) == [push_protocol.SendFirstToken(asked, 7)]
+    assert finished("greedy", Sampled(7, "warmer"), first=first) == [push_protocol.SendFirstToken(asked, None)]
+    assert finished("greedy", None, first=first) == [push_protocol.SendFirstToken(asked, None)]
+    assert finished(None, Sampled(7, "greedy"), first=first) == []
+
+
+def test_a_push_that_has_failed_sends_no_token() -> None:
+    session = Session("p-1", (0,), (10,), Policy())
+    session.handle(push_protocol.Registered(registration([1], layerpush=1, sampling="greedy")))
+    session.handle(push_protocol.Failed("cut off"))
+    actions = session.handle(push_protocol.Finished(Sampled(7, "greedy")))
+    assert not [action for action in actions if isinstance(action, push_protocol.SendFirstToken)]

@@ -14,7 +14,7 @@ from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import TRANSITIONS, Event, State
 from layerpush.core.push_session import Session
-from tests.unit.session_world import PushWorld, Shape
+from tests.unit.session_world import SAMPLED, PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
 Triple = tuple[State, type[Event], State]
@@ -209,7 +209,7 @@ def samples(world: PushWorld) -> list[Event]:
         push_protocol.Notified(),
         push_protocol.WholePosted(),
         push_protocol.Preempted(),
-        push_protocol.Finished(),
+        push_protocol.Finished(SAMPLED),
         push_protocol.Aborted(),
         push_protocol.LeaseExpired(),
     ]

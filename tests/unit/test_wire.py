@@ -23,6 +23,7 @@ from layerpush.core.wire import (
     Cancelled,
     Completion,
     Fail,
+    FirstToken,
     Heartbeat,
     Part,
     PeerMessage,
@@ -57,7 +58,8 @@ UPSTREAM = {
 }
 """What a stock decode worker sends."""
 BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
-    (Accepted("r:1"), {"request_id": "r:1"}),
+    (Accepted("r:1", True), {"request_id": "r:1", "first_token": True}),
+    (FirstToken("r", 2**31 - 1), {"request_id": "r", "token": 2**31 - 1}),
     (Fail("r", 2, "preempted", True), {"request_id": "r", "epoch": 2, "reason": "preempted", "drained": True}),
     (
         Cancel("r", "D", "::1", 65535, 1024),
@@ -103,6 +105,17 @@ def test_a_stock_decode_worker_is_understood() -> None:
     assert (asked.decode_engine_id, asked.decode_port, asked.decode_tp_size) == ("eng-D", 5700, 2)
     assert (asked.layerpush, asked.prefill_request_id, asked.prompt_digest) == (0, None, None)
     assert asked.blocks == 3
+
+
+def test_an_older_p_promises_no_first_token() -> None:
+    assert read(said("accepted", {"request_id": "r"})) == Accepted("r", first_token=False)
+
+
+def test_a_first_token_may_be_none_but_not_negative() -> None:
+    assert read(said("firsttoken", {"request_id": "r", "token": None})) == FirstToken("r", None)
+    for token in (-1, 2**31, 7.0, "7", True):
+        with pytest.raises(WireError, match="token"):
+            read(said("firsttoken", {"request_id": "r", "token": token}))
 
 
 def test_a_registration_that_offers_nothing_is_a_stock_one() -> None:

@@ -21,6 +21,7 @@ from layerpush.core.wire import (
     Cancelled,
     Completion,
     Fail,
+    FirstToken,
     Heartbeat,
     Message,
     Part,
@@ -101,6 +102,9 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "layerpush": is_count,
     "prefill_request_id": lambda text: text is None or is_request(text),
     "prompt_digest": lambda text: text is None or is_clean(text),
+    "sampling": lambda text: text is None or is_clean(text),
+    "token": lambda token: token is None or is_count(token, 0, 2**31 - 1),
+    "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
     "number": is_count,
     "drained": lambda value: type(value) is bool,
@@ -180,9 +184,11 @@ registrations = st.builds(
     prefill_request_id=st.none() | request_ids,
     prompt_digest=st.none() | names,
     window=st.none() | windows,
+    sampling=st.none() | names,
 )
 peer_messages = st.one_of(
-    st.builds(Accepted, request_ids),
+    st.builds(Accepted, request_ids, st.booleans()),
+    st.builds(FirstToken, request_ids, st.none() | blocks),
     st.builds(Fail, request_ids, counts, reasons, st.booleans()),
     st.builds(Cancel, request_ids, names, names, ports, sizes),
     st.builds(Cancelled, request_ids),
@@ -354,7 +360,7 @@ def test_of_odd_values_each_field_takes_the_sound_ones_and_names_itself_with_oth
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
 def test_a_field_that_is_missing_is_named(message: Registration | PeerMessage) -> None:
     sound = msgspec.to_builtins(message)
-    required = type(message).__struct_fields__[: 6 if isinstance(message, Registration) else None]
+    required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1}.get(type(message))]
     for field in required:
         rest = {name: value for name, value in sound.items() if name != field}
         with pytest.raises(WireError, match=field):

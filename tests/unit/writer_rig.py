@@ -11,7 +11,7 @@ import numpy as np
 
 from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import ReportFailure
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Identity
@@ -177,6 +177,7 @@ class ScriptedHost:
         self.released: list[str] = []
         self.unwanted: set[str] = set()
         self.retracted: list[ReportFailure] = []
+        self.first_tokens: list[SendFirstToken] = []
         self.connecting: dict[str, Push] = {}
         self.endings: dict[str, list[str | None]] = {}
         self.whole_writes_ended: list[tuple[str, bool]] = []
@@ -221,6 +222,9 @@ class ScriptedHost:
         if sum(one.drained and one.registration == retraction.registration for one in self.retracted) > 1:
             self.wrongs.append(f"drained twice: {retraction}")
         decoder.reuse(retraction.registration)
+
+    def send_first_token(self, action: SendFirstToken) -> None:
+        self.first_tokens.append(action)
 
     def peer_lost(self, decode_engine_id: str) -> None:
         self.lost.append(decode_engine_id)

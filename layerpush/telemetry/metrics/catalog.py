@@ -229,6 +229,31 @@ HAND_OVER_FIRST_STEP = Metric(
     "From the beginning of that step until the engine has the first token: D's forward pass and its sampling.",
     buckets=SECONDS,
 )
+FIRST_TOKENS = Metric(
+    "first_tokens",
+    Kind.COUNTER,
+    Side.DECODE,
+    "Requests with a load, by the origin of their first token, while `first_token` is `prefill`.",
+    "origin",
+    {
+        "prefill": "P: D has loaded it with the KV",
+        "engine": "D: the engine cannot take over P's token; it logs the reason at start",
+        "logprobs": "D: the request wants log probabilities",
+        "structured_output": "D: a grammar has to see the token",
+        "penalties": "D: penalties, `min_tokens`, `bad_words` or a thinking budget have to see the token",
+        "seed": "D: the request's random numbers begin with its first token",
+        "n": "D: one of several answers to a prompt",
+        "multimodal": "D: the prompt is more than tokens",
+        "resumed": "D: the request has run before, or its prompt goes on",
+        "ends": "D: the token is the answer's last: `max_tokens`, a stop token or the end of the context",
+        "not_promised": "D: P is not a layerpush engine, or an older one",
+        "late": "D: P's token had not come 50 ms after the last byte of KV",
+        "other_sampling": "D: P has no token, or sampled with other parameters than D's request has",
+        "invalid": "D: P's token is not in D's vocabulary",
+        "no_block": "D: no block was free for the token's KV",
+        "failed_load": "D: the load has failed",
+    },
+)
 AWAITED_LOADS = Metric("awaited_loads", Kind.GAUGE, Side.DECODE, "Loads that have not ended, parked ones included.")
 PARKED_REQUESTS = Metric(
     "parked_requests",
@@ -308,7 +333,7 @@ CATALOG: tuple[Metric, ...] = (
     WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, WRITE_ESTIMATE, WRITE_SECONDS,
     FAILED_WRITES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
-    LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP,
+    LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS,
     AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip

@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from layerpush.core.first_token import Missing
 from layerpush.core.liveness import PeerWatch
-from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, Message, Pong, Registration, Unpack, read
+from layerpush.core.wire import (
+    Accepted,
+    Cancelled,
+    Completion,
+    Fail,
+    FirstToken,
+    Message,
+    Pong,
+    Registration,
+    Unpack,
+    read,
+)
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.unpacking import NoUnpacking
@@ -21,7 +33,7 @@ from layerpush.transport.connections import Address
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.unpacker import Unpacker
 from tests.support.fake_transport import Descriptors, FakeWrite
-from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, Pool, Process, Prompt
+from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, SAMPLING, Pool, Process, Prompt
 from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
 from tests.unit.builders import layout_of
 
@@ -37,6 +49,9 @@ class Load:
     request_id: str
     blocks: list[int]
     deadline: float
+    sampling: str | None
+    """Of P's first token that it asks for."""
+    first_token: int | Missing | None = None
     outcome: str | None = None
     parked: bool = False
     aborted: bool = False
@@ -88,7 +103,8 @@ class DecodeEngine(Process):
         blocks = self.pool.take(prompt.blocks - cached)
         if blocks is None:
             return None
-        load = Load(prompt, self.world.new_id(prompt.base), blocks, self.world.now + OVERDUE_S)
+        sampling = self.world.questions.choice([*3 * [SAMPLING], "warmer", None])
+        load = Load(prompt, self.world.new_id(prompt.base), blocks, self.world.now + OVERDUE_S, sampling)
         self.loads[load.request_id] = load
         for owned in self.caches:
             owned.hand_to(self._ids(load), prompt.text)
@@ -102,6 +118,7 @@ class DecodeEngine(Process):
             layerpush=1,
             prefill_request_id=prefill_request_id,
             prompt_digest=prompt.text,
+            sampling=sampling,
         )
         address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
@@ -128,9 +145,22 @@ class DecodeEngine(Process):
         assert len(messages) == self.world.ranks, "one completion of each prefill rank"
         assert not load.aborted or load.outcome is None
         assert self._holds(load), f"{load} was reported complete over wrong bytes"
+        assert (load.first_token is None) == (load.sampling is None), f"{load} was reported without its question"
         self._end(load, "loaded")
 
+    def first_token(self, request_id: str, first_token: int | Missing) -> None:
+        load = self.loads[request_id]
+        assert load.sampling is not None, f"{load} has not asked"
+        assert load.first_token is None, f"{load} gets a second first token"
+        assert not load.aborted or load.outcome is None
+        fits = load.sampling == SAMPLING and first_token == load.prompt.first_token
+        assert fits or not isinstance(first_token, int), f"{load} gets the wrong token {first_token}"
+        assert first_token != "other_sampling" or load.sampling != SAMPLING
+        load.first_token = first_token
+        self.world.tokens["token" if fits else str(first_token)] += 1
+
     def failed(self, request_id: str) -> None:
+        assert self.loads[request_id].first_token is None, "a load that failed starts nothing"
         self._end(self.loads[request_id], "failed")
 
     def parked(self, request_id: str) -> None:
@@ -163,7 +193,7 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.open_loads.peers.on_message(sender, self.world.now, identified=True)
         else:
-            assert isinstance(message, Accepted | Fail | Cancelled | Completion | Unpack)
+            assert isinstance(message, Accepted | FirstToken | Fail | Cancelled | Completion | Unpack)
             self.open_loads.on_message(sender, message, payload, self.world.now)
 
     def _end(self, load: Load, outcome: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from layerpush.core.wire import Part, Unpack, encode
+from layerpush.core.wire import FirstToken, Part, Unpack, encode
 from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.unit.both_sides.decode import DecodeEngine, Load
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import LAYERS, Prompt
+from tests.unit.both_sides.process import LAYERS, SAMPLING, Prompt
 from tests.unit.both_sides.world import DECODERS, World
 
 Pick = Callable[[Sequence[Any]], Any]
@@ -199,3 +199,15 @@ def claim_too_much(world: World, pick: Pick) -> None:
     world.lies += 1
     message = Unpack(load.request_id, (1 << 40) + world.lies, offset, (part,))
     pick(_prefill(world).ranks).transport.notify(engine.name, encode(message))
+
+
+@move(2, lambda world: _computes(world) and bool(world.prompts))
+def say_a_token_again(world: World, pick: Pick) -> None:
+    """P repeats a first token, or sends one that nobody waits for: the load has not asked, has failed or is unknown."""
+    engine = pick(world.decoders) if world.decoders else None
+    if engine is not None:
+        loads = [(load.request_id, load) for load in engine.loads.values()]
+        request_id, load = pick([*loads, ("nobody-1", None)])
+        fits = load is not None and load.sampling in (SAMPLING, None)
+        message = FirstToken(request_id, load.prompt.first_token if fits else None)
+        pick(_prefill(world).ranks).transport.notify(engine.name, encode(message))

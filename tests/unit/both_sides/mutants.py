@@ -12,11 +12,13 @@ from layerpush.core import load_protocol as awaited
 from layerpush.core import push_protocol as pushed
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import Coverage
+from layerpush.core.first_token import Sampled
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.load_protocol import Action
 from layerpush.core.load_session import LoadSession
 from layerpush.core.push_session import Session
 from layerpush.core.wire import Cancel, Cancelled, encode
+from layerpush.decode.outcomes import Outcomes
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
@@ -104,10 +106,27 @@ def patience_frees_the_blocks(patch: Patch) -> None:
 def a_cancel_is_sent_once_only(patch: Patch) -> None:
     init = LoadSession.__init__
 
-    def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float) -> None:
-        init(self, request_id, cancel_timeout_s, retry_s=1e9)
+    def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float, token_wait_s: float) -> None:
+        init(self, request_id, cancel_timeout_s, 1e9, token_wait_s)
 
     patch.setattr(LoadSession, "__init__", mutated)
+
+
+@mutant(drop=0.2)
+def a_lost_token_is_awaited_for_ever(patch: Patch) -> None:
+    patch.setattr("layerpush.decode.loads.TOKEN_WAIT_S", 1e9)
+
+
+@mutant()
+def a_token_comes_with_a_load_that_has_not_asked(patch: Patch) -> None:
+    """P is asked for whatever it has, and its answer is reported."""
+    add = Outcomes.add
+
+    def mutated(self: Outcomes, record: Any, outcome: Any, reason: Any, now: float, *rest: Any) -> None:
+        completions, token = [*rest, (), None][:2] if len(rest) < 2 else rest
+        add(self, record, outcome, reason, now, completions, "late" if completions and token is None else token)
+
+    patch.setattr(Outcomes, "add", mutated)
 
 
 @mutant()
@@ -161,6 +180,11 @@ def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
             note(self, key, value, *args)
 
     patch.setattr(BoundedDict, "note", mutated)
+
+
+@mutant()
+def a_token_of_any_sampling_will_do(patch: Patch) -> None:
+    patch.setattr(Sampled, "for_request", lambda self, sampling: self.token)
 
 
 @mutant()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
 from layerpush.core.step_plan import ChunkPlan, PromptProgress, StepPlan
 from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
@@ -12,6 +13,7 @@ from tests.unit.both_sides.process import (
     BLOCK_SIZE,
     LAYERS,
     P_BLOCKS,
+    SAMPLING,
     Pool,
     Prompt,
 )
@@ -131,7 +133,8 @@ class PrefillEngine:
         assert request.table is not None
         request.leased_until = self.world.now + LEASE_S
         for rank in self.ranks:
-            rank.capture.finish(request.request_id, (list(request.table),))
+            sampled = Sampled(request.prompt.first_token, SAMPLING)
+            rank.capture.finish(request.request_id, (list(request.table),), sampled)
 
     def reap_leases(self) -> None:
         for request in list(self.requests.values()):

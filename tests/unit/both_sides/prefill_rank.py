@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layerpush.core.push_policy import Policy
-from layerpush.core.push_protocol import ReportFailure
+from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Cancel, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
 from layerpush.prefill.host import HandshakeError, Identity
 from layerpush.prefill.push import Push
@@ -237,6 +237,9 @@ class PrefillRank(Process):
 
     def report_failure(self, report: ReportFailure) -> None:
         self.registrations.report_failure(report, self.world.now)
+
+    def send_first_token(self, action: SendFirstToken) -> None:
+        self.registrations.send_first_token(action, self.world.now)
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self.registrations.ended(request_id, failure, self.world.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 LAYERS, BLOCK_BYTES, BLOCK_SIZE = 2, 8, 4
 P_BLOCKS, D_BLOCKS = 16, 12
 POISON = 0xEE
+SAMPLING = "greedy"
+"""P's sampling parameters."""
 HANDSHAKE_S, PROBE_S = 5.0, 2.0
 
 
@@ -33,6 +36,11 @@ class Prompt:
     base: str
     text: str
     tokens: int
+
+    @property
+    def first_token(self) -> int:
+        """What P samples after it."""
+        return zlib.crc32(self.text.encode()) % 1000
 
     @property
     def blocks(self) -> int:

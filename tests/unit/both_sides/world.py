@@ -51,6 +51,10 @@ class World:
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
         """How long each copy takes, and which of them break."""
+        self.questions = random.Random(seed)
+        """Which loads ask for P's first token, and of which sampling parameters."""
+        self.tokens: Counter[str] = Counter()
+        """With what loads that have asked were reported: a token, or why there is none."""
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}

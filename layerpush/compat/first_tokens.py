@@ -1,0 +1,249 @@
+"""D's scheduler starts a request with P's first token, if the request may.
+
+vLLM's scheduler computes the last token of a loaded prompt once more, to sample from it. ``FirstTokens`` appends P's
+token instead, as soon as the load is complete, and returns it as the request's output. To the scheduler the request
+then has one output token, whose KV is to be computed next. vLLM's first model runner, V1, builds a new request from its
+prompt alone. So to this runner the token is the prompt's last, and the request has one output token less (``amend``).
+The second runner, V2, takes all tokens of a new request.
+
+``install`` wraps two methods of vLLM's ``Scheduler``, for schedulers whose connector has ``first_tokens``:
+``update_from_output``, which returns a step's outputs, and ``schedule``, which returns the input of the runner.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from layerpush.core.first_token import Missing, sampling_digest
+from layerpush.core.request_names import is_one_of_several
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+PREFILL = "prefill"
+"""Counted for a request that starts with P's token; any other value is the reason why it does not."""
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words", "thinking_token_budget",
+    "structured_outputs",
+)  # fmt: skip
+
+
+def sampling_of(params: SamplingParams) -> str:
+    """A digest of everything that decides which token is sampled. A seed does not: its tokens are as good as others."""
+    return sampling_digest(getattr(params, name) for name in _SAMPLING)
+
+
+def engine_refusal(vllm_config: VllmConfig, prefill_backoff: int) -> str | None:
+    """The reason why no request of this decode engine can start with P's token, if there is one."""
+    model = vllm_config.model_config
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    if vllm_config.speculative_config is not None:
+        return "it decodes speculatively"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "its layers are spread over a pipeline"
+    if prefill_backoff:
+        return "P computes this model's prompts only up to their last tokens"
+    if model.logits_processors or entry_points(group="vllm.logits_processors"):
+        return "it has logits processors of its own"
+    if vllm_config.watermark_config is not None:
+        return "it watermarks its tokens"
+    if model.is_diffusion or model.is_encoder_decoder:
+        return "its model does not sample one token after the other"
+    if model.return_sampling_mask or vllm_config.aux_output_config.enabled:
+        return "it returns more of a sampled token than the token"
+    if not issubclass(scheduler, Scheduler):
+        return f"its scheduler {scheduler.__qualname__} is not vLLM's"
+    if scheduler.schedule is not Scheduler.schedule or scheduler.update_from_output is not Scheduler.update_from_output:
+        return f"its scheduler {scheduler.__qualname__} has methods of its own"
+    return None
+
+
+class FirstTokens:
+    """The first tokens of one decode engine. Runs in the scheduler's thread.
+
+    ``count`` gets, once for each load, ``PREFILL`` or the reason why the engine computes the token. If ``refusal`` is
+    not None, no request asks for a token. ``started`` is called after each request that has P's token.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        refusal: str | None,
+        count: Callable[[str], None],
+        started: Callable[[], None],
+    ) -> None:
+        self._max_tokens = vllm_config.model_config.max_model_len
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        self._refused = refusal is not None
+        self._count = count
+        self._on_start = started
+        self._asked: set[str] = set()
+        self._known: dict[str, int | Missing] = {}
+        self._loaded: list[str] = []
+        self._started: dict[str, int] = {}
+        """Of requests that have started with P's token, for the runner."""
+
+    def ask(self, request: Request) -> str | None:
+        """The digest for a registration that asks for P's token. None: the request computes its own."""
+        reason = "engine" if self._refused else _refusal(request, self._max_tokens)
+        if reason is not None:
+            self._count(reason)
+            return None
+        self._asked.add(request.request_id)
+        return sampling_of(request.sampling_params)
+
+    def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
+        """The loads of ``received`` are over. ``known``: what has come of questions for P's token."""
+        self._known.update({request_id: known[request_id] for request_id in self._asked & known.keys()})
+        self._loaded.extend(self._asked.intersection(received))
+
+    def finished(self, request_id: str) -> None:
+        """The engine has finished the request, in any state."""
+        self._asked.discard(request_id)
+        self._known.pop(request_id, None)
+        self._started.pop(request_id, None)
+
+    def start(self, scheduler: Scheduler) -> Iterator[tuple[int, EngineCoreOutput]]:
+        """Start the requests whose loads are over, where that is possible. Yields outputs, each with its client."""
+        loaded, self._loaded = self._loaded, []
+        for request_id in loaded:
+            self._asked.discard(request_id)
+            known = self._known.pop(request_id, None)
+            request = scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            if request_id in scheduler.failed_recving_kv_req_ids or request.status != _LOADED or known is None:
+                self._count("failed_load")
+                continue
+            reason = self._late_refusal(scheduler, request, known)
+            self._count(reason or PREFILL)
+            if reason is None:
+                assert isinstance(known, int)
+                yield request.client_index, self._start(scheduler, request, known)
+
+    def amend(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Show P's token to the first model runner, as the end of the prompt: it takes no other of a new request."""
+        if not self._started or scheduler.use_v2_model_runner:
+            return
+        for new in output.scheduled_new_reqs:
+            if (token := self._started.get(new.req_id)) is not None:
+                new.prompt_token_ids = [*new.prompt_token_ids, token]
+        old = output.scheduled_cached_reqs
+        for index, request_id in enumerate(old.req_ids):
+            if request_id in self._started:
+                old.num_output_tokens[index] -= 1
+
+    def _late_refusal(self, scheduler: Scheduler, request: Request, known: int | Missing) -> str | None:
+        if not isinstance(known, int):
+            return known
+        if known >= self._vocabulary:
+            return "invalid"
+        params = request.sampling_params
+        if known == params.eos_token_id or known in (params.stop_token_ids or ()):
+            return "ends"
+        # Without room for the token's KV the request could not run. Nor could it be preempted: no runner knows it.
+        manager = scheduler.kv_cache_manager
+        if manager.block_pool.get_num_free_blocks() < len(manager.kv_cache_config.kv_cache_groups):
+            return "no_block"
+        return None
+
+    def _start(self, scheduler: Scheduler, request: Request, token: int) -> EngineCoreOutput:
+        room = scheduler.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
+        assert room is not None
+        self._started[request.request_id] = token
+        request.append_output_token_ids(token)
+        self._on_start()
+        if scheduler.log_stats:  # the scheduler does so in a later step, and then it is ignored
+            request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
+        prefill_stats = request.take_prefill_stats()
+        if prefill_stats is not None:
+            prefill_stats.finalize(scheduler.kv_cache_manager.estimate_cached_tokens(request))
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token],
+            events=request.take_events(),
+            prefill_stats=prefill_stats,
+            trace_headers=request.trace_headers,
+        )
+
+
+_LOADED = RequestStatus.WAITING_FOR_REMOTE_KVS
+"""Until the next step, also of a request whose load is complete."""
+
+
+def _refusal(request: Request, max_tokens: int) -> str | None:
+    """The reason why this request cannot start with P's token, whatever it is."""
+    params = request.sampling_params
+    if params is None or request.resumable or request.num_preemptions or request.num_output_tokens:
+        return "resumed"
+    if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "multimodal"
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.logprob_token_ids is not None:
+        return "logprobs"
+    if request.use_structured_output:
+        return "structured_output"
+    if (
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_tokens
+        or params.bad_words
+        or params.thinking_token_budget is not None
+    ):
+        return "penalties"
+    if params.sampling_type == SamplingType.RANDOM_SEED:
+        return "seed"
+    if is_one_of_several(request.request_id):
+        return "n"
+    if request.max_tokens <= 1 or request.num_tokens + 1 >= max_tokens:
+        return "ends"
+    return None
+
+
+def install() -> None:
+    """Have every scheduler of this process ask its connector for first tokens. Once is enough."""
+    if hasattr(Scheduler.update_from_output, "starts_with_first_tokens"):
+        return
+    plain_update, plain_schedule = Scheduler.update_from_output, Scheduler.schedule
+
+    @functools.wraps(plain_update)
+    def update_from_output(self: Scheduler, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = plain_update(self, *args, **kwargs)
+        for first_tokens in _of(self):
+            for client, output in first_tokens.start(self):
+                outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        return outputs
+
+    @functools.wraps(plain_schedule)
+    def schedule(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = plain_schedule(self, *args, **kwargs)
+        for first_tokens in _of(self):
+            first_tokens.amend(self, output)
+        return output
+
+    update_from_output.starts_with_first_tokens = True  # type: ignore[attr-defined]
+    Scheduler.update_from_output = update_from_output
+    Scheduler.schedule = schedule
+
+
+def _of(scheduler: Scheduler) -> Iterator[FirstTokens]:
+    """Of the scheduler's connector, or of those in its MultiConnector."""
+    connector = scheduler.connector
+    for each in getattr(connector, "_connectors", (connector,)):
+        first_tokens = getattr(getattr(each, "connector_scheduler", None), "first_tokens", None)
+        if isinstance(first_tokens, FirstTokens):
+            yield first_tokens

@@ -1,0 +1,28 @@
+"""P's first token: the sampled token on P, and on D the reason why a request starts with a token of its own. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+Missing = Literal["not_promised", "late", "other_sampling"]
+"""Why a decode rank that asked for P's token has none: P promised none, the promised one has not come, or P has none
+that was sampled with the request's parameters.
+"""
+
+
+class Sampled(NamedTuple):
+    """``token`` was sampled with parameters of the digest ``sampling``."""
+
+    token: int
+    sampling: str
+
+    def for_request(self, sampling: str) -> int | None:
+        """The token, if a request with these sampling parameters may start with it."""
+        return self.token if self.sampling == sampling else None
+
+
+def sampling_digest(parameters: Iterable[object]) -> str:
+    """Equal for equal parameters, in 32 hexadecimal digits."""
+    return hashlib.blake2b(repr(tuple(parameters)).encode(), digest_size=16).hexdigest()
