@@ -51,10 +51,12 @@ class TraceFile:
             return
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        who = "scheduler" if rank == SCHEDULER_RANK else f"rank{rank}"
+        who, thread = f"rank{rank}", "layerpush-trace"
+        if rank == SCHEDULER_RANK:
+            who, thread = "scheduler", "layerpush-trace-scheduler"
         self._path = folder / f"{engine_id.replace('/', '_')}-{who}-{os.getpid()}.jsonl"
         lines = _Lines(self._path, this_process(engine_id, rank))
-        self._thread = threading.Thread(target=self._run, args=(lines,), name="layerpush-trace", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(lines,), name=thread, daemon=True)
         self._thread.start()
 
     @property

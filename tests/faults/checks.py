@@ -20,6 +20,7 @@ THREADS = {
     "MainThread",
     "layerpush-probe",
     "layerpush-trace",
+    "layerpush-trace-scheduler",
     "nixl-push-writer",
     "nixl_handshake_listener",
     "tqdm_monitor",
