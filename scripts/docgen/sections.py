@@ -45,6 +45,7 @@ SECTIONS: Mapping[str, Section] = {
     "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
     "long-serve-figures": Section((BENCHMARKS,), of("long-serve.json", serve.tables)),
+    "many-serve-figures": Section((BENCHMARKS,), of("many-serve.json", serve.tables)),
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),
     "long-figures": Section((BENCHMARKS,), of("long.json", forward.long_table)),
     "cached-figures": Section((BENCHMARKS,), of("cached.json", forward.cached_table)),
