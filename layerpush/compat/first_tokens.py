@@ -76,7 +76,7 @@ class FirstTokens:
     """The first tokens of one decode engine. Runs in the scheduler's thread.
 
     ``count`` gets, once for each load, ``PREFILL`` or the reason why the engine computes the token. If ``refusal`` is
-    not None, no request asks for a token. ``started`` is called after each request that has P's token.
+    not None, no request asks for a token. ``on_start`` is called when a request has got P's token.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class FirstTokens:
         vllm_config: VllmConfig,
         refusal: str | None,
         count: Callable[[str], None],
-        started: Callable[[], None],
+        on_start: Callable[[], None],
     ) -> None:
         self._max_tokens = vllm_config.model_config.max_model_len
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._refused = refusal is not None
         self._count = count
-        self._on_start = started
+        self._on_start = on_start
         self._asked: set[str] = set()
         self._known: dict[str, int | Missing] = {}
         self._loaded: list[str] = []
@@ -107,7 +107,7 @@ class FirstTokens:
         return sampling_of(request.sampling_params)
 
     def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
-        """The loads of ``received`` are over. ``known``: what has come of questions for P's token."""
+        """The loads of ``received`` are over. ``known``: P's tokens, or the reasons that there are none."""
         self._known.update({request_id: known[request_id] for request_id in self._asked & known.keys()})
         self._loaded.extend(self._asked.intersection(received))
 

@@ -9,7 +9,7 @@ WRITEs share the link. A WRITE's own time begins when it is posted, or when the 
 later. It includes the copies of a WRITE that goes by way of staging memory. The writer thread does not see the end
 itself: it lies between its last two looks, and counts as halfway between them.
 
-``proven_bytes`` bounds what may depend on the line: times of small WRITEs say little of a large one.
+``proven_bytes`` bounds the size of a WRITE that relies on the line: times of small WRITEs say little of a large one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LinkSpeed:
         self._in_flight[key] = (size, at)
 
     def ended(self, key: Hashable, at: float, *, landed: bool, seen: float = math.inf) -> None:
-        """A WRITE is in D's memory, or has failed. It was ``seen`` in flight before; infinite: until ``at``.
+        """A WRITE is in D's memory, or has failed. At ``seen`` it was still in flight; infinite: at ``at``.
 
         The estimate ignores the time of a failed WRITE, and of one that has overtaken another: the link was not its
         own.
@@ -87,7 +87,7 @@ class LinkSpeed:
         self._line = self._fitted()
 
     def _fitted(self) -> tuple[float, float]:
-        """Where WRITEs of one size say nothing of ``write_s``, it is as before."""
+        """The line through the recent WRITEs. If all are of one size, ``write_s`` stays as it was."""
         mean_s, mean_bytes = self._seconds / self._weight, self._bytes / self._weight
         spread = self._squares / self._weight - mean_bytes**2
         if spread <= 1e-9 * mean_bytes**2:

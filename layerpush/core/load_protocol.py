@@ -143,7 +143,7 @@ class Cancel(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReportLoaded(Action):
-    """Report the load as done: every byte is there. With the prefill engine's first token, or why there is none."""
+    """Report the load as done: every byte is there. ``first_token``: P's, or the reason that there is none."""
 
     first_token: int | Missing = "not_promised"
 

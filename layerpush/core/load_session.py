@@ -50,7 +50,7 @@ S = State
 
 RETRY_S = 1.0
 TOKEN_WAIT_S = 50e-3
-"""About the time in which a slow D computes the token itself: then waiting costs twice the better choice at most."""
+"""About the time that a slow D needs to compute the token itself: so a wait in vain at most doubles that time."""
 
 
 class LoadSession(Machine[State, Event, Action]):

@@ -28,7 +28,7 @@ class LoadHost(Protocol):
         """Every byte is there; ``completions`` are the notifications of the prefill ranks, as they came."""
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
-        """P's first token, or why there is none, of a load that asked for it. Comes before ``loaded``."""
+        """P's first token, or the reason that there is none, of a load that asked for it. Comes before ``loaded``."""
 
     def failed(self, request_id: str) -> None:
         """The load failed: vLLM applies ``kv_load_failure_policy`` to the request."""
@@ -78,7 +78,7 @@ class Outcomes:
         first_token: int | Missing | None = None,
     ) -> None:
         """A load is over for its request. ``completions``: the notifications of one that is ``loaded``.
-        ``first_token``: P's token or why there is none, None if the load did not ask for it.
+        ``first_token``: P's token or the reason that there is none; None if the load did not ask for it.
         """
         self._recorder.count(LOADS, outcome)
         if outcome == "loaded" and record.t_awaited is not None:

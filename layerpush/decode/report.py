@@ -18,8 +18,8 @@ Ranks = dict[str, set[int]]
 @dataclass(slots=True)
 class DecodeReport(KVConnectorWorkerMetadata):
     """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
-    these parked loads are over. ``first_tokens``: P's first tokens, or why there is none, of loads that have asked for
-    one and are complete.
+    these parked loads are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of
+    complete loads that have asked for one.
 
     ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
     empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.

@@ -188,7 +188,7 @@ class Decode:
         raise AssertionError("requests are left over")
 
     def load(self, request_id: str, first_token: int | Missing | None = None) -> None:
-        """The request's KV arrives, and with it what has come of the question for P's token."""
+        """The request's KV arrives, and with it P's token, or the reason that there is none."""
         self.step(request_id, **({} if first_token is None else {request_id: first_token}))
         self.settle()
 

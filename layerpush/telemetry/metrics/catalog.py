@@ -203,15 +203,15 @@ HAND_OVER = Metric(
     "hand_over_seconds",
     Kind.HISTOGRAM,
     Side.DECODE,
-    "D's part of the hand-over: from the last completion being read until the engine has the first token. One value "
-    "per request; none if a rank is on another host than the scheduler. The next three metrics are its parts.",
+    "D's part of the hand-over: from the reading of the last completion until the engine has the first token. One "
+    "value per request; none if a rank is on another host than the scheduler. The next three metrics are its parts.",
     buckets=SECONDS,
 )
 HAND_OVER_REPORT = Metric(
     "hand_over_report_seconds",
     Kind.HISTOGRAM,
     Side.DECODE,
-    "From the last completion being read until the scheduler has the report of all ranks: the rest of the current "
+    "From the reading of the last completion until the scheduler has the report of all ranks: the rest of the current "
     "step, or the wake-up of an idle engine.",
     buckets=SECONDS,
 )

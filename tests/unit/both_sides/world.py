@@ -54,7 +54,7 @@ class World:
         self.questions = random.Random(seed)
         """Which loads ask for P's first token, and of which sampling parameters."""
         self.tokens: Counter[str] = Counter()
-        """With what loads that have asked were reported: a token, or why there is none."""
+        """With what loads that have asked were reported: a token, or the reason that there is none."""
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}
