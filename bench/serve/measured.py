@@ -21,7 +21,8 @@ class Measured(msgspec.Struct, kw_only=True):
     """Lists have one sample for each request, or one for all of them where only a mean is known; None: not known.
 
     ``start`` counts the times that engines were started: calls of one number met the same engines. ``first_token_at``
-    is in seconds of ``time.perf_counter()``.
+    is in seconds of ``time.perf_counter()``. ``first_tokens`` counts requests by the origin of their first token, if D
+    starts with P's.
     """
 
     cell: str
@@ -48,6 +49,7 @@ class Measured(msgspec.Struct, kw_only=True):
     writer_cpu_ms: list[float] | None = None
     pushed_as: dict[str, int] = {}
     plans: dict[str, int] = {}
+    first_tokens: dict[str, int] = {}
     problems: list[str] = []
 
     @property

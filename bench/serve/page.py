@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.markdown import Result, conditions, number_table, with_interval
 from bench.serve.lineup import STOCK
-from bench.serve.plan import AGGREGATED, LOOPBACK
-from bench.serve.results import AUTO, PREFILL_LIMIT
+from bench.serve.plan import AGGREGATED, LOOPBACK, TOKEN
+from bench.serve.results import AFTER_PREFILL_LIMIT_MS, AUTO, PREFILL_LIMIT, TOKEN_LIMIT, TOKEN_LIMIT_FROM
 from layerpush.apps.tracing.hand_over import PARTS
 
 REFERENCE = "request"
@@ -42,8 +42,14 @@ def tables(result: Result) -> str:
         parts += [f"{what}:", _table(cells, varied, columns)]
     if AUTO in cells[0]["modes"]:
         parts += [f"`{AUTO}`, as ratios:", _table(cells, varied, _of_auto(cells))]
-        if all(cell["modes"][AUTO].get("hand_over_parts_ms") for cell in cells):
-            parts += [f"The hand-over of `{AUTO}` by its parts:", _table(cells, varied, _parts_of_auto(cells))]
+    for mode in (AUTO, TOKEN):
+        if all(cell["modes"].get(mode, {}).get("hand_over_parts_ms") for cell in cells):
+            parts += [f"The hand-over of `{mode}` by its parts:", _table(cells, varied, _parts(cells, mode))]
+    if TOKEN in cells[0]["modes"]:
+        parts += [
+            "Time to first token less prefill, less that of one engine:",
+            _table(cells, varied, _of_token(cells)),
+        ]
     return "\n\n".join([*parts, _about(result, fixed)])
 
 
@@ -72,11 +78,18 @@ def _about(result: Result, fixed: Sequence[str]) -> str:
         f"{AGGREGATED} or to {REFERENCE}, with its 95 % interval. {result['answers']['compared']:,} answers compared "
         f"with the {AGGREGATED} engine's, all equal."
     )
-    if AUTO in result["cells"][0]["modes"]:
+    modes = result["cells"][0]["modes"]
+    if AUTO in modes:
         missed = sum(bool(cell["misses"]) for cell in result["cells"])
+        limits = f"1 for the first token and {PREFILL_LIMIT} for prefill of `{AUTO}`"
+        if TOKEN in modes:
+            limits += (
+                f", {AFTER_PREFILL_LIMIT_MS:.0f} ms for the time of `{TOKEN}` from prefill to the first token, less "
+                f"one engine's, {TOKEN_LIMIT} for its first token to one engine's from {TOKEN_LIMIT_FROM:,} tokens on"
+            )
         about += (
-            f" Best: the lowest median of all other modes with a transfer. In {missed} of {len(result['cells'])} cells "
-            f"the whole interval of `{AUTO}` is above its limit, 1 for the first token and {PREFILL_LIMIT} for prefill."
+            f" Best: the lowest median of the other modes with a transfer. In {missed} of {len(result['cells'])} cells "
+            f"a whole interval is above its limit: {limits}."
         )
     return f"{about} {conditions(result, *fixed)}"
 
@@ -88,7 +101,9 @@ def _check(result: Result) -> None:
 
 def _load(cell: Cell) -> str:
     rate = cell["request_rate"]
-    return f"{cell['concurrency']} at a time" if rate is None else f"{rate:g} requests per second"
+    pace = f"{cell['concurrency']} at a time" if rate is None else f"{rate:g} requests per second"
+    streams = cell.get("background_streams")
+    return f"{pace}, D decodes {streams} streams" if streams else pace
 
 
 def _link(cell: Cell) -> str:
@@ -143,9 +158,21 @@ def _of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
     }
 
 
-def _parts_of_auto(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    shown = [cell["modes"][AUTO]["hand_over_parts_ms"] for cell in cells]
+def _parts(cells: Sequence[Cell], mode: str) -> dict[str, list[str]]:
+    shown = [cell["modes"][mode]["hand_over_parts_ms"] for cell in cells]
     return {name: [f"{one[name]:.1f} ms" for one in shown] for name in PARTS}
+
+
+def _of_token(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    def more(cell: Cell, mode: str) -> str:
+        longer = cell["modes"][mode]["longer_after_prefill_ms"]
+        return "?" if longer is None else f"{longer['difference']:.1f} [{longer['low']:.1f}, {longer['high']:.1f}] ms"
+
+    counts = [cell["modes"][TOKEN]["first_tokens"] for cell in cells]
+    return {
+        **{f"`{mode}`": [more(cell, mode) for cell in cells] for mode in cells[0]["modes"] if mode != AGGREGATED},
+        "requests with P's token": [f"{each.get('prefill', 0)} of {sum(each.values())}" for each in counts],
+    }
 
 
 def _ratio(cell: Cell, measure: str, pair: str) -> str:

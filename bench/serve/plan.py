@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-AGGREGATED = "aggregated"
+AGGREGATED, TOKEN = "aggregated", "token"
 MODES = {
     AGGREGATED: "one engine that does everything, no transfer",
     "pull": "stock NixlConnector: D reads after P has answered",
@@ -14,23 +14,30 @@ MODES = {
     "chunk": "layerpush with granularity: chunk",
     "layer": "layerpush with granularity: layer",
     "auto": "layerpush with granularity: auto",
+    TOKEN: "as auto, and D starts with P's first token",
 }
 LOOPBACK = "loopback"
 
 
 @dataclass(frozen=True)
 class Load:
-    """``concurrency`` requests at a time, or Poisson arrivals at ``rate`` per second: one of the two."""
+    """``concurrency`` requests at a time, or Poisson arrivals at ``rate`` per second: one of the two.
+
+    Meanwhile D decodes ``background`` other streams.
+    """
 
     concurrency: int | None = None
     rate: float | None = None
+    background: int = 0
 
     def __str__(self) -> str:
-        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+        pace = f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+        return f"{pace}, D decodes {self.background} streams" if self.background else pace
 
     @property
     def key(self) -> str:
-        return f"c{self.concurrency}" if self.rate is None else f"r{self.rate:g}"
+        pace = f"c{self.concurrency}" if self.rate is None else f"r{self.rate:g}"
+        return f"{pace}-d{self.background}" if self.background else pace
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,13 @@ class Plan:
 
     @property
     def streams(self) -> int:
-        """The most concurrent requests; a load with a rate counts as 4."""
+        """The most concurrent requests that are measured; a load with a rate counts as 4."""
         return max(load.concurrency or 4 for load in self.loads)
+
+    @property
+    def background(self) -> int:
+        """The most streams that D decodes beside them."""
+        return max(load.background for load in self.loads)
 
     def weight(self, call: Call) -> int:
         """About proportional to the time that a call takes."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.bootstrap import Interval, Ratio, median_of_rounds, ratio_over_rounds
+from bench.bootstrap import Difference, Interval, Ratio, difference_of_medians, median_of_rounds, ratio_over_rounds
 from bench.serve.measured import Measured
-from bench.serve.plan import AGGREGATED, Cell
+from bench.serve.plan import AGGREGATED, TOKEN, Cell
 from layerpush.apps.tracing.hand_over import PARTS
 
 MEASURES = (
@@ -38,6 +38,9 @@ PAIRS = (
     ("auto", "layer"),
     ("auto", "push"),
     ("auto", "pull"),
+    (TOKEN, "auto"),
+    (TOKEN, "push"),
+    (TOKEN, "pull"),
     ("layer", "request"),
     ("chunk", "request"),
     ("layer", "chunk"),
@@ -51,6 +54,9 @@ COMPARED = ("ttft_ms", "exposed_ms", "prefill_ms")
 AUTO = "auto"
 TTFT_LIMIT, PREFILL_LIMIT = 1.0, 1.01
 """Limits of ``auto``: its time to first token to the best other mode's, its prefill to that of ``request``."""
+AFTER_PREFILL_LIMIT_MS, TOKEN_LIMIT, TOKEN_LIMIT_FROM = 15.0, 1.02, 2048
+"""Limits of ``token``: its time to first token less prefill, less one engine's, and its time to first token to one
+engine's for prompts of at least so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +151,15 @@ class CellResult:
 
     @property
     def best(self) -> str | None:
-        """The mode with the lowest median time to first token, ``auto`` and aggregated left out; None without modes."""
-        found = {mode: self.series(mode, "ttft_ms") for mode in self.calls if mode not in (AGGREGATED, AUTO)}
+        """The mode with the lowest median time to first token, if it is none of ``auto``, ``token`` and aggregated."""
+        left_out = (AGGREGATED, AUTO, TOKEN)
+        found = {mode: self.series(mode, "ttft_ms") for mode in self.calls if mode not in left_out}
         medians = {mode: series.p50 for mode, series in found.items() if series is not None}
         return min(medians, key=medians.__getitem__, default=None)
 
     @property
     def misses(self) -> list[str]:
-        """The limits that ``auto`` exceeds for sure, in words: the whole 95 % interval is beyond the limit."""
+        """The limits that are exceeded for sure, in words: the whole 95 % interval is beyond the limit."""
         missed = []
         first = None if self.best is None else self.ratio("ttft_ms", AUTO, self.best)
         if first is not None and first.low > TTFT_LIMIT:
@@ -160,7 +167,28 @@ class CellResult:
         prefill = self.ratio("prefill_ms", AUTO, "request")
         if prefill is not None and prefill.low > PREFILL_LIMIT:
             missed.append(f"prefill of {AUTO} takes {_shown(prefill)} x the time of request's")
+        against_one = self.ratio("ttft_ms", TOKEN, AGGREGATED)
+        if self.cell.prompt_tokens >= TOKEN_LIMIT_FROM and against_one is not None and against_one.low > TOKEN_LIMIT:
+            missed.append(f"the first token of {TOKEN} takes {_shown(against_one)} x the time of one engine's")
+        longer = self.longer_after_prefill(TOKEN)
+        if longer is not None and longer.low > AFTER_PREFILL_LIMIT_MS:
+            missed.append(
+                f"{TOKEN} takes {longer.difference:.1f} [{longer.low:.1f}, {longer.high:.1f}] ms longer than one "
+                "engine from prefill to the first token"
+            )
         return missed
+
+    def longer_after_prefill(self, mode: str) -> Difference | None:
+        """Time to first token less prefill, less that of one engine, in milliseconds; None if not known.
+
+        Unlike the hand-over, one engine has it too: it does not record when its last layer is ready.
+        """
+        if not {mode, AGGREGATED} <= set(self.calls):
+            return None
+        ours, one = (self.series(each, "after_prefill_ms") for each in (mode, AGGREGATED))
+        if ours is None or one is None:
+            return None
+        return difference_of_medians(*([float(np.median(each)) for each in series.rounds] for series in (ours, one)))
 
     def wrong(self) -> Iterator[Wrong]:
         """Answers that differ, of all rounds in which the aggregated engine has answered."""
@@ -180,6 +208,7 @@ class CellResult:
             "prompt_tokens": self.cell.prompt_tokens,
             "concurrency": load.concurrency,
             "request_rate": load.rate,
+            "background_streams": load.background,
             "rounds": len(self.calls[AGGREGATED]),
             "requests": len(self.calls[AGGREGATED][0].ttft_ms),
             "modes": {mode: self._mode_json(mode) for mode in self.calls},
@@ -194,10 +223,13 @@ class CellResult:
     def _mode_json(self, mode: str) -> dict[str, Any]:
         calls = self.calls[mode]
         series = {measure: self.series(mode, measure) for measure in MEASURES}
+        longer = self.longer_after_prefill(mode)
         return {
             **{measure: each and each.as_json() for measure, each in series.items()},
             "hand_over_parts_ms": {name: part.p50 for name in PARTS if (part := self.part(mode, name)) is not None},
+            "longer_after_prefill_ms": longer and asdict(longer),
             "pushed_as": dict(sum((Counter(call.pushed_as) for call in calls), Counter())),
+            "first_tokens": dict(sum((Counter(call.first_tokens) for call in calls), Counter())),
             "plans": dict(sum((Counter(call.plans) for call in calls), Counter())),
             "problems": [problem for call in calls for problem in call.problems],
             "starts": [call.start for call in calls],

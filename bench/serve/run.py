@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bench.serve.background import background
 from bench.serve.driver import arguments
 from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
 from bench.serve.parts import Parts
-from bench.serve.plan import Call, Plan, Setup, seconds_left
+from bench.serve.plan import TOKEN, Call, Plan, Setup, seconds_left
 from bench.serve.pushes import Pushes, figures_of_ranks
 from bench.serve.results import Wrong, by_cell
-from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Meter, thread_cpu_s
+from bench.serve.scrape import BYTES, DESCRIPTORS, FIRST_TOKENS, PREFILL, TRANSFER, Meter, Tally, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
 from layerpush.apps.demo.provenance import unplaced
 from layerpush.apps.tracing.figures import TraceError
@@ -112,13 +113,15 @@ class Run:
         requests = self.plan.prompts(call)
         prefills = Meter(target.prefill, [PREFILL])
         transfers = Meter(target.transfers if target.trace is None else None, [TRANSFER, BYTES, DESCRIPTORS])
+        origins = Tally(target.decode if target.mode == TOKEN else None, FIRST_TOKENS, "origin")
         cpu_s = thread_cpu_s(target.processes(), WRITER)
         words = arguments(self.plan, call, target.url, self.site.model)
-        result = measured(
-            call, [*map(unplaced, words)], self.parts.starts, self.client.run(words, call.key, self.site.check)
-        )
+        with background(target.decode or "", call.cell.load.background, self.site.check):
+            found = self.client.run(words, call.key, self.site.check)
+        result = measured(call, [*map(unplaced, words)], self.parts.starts, found)
         result.add_prefills(prefills.since(requests).get(PREFILL))
         result.add_transfers(transfers.since(requests))
+        result.first_tokens = origins.since(requests)
         if target.mode in self._pushes:
             self._add_pushes(result, call, target, requests)
         result.problems += [*prefills.problems, *transfers.problems]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import time
@@ -16,6 +17,7 @@ PREFILL = "vllm:request_prefill_time_seconds"
 TRANSFER = "vllm:nixl_xfer_time_seconds"
 BYTES = "vllm:nixl_bytes_transferred"
 DESCRIPTORS = "vllm:nixl_num_descriptors"
+FIRST_TOKENS = "vllm:layerpush_first_tokens"
 TIMEOUT_S = 10.0
 PATIENCE_S = 3.0
 LOOK_S = 0.1
@@ -94,6 +96,36 @@ class Meter:
         except OSError as error:  # the times of requests are useful without metrics
             self.problems.append(f"{self._url}/metrics: {error}")
             return {}
+
+
+class Tally:
+    """A counter at ``url``, by one label, from now on; nothing if ``url`` is None."""
+
+    def __init__(self, url: str | None, name: str, label: str, cancel_timeout_s: float = PATIENCE_S) -> None:
+        self._url = url
+        self._name = name
+        self._label = label
+        self._cancel_timeout_s = cancel_timeout_s
+        self._before = self._look()
+
+    def since(self, count: int) -> dict[str, int]:
+        """Waits a little for ``count``, because engines report from time to time only. Raises ``OSError``."""
+        deadline = time.monotonic() + self._cancel_timeout_s
+        while True:
+            found = self._look() - self._before
+            if self._url is None or found.total() >= count or time.monotonic() > deadline:
+                return dict(found)
+            time.sleep(LOOK_S)
+
+    def _look(self) -> collections.Counter[str]:
+        found: collections.Counter[str] = collections.Counter()
+        if self._url is not None:
+            with _no_proxy.open(f"{self._url}/metrics", timeout=TIMEOUT_S) as response:
+                families = text_string_to_metric_families(response.read().decode())
+            for sample in (each for family in families if family.name == self._name for each in family.samples):
+                if sample.name.endswith("_total"):
+                    found[sample.labels[self._label]] += int(sample.value)
+        return found
 
 
 def thread_cpu_s(pids: Iterable[int], name: str, proc: Path = Path("/proc")) -> float | None:

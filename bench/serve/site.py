@@ -40,7 +40,8 @@ class Target:
     """``url`` gets the requests of a mode. None and an empty list stand for figures that nobody can read here.
 
     ``prefill`` is the URL of P's metrics, ``transfers`` that of the side with NIXL's histograms, ``trace`` P's
-    trace_dir, ``decode_trace`` D's. ``processes`` returns the pids of P.
+    trace_dir, ``decode_trace`` D's. ``processes`` returns the pids of P. ``decode`` is the URL of D, or of the
+    aggregated engine.
     """
 
     mode: str
@@ -50,6 +51,7 @@ class Target:
     trace: Path | None = None
     processes: Callable[[], list[int]] = _nobody
     decode_trace: Path | None = None
+    decode: str | None = None
 
 
 Targets = Mapping[str, Target]
@@ -118,7 +120,9 @@ class OwnSite:
                 prefill, decode_spec = engines[lineup.prefill(mode).name], lineup.decode(mode)
                 if decode_spec is None:
                     servers[mode] = [prefill]
-                    targets[mode] = Target(mode, prefill.url, prefill.url, processes=prefill.members)
+                    targets[mode] = Target(
+                        mode, prefill.url, prefill.url, processes=prefill.members, decode=prefill.url
+                    )
                     continue
                 decode = engines[decode_spec.name]
                 proxies[mode] = group.start(lineup.proxy(mode, prefill.url, decode.url))
@@ -130,7 +134,8 @@ class OwnSite:
                     decode.url if mode == "pull" else prefill.url,
                     lineup.trace_dir(mode) if "trace_dir" in prefill.spec.extra_config else None,
                     prefill.members,
-                    lineup.decode_trace_dir if "trace_dir" in decode.spec.extra_config else None,
+                    lineup.decode_trace_dir(mode) if "trace_dir" in decode.spec.extra_config else None,
+                    decode.url,
                 )
             self._wait(group, list(proxies.values()))
             for mode, proxy in proxies.items():
@@ -212,7 +217,13 @@ def given(texts: Sequence[str]) -> dict[str, Target]:
         prefill = url.rstrip("/") if mode == AGGREGATED else urls.get("prefill")
         transfers = urls.get("decode") if mode == "pull" else urls.get("prefill")
         targets[mode] = Target(
-            mode, url.rstrip("/"), prefill, transfers, traces.get("trace"), decode_trace=traces.get("decode-trace")
+            mode,
+            url.rstrip("/"),
+            prefill,
+            transfers,
+            traces.get("trace"),
+            decode_trace=traces.get("decode-trace"),
+            decode=url.rstrip("/") if mode == AGGREGATED else urls.get("decode"),
         )
     if AGGREGATED not in targets:
         raise ValueError(f"--at: {AGGREGATED}=URL is missing; the answers of all others are compared with its answers")

@@ -59,7 +59,7 @@ def test_tables_of_engines_have_the_limits_of_auto() -> None:
     text = serve.tables(committed("serve", cells=[serve_cell("loopback", 1, 16), serve_cell("1gbit", 1, 16)]))
     row = "| loopback | 16 | `layer` | 1.250 [1.250, 1.250] | 1.000 [1.000, 1.000] | ? |"
     assert row in text.splitlines()
-    assert "In 2 of 2 cells the whole interval of `auto` is above its limit" in text
+    assert "In 2 of 2 cells a whole interval is above its limit: 1 for the first token and 1.01 for prefill" in text
     assert "Requests per second" not in text
     assert "`auto`" not in serve.tables(committed("serve", cells=[without_auto(serve_cell("loopback", 1, 16))]))
 

@@ -44,6 +44,8 @@ def choices(**changes: object) -> Choices:
         (["--at", "aggregated=http://a:1", "--shape", "long"], "--shape is for engines that are started here"),
         (["--concurrency", "0"], "positive whole number"),
         (["--rate", "-1"], "'-1' is no positive number"),
+        (["--background", "0,x"], "--background: 'x' is no whole number of streams"),
+        (["--at", "aggregated=http://a:1", "--at", "layer=http://b:1", "--background", "4"], "add decode=URL"),
         (["--max-num-batched-tokens", "many"], "positive whole number"),
         (["--rounds", "1"], "rounds"),
         (["--engine-env", "UCX_TLS"], "write NAME=VALUE"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from bench.bootstrap import median_of_rounds, ratio_over_rounds
 from bench.serve.measured import RequestsFailedError, measured
-from bench.serve.plan import AGGREGATED, Call
+from bench.serve.plan import AGGREGATED, TOKEN, Call
 from bench.serve.report import tables
 from bench.serve.results import MEASURES, CellResult, by_cell, compared
 from layerpush.apps.tracing.figures import Figures
@@ -97,6 +98,38 @@ def test_a_limit_is_missed_if_the_whole_interval_is_beyond_it(
     assert (written["best"], written["misses"]) == ("layer", this.misses)
     assert {"auto/request"} <= written["ratios"]["prefill_ms"].keys()
     assert {"auto/layer"} <= written["ratios"]["ttft_ms"].keys()
+
+
+def with_token(ttft_s: float, prefill_ms: float, tokens: int = 2048) -> CellResult:
+    """Five rounds of ``token`` beside one engine, which takes 1 s, 10 ms of them after prefill."""
+    place, calls = replace(CELL, prompt_tokens=tokens), []
+    for number in range(5):
+        for mode, first_s, prefill in ((AGGREGATED, 1.0, 990.0), (TOKEN, ttft_s, prefill_ms)):
+            calls.append(measured(Call(place, number, mode), [], 0, result([first_s + 0.001 * number])))
+            calls[-1].prefill_ms = [prefill]
+        calls[-1].first_tokens = {"prefill": 1}
+    (cell,) = by_cell([place], [AGGREGATED, TOKEN], calls)
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "prefill_ms", "tokens", "missed"),
+    [
+        (1.015, 991.0, 2048, []),
+        (1.03, 1006.0, 2048, ["the first token of token takes 1.030 x the time of one engine's"]),
+        (1.03, 1006.0, 1024, []),
+        (1.01, 984.0, 512, ["token takes 16.0 ms longer than one engine from prefill to the first token"]),
+    ],
+)
+def test_the_limits_of_ps_token(ttft_s: float, prefill_ms: float, tokens: int, missed: list[str]) -> None:
+    this = with_token(ttft_s, prefill_ms, tokens)
+    assert [re.sub(r" \[[^]]*\]", "", text) for text in this.misses] == missed
+    written = this.as_json()["modes"]
+    longer_ms = 1e3 * (ttft_s - 1) - (prefill_ms - 990)
+    assert written[TOKEN]["longer_after_prefill_ms"]["difference"] == pytest.approx(longer_ms)
+    assert written[AGGREGATED]["longer_after_prefill_ms"]["difference"] == 0
+    assert written[TOKEN]["first_tokens"] == {"prefill": 5}
+    assert this.best is None
 
 
 def test_a_measure_that_a_round_lacks_is_not_known() -> None:

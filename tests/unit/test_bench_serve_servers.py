@@ -14,10 +14,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.serve.background import TOKENS as BACKGROUND_TOKENS
 from bench.serve.lineup import Lineup, Model, longest_prompt
-from bench.serve.plan import AGGREGATED, MODES
+from bench.serve.plan import AGGREGATED, MODES, TOKEN
 from bench.serve.pushes import Pushes
-from bench.serve.scrape import BYTES, DESCRIPTORS, PREFILL, TRANSFER, Histogram, Meter, thread_cpu_s
+from bench.serve.scrape import (
+    BYTES,
+    DESCRIPTORS,
+    FIRST_TOKENS,
+    PREFILL,
+    TRANSFER,
+    Histogram,
+    Meter,
+    Tally,
+    thread_cpu_s,
+)
 from bench.serve.site import SiteError, check_dispatch, given
 from layerpush.apps.demo.engines import Place
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
@@ -42,8 +53,13 @@ def lineup(**changes: object) -> Lineup:
 
 def test_layerpushs_modes_share_a_d_and_stock_ones_have_their_own() -> None:
     names = [spec.name for spec in lineup().engines(EVERY)]
-    assert len(names) == len(set(names)) == 10
-    assert [name for name in names if name.endswith("decode")] == ["pull-decode", "push-decode", "layerpush-decode"]
+    assert len(names) == len(set(names)) == 12
+    assert [name for name in names if name.endswith("decode")] == [
+        "pull-decode",
+        "push-decode",
+        "layerpush-decode",
+        "token-decode",
+    ]
     assert [spec.name for spec in lineup().engines([AGGREGATED, "layer"])] == [
         AGGREGATED,
         "layer-prefill",
@@ -65,9 +81,15 @@ def test_each_mode_has_its_connector() -> None:
         "packing": "off",
         "trace_dir": "/work/trace/layer",
     }
-    ds = {mode: (spec := this.decode(mode)) and spec.extra_config for mode in ("layer", "auto", "push", "pull")}
-    traced = {"trace_dir": "/work/trace/decode"}
-    assert ds == {"layer": traced, "auto": traced, "push": {}, "pull": {}}
+    ds = {mode: (spec := this.decode(mode)) and spec.extra_config for mode in ("auto", TOKEN, "push", "pull")}
+    assert ds == {
+        "auto": {"trace_dir": "/work/trace/decode", "first_token": "decode"},
+        TOKEN: {"trace_dir": "/work/trace/token-decode", "first_token": "prefill"},
+        "push": {},
+        "pull": {},
+    }
+    granularities = {mode: this.prefill(mode).extra_config.get("granularity") for mode in ("auto", TOKEN)}
+    assert granularities == {"auto": "auto", TOKEN: "auto"}
     assert connectors["pull"] is not None
     assert connectors["pull"]["kv_connector_extra_config"] == {}
     assert connectors["pull"]["kv_role"] == "kv_producer"
@@ -79,6 +101,7 @@ def test_engines_have_room_for_all_streams_and_one_more() -> None:
     assert one.kv_cache_bytes == (2 * 4192 + 128) * 1000
     assert eight.kv_cache_bytes == (9 * 4192 + 128) * 1000
     assert "12" not in eight.prefill("layer").command(1)
+    assert lineup(background=4).kv_cache_bytes == (2 * 4192 + 128 + 4 * BACKGROUND_TOKENS) * 1000
     longest = lineup(prompt_tokens=longest_prompt(32768, 16))
     assert longest.max_model_len == 32768
 
@@ -95,6 +118,7 @@ def test_what_engines_are_told() -> None:
     assert command[-2:] == ["--dtype", "bfloat16"]  # after ours, so that they win
     many = lineup(streams=12, options=("--max-num-seqs", "99"))
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
+    assert lineup(streams=8, background=4).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
     assert spec.environment(5600)["UCX_TLS"] == "cuda_ipc"
     assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
 
@@ -208,6 +232,20 @@ def test_observations_that_never_come_are_told() -> None:
         meter = Meter(url, [PREFILL], cancel_timeout_s=0)
         assert meter.since(2)[PREFILL].mean is None
     assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
+
+
+def first_tokens(prefill: int, late: int) -> str:
+    samples = [f'{FIRST_TOKENS}_total{{origin="{o}"}} {n}\n' for o, n in (("prefill", prefill), ("late", late))]
+    return f"# TYPE {FIRST_TOKENS}_total counter\n{''.join(samples)}"
+
+
+def test_first_tokens_are_counted_by_origin_once_all_are_reported() -> None:
+    looks = iter([first_tokens(5, 1), first_tokens(6, 1), first_tokens(7, 2)])
+    with served(lambda: next(looks)) as url:
+        assert Tally(url, FIRST_TOKENS, "origin", cancel_timeout_s=60).since(3) == {"prefill": 2, "late": 1}
+    with served(lambda: first_tokens(5, 1)) as url:
+        assert Tally(url, FIRST_TOKENS, "origin", cancel_timeout_s=0).since(3) == {}
+    assert Tally(None, FIRST_TOKENS, "origin").since(3) == {}
 
 
 def test_what_engines_count_becomes_figures_of_a_request() -> None:

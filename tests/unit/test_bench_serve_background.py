@@ -1,0 +1,107 @@
+"""Streams that an engine decodes while bench.serve measures it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.serve.background import PROMPT_TOKENS, TOKENS, BackgroundError, background
+
+
+class Engine(http.server.ThreadingHTTPServer):
+    """Streams ``tokens`` tokens for each request, or as many as its client reads if that is None."""
+
+    daemon_threads = True
+
+    def __init__(self, tokens: int | None, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.tokens, self.status = tokens, status
+        self.asked: list[dict[str, Any]] = []
+        self.left = threading.Semaphore(0)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "demo", "max_model_len": 4192}]}).encode())
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(self.server.status)
+        self.end_headers()
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent != self.server.tokens:
+                self.wfile.write(b'data: {"choices": []}\n\n')
+                sent += 1
+        self.server.left.release()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def engine(tokens: int | None = None, status: int = 200) -> Iterator[Engine]:
+    server = Engine(tokens, status)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def idle() -> None:
+    pass
+
+
+def test_all_streams_decode_in_the_block_and_are_left_after_it() -> None:
+    with engine() as server:
+        with background(server.url, 3, idle):
+            assert len(server.asked) == 3
+        for _ in range(3):
+            assert server.left.acquire(timeout=60)
+    assert len({tuple(each["prompt"]) for each in server.asked}) == 3
+    for each in server.asked:
+        assert (each["model"], each["max_tokens"], each["stream"]) == ("demo", TOKENS - PROMPT_TOKENS, True)
+        assert each["ignore_eos"] is True
+
+
+def test_a_complete_stream_begins_anew() -> None:
+    with engine(tokens=2) as server, background(server.url, 1, idle):
+        for _ in range(3):
+            assert server.left.acquire(timeout=60)
+    assert len(server.asked) >= 3
+
+
+def test_an_engine_that_refuses_a_stream_ends_the_run() -> None:
+    with engine(status=400) as server, pytest.raises(BackgroundError, match="400"), background(server.url, 1, idle):
+        pytest.fail("no stream decodes")
+
+
+def test_a_dead_engine_is_noticed_before_and_while_it_is_waited_for() -> None:
+    with pytest.raises(BackgroundError, match="/v1/models"), background("http://127.0.0.1:9", 1, idle):
+        pytest.fail("no engine")
+
+    def dead() -> None:
+        raise RuntimeError("an engine has ended")
+
+    with engine(tokens=0) as server, pytest.raises(RuntimeError, match="ended"), background(server.url, 1, dead):
+        pytest.fail("no stream decodes")
+
+
+def test_no_streams_ask_nobody() -> None:
+    with background("", 0, idle):
+        pass
