@@ -10,11 +10,11 @@ MODES = {
     AGGREGATED: "one engine that does everything, no transfer",
     "pull": "stock NixlConnector: D reads after P has answered",
     "push": "stock NixlPushConnector: P writes the whole request after prefill",
-    "request": "layerpush with layerwise: false",
+    "request": "layerpush with layerwise: false; in this and the next three modes D computes the first token",
     "chunk": "layerpush with granularity: chunk",
     "layer": "layerpush with granularity: layer",
     "auto": "layerpush with granularity: auto",
-    TOKEN: "as auto, and D starts with P's first token",
+    TOKEN: "layerpush's defaults: as auto, and D starts with P's first token",
 }
 LOOPBACK = "loopback"
 

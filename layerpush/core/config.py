@@ -82,7 +82,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             description='On D: `"prefill"`: a request starts with the token that P has sampled, as soon as its KV is '
             'there. `"decode"`: D computes the prompt\'s last token again and samples from it.'
         ),
-    ] = "decode"
+    ] = "prefill"
     peer_timeout_s: Annotated[
         int,
         Meta(

@@ -44,6 +44,7 @@ SECTIONS: Mapping[str, Section] = {
     "proxy-figures": Section((PROXY, BENCHMARKS), of("proxy.json", proxy_table)),
     "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
+    "token-serve-figures": Section((BENCHMARKS,), of("token-serve.json", serve.tables)),
     "long-serve-figures": Section((BENCHMARKS,), of("long-serve.json", serve.tables)),
     "many-serve-figures": Section((BENCHMARKS,), of("many-serve.json", serve.tables)),
     "forward-figures": Section((BENCHMARKS,), of("forward.json", forward.table)),

@@ -43,17 +43,16 @@ P_WRONG_CACHE = EngineSpec(
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
-# These start with P's token. The second has 1,248 tokens at most: three prompts of 300, but not with answers of 200.
-D_FIRST = EngineSpec("D-first", "D", transfer(LAYERWISE, first_token="prefill"))
-D_FIRST_TIGHT = EngineSpec(
-    "D-first-tight",
+# Room for 1,248 tokens: three prompts of 300, but not with answers of 200.
+D_TIGHT = EngineSpec(
+    "D-tight",
     "D",
-    transfer(LAYERWISE, first_token="prefill"),
+    transfer(LAYERWISE),
     (("max_model_len", 1024), ("num_gpu_blocks_override", 40)),
 )
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
-D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer", first_token="prefill"))
+D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
 LAYERS = 8
 CORRUPTED_LAYER = 5

@@ -14,7 +14,7 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
     """D registers only the blocks inside the window of such layers."""
     ours = connector == LAYERWISE
     p_transfer = transfer(LAYERWISE, granularity="layer", trace_dir=TRACE) if ours else transfer(STOCK)
-    d_transfer = transfer(LAYERWISE, first_token="prefill") if ours else transfer(STOCK)
+    d_transfer = transfer(LAYERWISE) if ours else transfer(STOCK)
     p, d, plain = fleet.get(
         EngineSpec(f"P-{model}-{connector[:4]}", "P", p_transfer, model=model),
         EngineSpec(f"D-{model}-{connector[:4]}", "D", d_transfer, model=model),

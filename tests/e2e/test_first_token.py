@@ -40,7 +40,7 @@ def check_origins(d: EngineHost, before: dict[str, float], **more: int) -> None:
 
 @pytest.mark.parametrize("order", ["early", "mid", "after_last_step", "late", "together"])
 def test_answers_start_on_p(fleet: Fleet, reference: Reference, order: Order) -> None:
-    p, d = introduced(fleet, engines.P_AUTO, engines.D_FIRST)
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
     before = origins(d)
     lengths = LENGTHS if order != "mid" else (900, 1100)
     for length in lengths:
@@ -49,14 +49,14 @@ def test_answers_start_on_p(fleet: Fleet, reference: Reference, order: Order) ->
 
 
 def test_a_request_for_one_token_computes_it(fleet: Fleet, reference: Reference) -> None:
-    p, d = introduced(fleet, engines.P_AUTO, engines.D_FIRST)
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
     before = origins(d)
     check(send(p, d, prompt(300, seed=111), "early", max_tokens=1).outcome(), reference)
     check_origins(d, before, ends=1)
 
 
 def test_a_stock_p_has_no_token_to_give(fleet: Fleet, reference: Reference) -> None:
-    p, d = introduced(fleet, engines.P_STOCK, engines.D_FIRST)
+    p, d = introduced(fleet, engines.P_STOCK, engines.D_LAYER)
     before = origins(d)
     for order in ("early", "late"):
         check(send(p, d, prompt(300, seed=112), order).outcome(), reference)
@@ -65,7 +65,7 @@ def test_a_stock_p_has_no_token_to_give(fleet: Fleet, reference: Reference) -> N
 
 def test_preempted_after_p_s_token(fleet: Fleet, reference: Reference) -> None:
     """D runs out of blocks while it answers: it computes some of the answers again, P's tokens among them."""
-    p, d = introduced(fleet, engines.P_AUTO, engines.D_FIRST_TIGHT)
+    p, d = introduced(fleet, engines.P_AUTO, engines.D_TIGHT)
     before = origins(d)
     handoffs = [Handoff(new_id(), prompt(300 + number, seed=113), p, d, ANSWER) for number in range(3)]
     for handoff in handoffs:

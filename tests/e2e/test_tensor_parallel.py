@@ -17,7 +17,7 @@ CASES: tuple[tuple[int, Order], ...] = (
     (700, "late"),
     (2500, "together"),
 )
-D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE, first_token="prefill"), TWO_RANKS)
+D_TWO = EngineSpec("D-tp2", "D", transfer(LAYERWISE), TWO_RANKS)
 
 
 @pytest.mark.parametrize(

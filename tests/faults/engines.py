@@ -44,7 +44,6 @@ P_TIGHT = dataclasses.replace(_prefill("P-tight-lease", kv_lease_duration=LEASE_
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
-D_FIRST = _decode("D-first-faults", "recompute", first_token="prefill")
 DECODERS = (D, D_FAIL)
 
 PLANS = {"packed": "packed", "gather": "gathered"}

@@ -19,7 +19,7 @@ FIRST_TOKEN = "firsttoken"
 @pytest.fixture
 def pair(fleet: Fleet) -> Iterator[tuple[EngineHost, EngineHost]]:
     """A P, and a D that starts its answers with P's token."""
-    p, d = fleet.get(engines.P, engines.D_FIRST)
+    p, d = fleet.get(engines.P, engines.D)
     warm_up(p, d)
     d.call(probes.await_tokens, PATIENCE_S)
     yield p, d
