@@ -47,12 +47,12 @@ class BlockHolds:
 
     @property
     def parked_requests(self) -> int:
-        """How many requests are over for the engine and have blocks here."""
+        """The number of requests that are over for the engine and still have blocks here."""
         return len(self._settled)
 
     @property
     def parked_blocks(self) -> int:
-        """How many blocks those requests have here."""
+        """The number of blocks of those requests."""
         return sum(len(self._held[request_id].blocks) for request_id in self._settled)
 
     def hold(self, request_id: str, blocks: Sequence[Any]) -> None:
@@ -67,7 +67,7 @@ class BlockHolds:
             self._held[request_id].parked.update(ranks)
 
     def cleared(self, request_id: str, ranks: Iterable[int]) -> None:
-        """These ranks report that its blocks are not written any more."""
+        """These ranks report that no prefill rank may write into its blocks any more."""
         if request_id in self._held:
             self._held[request_id].parked.difference_update(ranks)
             self._release(request_id)

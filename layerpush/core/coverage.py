@@ -27,7 +27,10 @@ def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> Non
 
 
 class Coverage:
-    """Two bitmaps ``(layers, blocks)``: posted and landed. ``blocks[i]``: how many blocks of layer ``i`` to push."""
+    """Two bitmaps, bool of shape ``(layers, max(blocks))``: posted and landed.
+
+    ``blocks[i]`` is the number of blocks of layer ``i`` that are pushed.
+    """
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = (len(blocks), max(blocks, default=0))

@@ -13,7 +13,7 @@ that was sampled with the request's parameters.
 
 
 class Sampled(NamedTuple):
-    """``token`` was sampled with parameters of the digest ``sampling``."""
+    """A token that P has sampled, and the digest of its request's sampling parameters."""
 
     token: int
     sampling: str
@@ -24,5 +24,5 @@ class Sampled(NamedTuple):
 
 
 def sampling_digest(parameters: Iterable[object]) -> str:
-    """Equal for equal parameters, in 32 hexadecimal digits."""
+    """A digest of sampling parameters: BLAKE2b of their ``repr``, as 32 hexadecimal digits."""
     return hashlib.blake2b(repr(tuple(parameters)).encode(), digest_size=16).hexdigest()

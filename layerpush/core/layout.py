@@ -70,6 +70,7 @@ class CacheLayout:
 
     @cached_property
     def index_of(self) -> dict[str, int]:
+        """Each layer's index in model order, by name."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
     @cached_property
@@ -82,21 +83,20 @@ class CacheLayout:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for caches with the same packed form: the same layers, regions and block sizes."""
+        """A digest of the form of packed blocks: layers, slots and block sizes. 32 hexadecimal digits."""
         layers = [(layer.group, layer.slots) for layer in self.layers]
         sizes = [region.block_bytes for region in self.regions]
         return hashlib.blake2b(repr((layers, sizes, self.kernel_blocks_per_block)).encode(), digest_size=16).hexdigest()
 
-    @property
-    def groups(self) -> int:
-        return 1 + max(layer.group for layer in self.layers)
-
     @cached_property
     def region_blocks(self) -> tuple[int, ...]:
+        """Kernel blocks of each region, in descriptor order."""
         return tuple(region.blocks for region in self.regions)
 
     def expand(self, blocks: tuple[int, ...]) -> BlockIds:
-        """Kernel block ids of scheduler blocks: ``[4, 5]`` for ``[2]`` if a scheduler block has two kernel blocks."""
+        """Kernel block ids of scheduler blocks, int32 of shape ``(n,)``. If a scheduler block has two kernel blocks,
+        ``[2]`` becomes ``[4, 5]``.
+        """
         ids, kernel_blocks = np.asarray(blocks, dtype=np.int32), self.kernel_blocks_per_block
         if kernel_blocks == 1:
             return ids
@@ -158,7 +158,7 @@ def _checked(layout: CacheLayout) -> CacheLayout:
 
 
 def descriptor_offsets(region_blocks: Sequence[int]) -> NDArray[np.int32]:
-    """First descriptor id of every slot, for an engine with these region sizes (in kernel blocks).
+    """First descriptor id of every slot, int32 of shape ``(slots,)``, for these region sizes in kernel blocks.
 
     Raises ``LayoutError`` if there are more descriptors than an int32 can count.
     """
@@ -168,5 +168,8 @@ def descriptor_offsets(region_blocks: Sequence[int]) -> NDArray[np.int32]:
 
 
 def descriptor_ids(offsets: NDArray[np.int32], slots: Sequence[int], blocks: BlockIds) -> NDArray[np.int32]:
-    """Descriptor ids of ``blocks`` in each of ``slots``, slot-major: shape ``(len(slots) * len(blocks),)``."""
+    """Descriptor ids of kernel ``blocks`` in each of ``slots``, slot-major.
+
+    Int32 of shape ``(len(slots) * len(blocks),)``. ``offsets`` come from ``descriptor_offsets``.
+    """
     return (offsets[np.asarray(slots, dtype=np.intp)][:, None] + blocks[None, :]).ravel()

@@ -6,10 +6,10 @@ line. It rises with one slow WRITE and falls slowly. An overdue WRITE raises it 
 slow link at the time at which the WRITE should have landed.
 
 WRITEs share the link. A WRITE's own time begins when it is posted, or when the WRITE before it has ended, if that is
-later. It includes the copies of a WRITE that goes by way of staging memory. The writer thread does not see the end
-itself: it lies between its last two looks, and counts as halfway between them.
+later. It includes the copies of a WRITE that goes through staging memory. A WRITE ends between two polls of the
+writer thread, and its end counts as halfway between them.
 
-``proven_bytes`` bounds the size of a WRITE that relies on the line: times of small WRITEs say little of a large one.
+``proven_bytes`` bounds the size of a WRITE that relies on the line: times of small WRITEs do not predict a large one's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class LinkSpeed:
 
     @property
     def is_known(self) -> bool:
+        """Whether a WRITE has landed and counts."""
         return self._weight > 0
 
     @property
@@ -57,10 +58,10 @@ class LinkSpeed:
         self._in_flight[key] = (size, at)
 
     def ended(self, key: Hashable, at: float, *, landed: bool, seen: float = math.inf) -> None:
-        """A WRITE is in D's memory, or has failed. At ``seen`` it was still in flight; infinite: at ``at``.
+        """At ``at`` a WRITE was found in D's memory, or failed. ``seen`` is the last time at which it was still in
+        flight; without it, the WRITE ended at ``at``.
 
-        The estimate ignores the time of a failed WRITE, and of one that has overtaken another: the link was not its
-        own.
+        The estimate ignores the time of a failed WRITE, and of one that has overtaken another, which shared the link.
         """
         was_oldest = next(iter(self._in_flight), None) == key
         size, posted = self._in_flight.pop(key, (0, at))
@@ -77,8 +78,8 @@ class LinkSpeed:
         write_s, byte_s = self.line
         due = write_s + size * byte_s
         if due > 0:
-            seen = max(1.0, took / due)
-            self._slowdown = seen if seen > self._slowdown else self._slowdown + RECOVERED * (seen - self._slowdown)
+            measured, known = max(1.0, took / due), self._slowdown
+            self._slowdown = measured if measured > known else known + RECOVERED * (measured - known)
         self._weight = KEPT * self._weight + 1
         self._bytes = KEPT * self._bytes + size
         self._squares = KEPT * self._squares + size * size
@@ -106,9 +107,9 @@ class LinkSpeed:
         return since + due
 
     def next_look(self, now: float) -> float:
-        """When to look whether the oldest WRITE has landed: at half of its estimated time, at all of it, and so on,
-        each look twice as late as the one before. So its measured time is 0.75 to 1.5 times its real one. Infinite if
-        no WRITE is in flight, or if nothing is known.
+        """The time of the next poll of the oldest WRITE in flight: at half of its estimated time, at all of it, and so
+        on, each poll twice as late as the one before. So its measured time is 0.75 to 1.5 times its real one. Infinite
+        if no WRITE is in flight, or if nothing is known.
         """
         if not self._in_flight or not self.is_known:
             return math.inf
@@ -120,7 +121,7 @@ class LinkSpeed:
 
     @property
     def _oldest(self) -> tuple[float, float]:
-        """Of the oldest WRITE in flight: since when it has the link, and its estimated seconds without slowdown."""
+        """The oldest WRITE in flight: the time at which it got the link, and its estimated seconds without slowdown."""
         size, posted = next(iter(self._in_flight.values()))
         write_s, byte_s = self.line
         return max(posted, self._free_since), write_s + size * byte_s

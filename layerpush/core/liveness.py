@@ -1,10 +1,13 @@
-"""Which prefill processes are alive: when to ping them, when to probe their side channel, and what to conclude."""
+"""The liveness of prefill processes: the times of pings and probes, and the conclusions from them. Pure.
+
+Times are in seconds, on the caller's clock.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 
@@ -12,8 +15,8 @@ class Verdict(enum.Enum):
     """The result of a probe of an engine's side channel, for one of its agents."""
 
     ALIVE = "the side channel names this agent"
-    ENDED = "nobody listens there, or another incarnation answers: the process that could write is dead"
-    UNKNOWN = "no answer, or none that can be understood: proves nothing"
+    ENDED = "no process listens there, or another one answers: the process that could write is dead"
+    UNKNOWN = "no answer, or an unreadable one: proves nothing"
 
 
 class Action:
@@ -125,8 +128,8 @@ class PeerWatch:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
-        """Another session awaits something from these agents."""
+    def add(self, engine_id: str, agents: Collection[str], now: float, identified: Container[str] = ()) -> None:
+        """Another session awaits something from these agents. Those in ``identified`` were identified before."""
         for name in agents:
             agent = self._find(name)
             if agent is None:
@@ -134,6 +137,7 @@ class PeerWatch:
                 self._engine_of[name] = engine_id
                 self._engines.setdefault(engine_id, {})[name] = agent
             agent.sessions += 1
+            agent.identified |= name in identified
             agent.unreported = agent.gone
             if agent.silent:
                 agent.silent, agent.pinged_at = False, None
@@ -160,12 +164,6 @@ class PeerWatch:
             agent.identified |= identified
             agent.silent = False
             agent.lost = agent.lost and agent.cut  # without a connection no send could fail and set it again
-
-    def identify(self, name: str) -> None:
-        """This agent was identified before anything was awaited from it."""
-        agent = self._find(name)
-        if agent is not None:
-            agent.identified = True
 
     def lost(self, name: str, now: float) -> None:
         """A send to this agent failed: it is probed at once, unless a probe ended just now."""

@@ -66,7 +66,7 @@ class Completed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPromised(Event):
-    """This agent will send the prefill engine's first token, or the news that there is none."""
+    """This agent will send a `FirstToken`: the prefill engine's first token, or None."""
 
     agent: str
 

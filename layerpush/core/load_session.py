@@ -6,14 +6,14 @@ state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
-    LOADED        every byte is there; an agent has promised P's first token, which may come for ``token_wait_s`` longer
+    LOADED        every byte is there; an agent has promised P's first token, which may come for ``TOKEN_WAIT_S`` longer
     CANCELLING    the load has failed; agents are asked to stop; after ``cancel_timeout_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
     PARKED        the load was reported as failed; the blocks are set aside until no agent may write
     CLOSED        no agent may write
 
 The load that owns the session (``decode.load.Load``) calls ``handle`` on the writer thread and performs the actions.
-Everybody else may read the fields; only the session writes them.
+Other objects may read the fields; only the session writes them.
 
 The invariants, each with the method that keeps it:
 
@@ -49,8 +49,11 @@ from layerpush.core.machine import IllegalTransitionError, Machine
 S = State
 
 RETRY_S = 1.0
+"""Seconds from the first ``Cancel`` to the second."""
 TOKEN_WAIT_S = 50e-3
-"""About the time that a slow D needs to compute the token itself: so a wait in vain at most doubles that time."""
+"""Seconds for which a complete load waits for a promised first token. A slow D needs about as long to compute it, so a
+wait in vain at most doubles that time.
+"""
 
 
 class LoadSession(Machine[State, Event, Action]):
@@ -58,7 +61,6 @@ class LoadSession(Machine[State, Event, Action]):
 
     ``cancel_timeout_s``: seconds for which the engine's request waits for agents that do not answer a ``Cancel``.
     ``retry_s``: seconds from the first ``Cancel`` to the second; it doubles with each one, up to ``cancel_timeout_s``.
-    ``token_wait_s``: seconds for which a complete load waits for a first token that was promised.
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
@@ -68,7 +70,6 @@ class LoadSession(Machine[State, Event, Action]):
         request_id: str,
         cancel_timeout_s: float,
         retry_s: float = RETRY_S,
-        token_wait_s: float = TOKEN_WAIT_S,
     ) -> None:
         super().__init__(request_id, State.REGISTERING)
         self.agents: frozenset[str] = frozenset()
@@ -77,7 +78,6 @@ class LoadSession(Machine[State, Event, Action]):
         self.first_token: int | Missing = "not_promised"
         self._cancel_timeout_s = cancel_timeout_s
         self._retry_s = retry_s
-        self._token_wait_s = token_wait_s
         self._needed = 1
         self._asked_at = 0.0
         self._park_at = 0.0
@@ -90,11 +90,13 @@ class LoadSession(Machine[State, Event, Action]):
 
     @property
     def landed(self) -> int:
-        """How many agents have written everything."""
+        """The number of agents that have written everything."""
         return sum(status is FinalStatus.LANDED for status in self.statuses.values())
 
     def next_due(self, now: float) -> float | None:
-        """When a ``Tick`` will change something if nothing happens until then; ``now`` if it is due; None: never."""
+        """The time of the next ``Tick`` that changes something, unless an event comes first: ``now`` if it is due, None
+        if there is none.
+        """
         if self.state is S.LOADED:
             return max(now, self._token_until)
         if self.state not in (S.CANCELLING, S.ABORTING, S.PARKED):
@@ -182,7 +184,7 @@ class LoadSession(Machine[State, Event, Action]):
         if self.state is S.LOADED:
             return self.state
         if self.state is S.WAITING and self._complete and self.first_token == "late":
-            self._token_until = now + self._token_wait_s
+            self._token_until = now + TOKEN_WAIT_S
             return S.LOADED
         if self._is_over:
             return self._close(cause, actions)

@@ -19,8 +19,9 @@ class IllegalTransitionError(AssertionError):
 
 
 class Machine(Generic[State, Event, Action]):
-    """``HANDLERS`` has a method for each type of event. It takes the event, the other
-    arguments of ``handle``, and a list to which it adds actions. It returns the next state.
+    """``TRANSITIONS`` has, for each state, the types of events that it accepts, and the states that each may lead to.
+    ``HANDLERS`` has a method for each type of event. It takes the event, the other arguments of ``handle``, and a list
+    to which it adds actions. It returns the next state.
     """
 
     TRANSITIONS: ClassVar[Mapping[Any, Mapping[type, set[Any]]]]
@@ -47,4 +48,5 @@ class Machine(Generic[State, Event, Action]):
         return actions
 
     def accepts(self, event: type[Event]) -> bool:
+        """Whether the current state accepts events of this type."""
         return event in self.TRANSITIONS[self.state]

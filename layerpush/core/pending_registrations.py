@@ -15,8 +15,9 @@ Key = tuple[str, str]
 class PendingRegistrations:
     """Bounded in number and in time: a registration is forgotten if its request does not come in ``kept_s`` seconds.
 
-    ``is_for`` says whether a registration may mean a request. Of several that may, ``take`` prefers the newest: a
-    router that tries again leaves older ones behind. It drops those of stock decode engines, which never cancel them.
+    ``is_for`` returns whether a registration may mean a request. Of several that may, ``take`` prefers the newest: a
+    router that tries again leaves older ones behind. ``take`` drops the older ones of stock decode engines, because
+    these engines never cancel them.
     """
 
     def __init__(self, is_for: Callable[[Registration, str], bool], kept: int = KEPT, kept_s: float = KEPT_S) -> None:
@@ -32,7 +33,7 @@ class PendingRegistrations:
         return key in self._entries
 
     def add(self, registration: Registration, now: float) -> list[Registration]:
-        """Keep a registration; returns the ones that are dropped, because they are too old or too many."""
+        """Keep a registration. Returns the registrations that are dropped because they are too old or too many."""
         self._entries.pop(registration.key, None)
         self._entries[registration.key] = (now + self._kept_s, registration)
         dropped = self.expire(now)
@@ -52,8 +53,10 @@ class PendingRegistrations:
         return dropped
 
     def take(self, request_id: str, now: float) -> Registration | None:
-        """The registration of this request: the one that names it exactly, else the newest that may mean it."""
-        meant = self.meaning(request_id, now)
+        """Remove and return the registration of this request: the one that names it exactly, else the newest that may
+        mean it.
+        """
+        meant = self.matching(request_id, now)
         if not meant:
             return None
         exact = [entry for entry in meant if request_id in (entry.request_id, entry.prefill_request_id)]
@@ -63,7 +66,7 @@ class PendingRegistrations:
                 del self._entries[entry.key]
         return taken
 
-    def meaning(self, request_id: str, now: float) -> list[Registration]:
+    def matching(self, request_id: str, now: float) -> list[Registration]:
         """Every registration that may mean this request, oldest first."""
         current = [entry for deadline, entry in self._entries.values() if deadline > now]
         return [entry for entry in current if self._is_for(entry, request_id)]

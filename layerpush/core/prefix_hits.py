@@ -17,7 +17,7 @@ Tables = Sequence[Sequence[int]]
 
 
 class PrefixHits:
-    """The hits of requests that are not scheduled yet. ``block_sizes`` are each group's tokens in a block."""
+    """The hits of requests that are not scheduled yet. ``block_sizes``: tokens in a block, for each group."""
 
     def __init__(self, block_sizes: Sequence[int]) -> None:
         self._block_sizes = tuple(block_sizes)
@@ -42,10 +42,10 @@ class PrefixHits:
         computed: Mapping[str, int],
         tables: Callable[[str], Tables],
     ) -> dict[str, int]:
-        """How many leading tokens of each hit were computed before the step.
+        """For each hit, by request id, the number of leading tokens that were computed before the step.
 
-        The step computes ``scheduled`` tokens of each request, after the first ``computed``. vLLM may take less than it
-        has found, and compute the rest again; and another connector may load tokens after the hit in this step.
+        The step computes ``scheduled`` tokens of each request, after the first ``computed``. vLLM may use a
+        part of a hit only, and compute the rest again. Another connector may load tokens after the hit in this step.
         """
         written: set[int] = set()
         for request_id, tokens in scheduled.items():

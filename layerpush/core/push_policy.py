@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 SHORT_PROMPT = "the prompt is shorter than layerwise_min_tokens"
 LATE_REGISTRATION = "no decode engine had registered when prefill finished"
-"""Reasons to push one request whole. Others concern a whole engine, and the engine words them."""
+"""Reasons to push one request whole. ``compat.facts`` has the reasons that hold for a whole engine."""
 
 
 @dataclass(frozen=True, slots=True)

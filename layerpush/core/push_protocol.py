@@ -22,9 +22,9 @@ class State(enum.Enum):
     STREAMING = "layers are written as they become ready"
     REWINDING = "preempted: WRITEs of the old epoch must end first"
     NOTIFYING = "everything landed, the completion is being sent"
-    NOTIFIED = "the decode engine knows; the scheduler still holds the request"
+    NOTIFIED = "the completion was sent; the scheduler still holds the request"
     DEFERRED = "will be pushed whole when prefill has finished"
-    DELEGATED = "upstream's whole-request push has it"
+    DELEGATED = "handed to upstream's whole-request push"
     WRITING_WHOLE = "upstream's whole-request WRITEs are on the wire"
     DRAINING = "failed or aborted: WRITEs in flight must end first"
     ABANDONED = "failed and drained; the scheduler still holds the request"
@@ -207,7 +207,7 @@ class Notify(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendFirstToken(Action):
-    """Send the decode engine the token that was sampled after the prompt; None: there is none that fits its request."""
+    """Send the decode engine the token that was sampled after the prompt. None: no token fits its request."""
 
     registration: Registration
     token: int | None
@@ -224,8 +224,8 @@ class Delegate(Action):
 class ReportFailure(Action):
     """Report to the decode engine that this epoch's completion will never come.
 
-    ``drained``: none of our WRITEs for it is on the wire, so it may use its blocks again. ``cancelled``: it has asked
-    for them.
+    ``drained``: none of our WRITEs for it is on the wire, so the decode engine may use its blocks again.
+    ``cancelled``: the decode engine has cancelled its registration.
     """
 
     registration: Registration

@@ -18,10 +18,10 @@ Three facts are not states, because each goes with most states: ``_finished`` (t
 lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
 in ``_drained``.
 
-The first token that P has sampled comes with ``Finished``. It goes to D at once, or as soon as D registers, however far
-the WRITEs are: the completion never waits for it (``_send_first_token``).
+The first token that P has sampled comes with ``Finished``. It goes to D at once, or as soon as D registers, whether or
+not WRITEs are in flight. The completion never waits for it (``_send_first_token``).
 
-The invariants, each enforced where it matters:
+The invariants, each with the method or state that enforces it:
 
 - a block is posted once an epoch and only after its layer is ready (``_on_post_ready``);
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);

@@ -53,6 +53,7 @@ class ReadyBlocks:
 
     @property
     def chunks(self) -> int:
+        """The number of planned chunks of this epoch."""
         return len(self._chunk_ends)
 
     @property
@@ -71,11 +72,11 @@ class ReadyBlocks:
 
     @property
     def wanted(self) -> list[int]:
-        """How many blocks each layer has to deliver."""
+        """For each layer, the number of blocks to write."""
         return [len(self._alignments[group].targets) for group in self._layer_groups]
 
     def skipped(self, group: int) -> int:
-        """How many leading blocks the decode engine has already."""
+        """The number of leading blocks that the decode engine has already."""
         return self._skipped[group]
 
     def plan(self, chunk: ChunkPlan) -> None:
@@ -122,7 +123,7 @@ class ReadyBlocks:
         runs: list[tuple[int, int, int, int, int]] = []  # layers [start, stop), group, blocks [first, end)
         for layer in sorted(self._fresh):
             group = self._layer_groups[layer]
-            first, end = max(self._posted[layer], self._skipped[group]), self._reach(layer)
+            first, end = max(self._posted[layer], self._skipped[group]), self._postable_end(layer)
             if first >= end:
                 continue
             start = layer
@@ -137,7 +138,7 @@ class ReadyBlocks:
     def take(self) -> None:
         """The segments that ``pending`` returned are posted."""
         for layer in self._fresh:
-            self._posted[layer] = max(self._reach(layer), self._posted[layer])
+            self._posted[layer] = max(self._postable_end(layer), self._posted[layer])
         self._fresh.clear()
 
     def size(self, segments: Sequence[Segment]) -> int:
@@ -154,7 +155,7 @@ class ReadyBlocks:
         ends = self._chunk_ends[chunks - 1]
         return sum(max(0, ends[group] - self._skipped[group]) * size for group, size in self._group_bytes.items())
 
-    def _reach(self, layer: int) -> int:
+    def _postable_end(self, layer: int) -> int:
         """The end of the blocks of a layer that may be posted now."""
         if self._by_layer:
             return self._ready[layer]

@@ -23,18 +23,17 @@ class RequestNames:
     """
 
     def __init__(self, base_id: Callable[[str], str], digests: Mapping[str, str]) -> None:
-        self._base_id = base_id
+        self.base = base_id
         self._digests = digests
-
-    def base(self, request_id: str) -> str:
-        return self._base_id(request_id)
 
     def bases(self, registration: Registration) -> list[str]:
         """The base ids of a registration's names."""
         return [self.base(name) for name in self._names(registration)]
 
     def match(self, registration: Registration, candidates: Iterable[str]) -> str | None:
-        """Find the request that is meant: the one named exactly, else one with the same base id, else None."""
+        """Find the request that a registration means: the one that it names exactly, else one with the same base id,
+        else None.
+        """
         meant = [candidate for candidate in candidates if self.is_for(registration, candidate)]
         return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
 
@@ -63,6 +62,7 @@ class RequestNames:
         return digest is not None and registration.prompt_digest not in (None, digest)
 
     def _are_siblings(self, one: str, other: str) -> bool:
+        """Whether these are ids of different prompts or answers of one client's request."""
         first, second = self.base(one), self.base(other)
         return first != second and _stem(first) == _stem(second)
 

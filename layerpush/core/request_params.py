@@ -10,8 +10,6 @@ from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
 from layerpush.core.wire import MAX_ID_CHARS
 
-__all__ = ["MODE", "KvRole", "ParamsError", "check_params", "chosen_mode", "host_allowed"]
-
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 MODE = "layerpush_mode"

@@ -21,6 +21,7 @@ class GroupSlice:
 
     @property
     def end(self) -> int:
+        """The index after the last block."""
         return self.first + len(self.blocks)
 
 
@@ -47,6 +48,7 @@ class ChunkPlan:
 
     @property
     def final(self) -> bool:
+        """Whether the chunk ends the prompt."""
         return self.end >= self.prompt_tokens
 
 
@@ -142,19 +144,18 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Maps a prompt's blocks of one group to the decode engine's, which registered only the last ``len(targets)``."""
+    """Maps a prompt's ``total`` blocks of one group to the decode engine's: block ``i`` to ``targets[i - skipped]``.
+
+    The decode engine registered only the last ``len(targets)`` blocks of the prompt.
+    """
 
     total: int
     targets: tuple[int, ...]
 
     @property
     def skipped(self) -> int:
-        """How many leading blocks the decode engine already has in its prefix cache."""
+        """The number of leading blocks that the decode engine has in its prefix cache."""
         return self.total - len(self.targets)
-
-    def target(self, index: int) -> int | None:
-        """The decode engine's block for the prompt's ``index``-th block; None if it is skipped."""
-        return None if index < self.skipped else self.targets[index - self.skipped]
 
 
 def _blocks(tokens: int, block_size: int) -> int:

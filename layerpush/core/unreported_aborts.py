@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 SETTLE_S = 1.0
-"""How long an engine without requests keeps stepping to report aborted pushes."""
+"""Seconds for which an engine without requests keeps stepping to report aborted pushes."""
 NEXT_REPORT_S = 0.1
-"""How long an engine keeps stepping after the newest report of such pushes."""
+"""Seconds for which an engine keeps stepping after the newest report of such pushes."""
 
 
 class UnreportedAborts:
@@ -22,11 +22,14 @@ class UnreportedAborts:
         self._until = 0.0
 
     def dropped(self, now: float) -> None:
+        """A step has dropped requests."""
         self.count += 1
         self._until = now + SETTLE_S
 
     def settled(self, count: int) -> None:
+        """The pushes of the first ``count`` drops have drained."""
         self._settled = count
 
     def is_pending(self, now: float) -> bool:
+        """Whether the engine has to keep stepping."""
         return self._settled < self.count and now < self._until

@@ -111,6 +111,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def blocks(self) -> int:
+        """The number of registered blocks, of all groups."""
         return sum(len(group) for group in self.local_block_ids)
 
     @property
@@ -151,8 +152,8 @@ class Accepted(_PeerMessage, frozen=True):
 
 
 class FirstToken(_PeerMessage, frozen=True):
-    """P has sampled ``token`` after the prompt, with the parameters of D's request. None: it has no such token. Only
-    a D that asked for it gets it.
+    """P has sampled ``token`` after the prompt, with the parameters of D's request. None: P has no such token. Only
+    a D that asked for the token gets this message.
     """
 
     request_id: RequestId
@@ -197,6 +198,8 @@ class Ping(_PeerMessage, frozen=True):
 
 
 class Pong(_PeerMessage, frozen=True):
+    """Answers the ``Ping`` with this number."""
+
     number: Count
 
 

@@ -1,4 +1,4 @@
-"""Decides how long ready layers wait for others before their WRITE leaves. Pure: no clock, no I/O.
+"""Decides the number of layers for which ready layers wait before their WRITE leaves. Pure: no clock, no I/O.
 
 Only the landing of a prompt's last byte decides the exposed time. So layers before the last need not go one by one, as
 long as all of them have landed when the last layer is ready. Ready layers wait, and merge into one WRITE, while this
@@ -21,8 +21,8 @@ it has landed. It follows that
 - nothing waits before an engine knows the time of a layer and of the link. A prompt's first layer goes at once: it
   shows how fast the link is now, before many layers wait for it.
 
-Each of the ``writes`` prompts of the step posts a WRITE of its own. Times of small WRITEs say little of a large one. So
-layers do not wait either once they are ``proven_bytes`` for each of them: the WRITEs of a new link grow step by step,
+Each of the ``writes`` prompts of the step posts a WRITE of its own. Times of small WRITEs do not predict a large one's.
+So ready layers also leave once each of these WRITEs has ``proven_bytes``: the WRITEs of a new link grow step by step,
 and each step shows whether the next one is safe.
 """
 
@@ -51,14 +51,14 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a step has come with its chunks for one link. Each of them is of another prompt, and leaves in a WRITE of
-    its own: ``writes`` of them.
+    """The progress of a step with its chunks for one link. The chunks are of ``writes`` prompts; each prompt's chunk
+    leaves in a WRITE of its own.
 
-    ``ready`` of the step's ``layers`` are in P's memory. ``layer_bytes`` are the bytes of one layer of the chunks.
-    ``unposted_bytes`` of its chunks up to this one, and of other prompts for the same link, are not posted. WRITEs in
+    ``ready`` of the step's ``layers`` are in P's memory. ``layer_bytes`` are the bytes of one layer of all chunks.
+    ``unposted_bytes`` are the bytes for this link that are planned and not posted, other prompts' included. WRITEs in
     flight keep the link busy for ``busy_s`` seconds if it is ``SAFETY`` times as slow as estimated. ``next_part`` is
-    the size of the next chunk divided by that of this one: 0 for the prompt's last, 1 at most. ``probed`` says whether
-    a WRITE of this prompt has landed.
+    the size of the next chunk divided by that of this one: 0 for the prompt's last, 1 at most. ``probed``: a WRITE of
+    one of these prompts has landed, or any WRITE on this link within the last second.
     """
 
     layers: int

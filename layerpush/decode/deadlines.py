@@ -21,7 +21,7 @@ class AwaitedPushes:
         self._timeout_s = timeout_s
         self.block_holds = BlockHolds(pool)
         self._deadlines: dict[str, float] = {}
-        """Of the requests whose loads were not cancelled; in the order of their deadlines."""
+        """By request id; only of loads that are not cancelled. In the order of the deadlines."""
         self._ending: set[str] = set()
         self._cancelled: dict[str, str] = {}
 
@@ -46,7 +46,7 @@ class AwaitedPushes:
             self._cancel(request_id, ABORTED)
 
     def cancelled(self, now: float) -> dict[str, str]:
-        """The loads to cancel since the last call, each with the reason. Returns each once."""
+        """The loads to cancel, by request id, each with its reason. Each cancellation is returned once."""
         overdue = []
         for request_id, deadline in self._deadlines.items():
             if deadline > now:

@@ -15,6 +15,8 @@ LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Unpack
 
 
 class EarlyMessage(NamedTuple):
+    """A message, its sender's agent, its notification, and the time in seconds at which it is dropped."""
+
     deadline: float
     sender: str
     message: LoadMessage
@@ -31,6 +33,7 @@ class EarlyMessages:
         return len(self._messages)
 
     def add(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
+        """Keep a message for ``KEPT_S`` seconds. ``payload`` is the notification that it came in."""
         self._messages.append(EarlyMessage(now + KEPT_S, sender, message, payload))
 
     def take(self, request_id: str) -> list[EarlyMessage]:

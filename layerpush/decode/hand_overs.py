@@ -31,7 +31,7 @@ class Request(Protocol):
 class _HandOver:
     request: Request
     completed_at: float | None = None
-    told_at: float | None = None
+    reported_at: float | None = None
     scheduled_at: float | None = None
 
 
@@ -47,7 +47,7 @@ class HandOvers:
         self._keep = keep
         self._clock = clock_name()
         self._open: dict[str, _HandOver] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -55,7 +55,7 @@ class HandOvers:
     def registered(self, request: Request) -> None:
         """A push is awaited for this request."""
         self._open[request.request_id] = _HandOver(request)
-        self._told.discard(request.request_id)
+        self._reported.discard(request.request_id)
 
     def completed(self, times: Mapping[str, float], clock: str) -> None:
         """A rank read the last completion of these loads. A time of another clock than ours is left out."""
@@ -66,8 +66,8 @@ class HandOvers:
             if known is not None:
                 known.completed_at = max(at, known.completed_at or at)
 
-    def told(self, received: Iterable[str], failed: Collection[str], now: float) -> None:
-        """The scheduler has the report of all ranks: these loads are over. ``failed``: those that failed."""
+    def reported(self, received: Iterable[str], failed: Collection[str], now: float) -> None:
+        """All ranks have reported these loads as over. ``failed``: those that failed."""
         for request_id in received:
             known = self._open.get(request_id)
             if known is None:
@@ -75,45 +75,45 @@ class HandOvers:
             if request_id in failed:
                 del self._open[request_id]
             else:
-                known.told_at = now
-                self._told.add(request_id)
+                known.reported_at = now
+                self._reported.add(request_id)
 
     def scheduled(self, request_ids: Collection[str], now: float) -> None:
         """A step begins, with these requests in it."""
-        for request_id in self._told:
+        for request_id in self._reported:
             known = self._open[request_id]
             if known.scheduled_at is None and request_id in request_ids:
                 known.scheduled_at = now
 
     def tick(self, now: float) -> None:
         """A step's tokens have been added to its requests."""
-        for request_id in [one for one in self._told if self._open[one].request.num_output_tokens]:
+        for request_id in [one for one in self._reported if self._open[one].request.num_output_tokens]:
             self._ended(self._open.pop(request_id), now)
-            self._told.remove(request_id)
+            self._reported.remove(request_id)
 
     def finished(self, request_id: str, now: float) -> None:
         """The engine has finished the request, in any state."""
         known = self._open.pop(request_id, None)
-        self._told.discard(request_id)
+        self._reported.discard(request_id)
         if known is not None and known.request.num_output_tokens:
             self._ended(known, now)
 
     def _ended(self, known: _HandOver, now: float) -> None:
-        if known.told_at is None:
+        if known.reported_at is None:
             return
         scheduled_at = now if known.scheduled_at is None else known.scheduled_at
         parts: list[tuple[Metric, float]] = [
-            (HAND_OVER_SCHEDULE, scheduled_at - known.told_at),
+            (HAND_OVER_SCHEDULE, scheduled_at - known.reported_at),
             (HAND_OVER_FIRST_STEP, now - scheduled_at),
         ]
         if known.completed_at is not None:
-            parts += [(HAND_OVER_REPORT, known.told_at - known.completed_at), (HAND_OVER, now - known.completed_at)]
+            parts += [(HAND_OVER_REPORT, known.reported_at - known.completed_at), (HAND_OVER, now - known.completed_at)]
         self._recorder.observe(*parts)
         self._keep(
             FirstTokenRecord(
                 request_id=known.request.request_id,
                 engine_id=self._engine_id,
-                t_told=known.told_at,
+                t_told=known.reported_at,
                 t_scheduled=known.scheduled_at,
                 t_first_token=now,
             )

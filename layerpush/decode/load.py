@@ -24,7 +24,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 class Load:
     """``payload`` is the registration as it is sent. ``world_size`` is the number of this engine's tensor-parallel
-    ranks: it decides how many completions a load needs.
+    ranks: it determines the number of completions that a load needs.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Load:
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
 
     def handle(self, event: Event, now: float) -> None:
+        """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
         for action in self.session.handle(event, now):
             self._perform(action, now)
 
@@ -123,8 +124,8 @@ class Load:
                 mine = self.registration
                 address = mine.decode_engine_id, mine.decode_host, mine.decode_port, mine.decode_tp_size
                 cancel = Cancel(mine.request_id, *address)
-                for agent in agents:  # it may be a stock one, or our registration or its answer was lost
-                    self._peers.send(self.address.engine_id, agent, cancel, now, to_anybody=True)
+                for agent in agents:  # any may be a stock one, or our registration or its answer was lost
+                    self._peers.send(self.address.engine_id, agent, cancel, now, may_be_stock=True)
             case load_protocol.ReportLoaded(first_token):
                 asked = self.registration.sampling is not None
                 self._outcomes.add(self._record, "loaded", None, now, self._completions, first_token if asked else None)

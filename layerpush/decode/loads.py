@@ -29,7 +29,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from layerpush.core.load_protocol import Aborted, Event, State, Tick, TimedOut
-from layerpush.core.load_session import TOKEN_WAIT_S, LoadSession
+from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
     Cancelled,
     Completion,
@@ -54,7 +54,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Loads:
-    """``world_size`` is the number of this engine's tensor-parallel ranks."""
+    """See the module's text. ``world_size`` is the number of this engine's tensor-parallel ranks. A failed load waits
+    for answers to its ``Cancel`` for ``cancel_timeout_s`` seconds.
+    """
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Loads:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether notifications matter now."""
+        """Whether notifications may come that must not wait: the writer polls for them more often."""
         return bool(self._open or self._early or self._outcomes or self._unpacking.is_busy)
 
     # From the engine.
@@ -110,7 +112,7 @@ class Loads:
         record = self._record(request_id, now)
         record.prefill_request_id, record.prefill_engine_id = registration.prefill_request_id, address.engine_id
         record.blocks = registration.blocks
-        session = LoadSession(request_id, self._cancel_timeout_s, token_wait_s=TOKEN_WAIT_S)
+        session = LoadSession(request_id, self._cancel_timeout_s)
         load = self._open[request_id] = Load(
             registration, payload, address, session, record, self._world_size, self.peers, self._outcomes
         )
@@ -139,7 +141,7 @@ class Loads:
             self._unpack(sender, message, None, now)
         elif load is None or load.session.state is State.REGISTERING:
             if load is None and isinstance(message, FirstToken):
-                return  # the load is over: a token is worth no wait
+                return  # the load is over, so its token is of no use
             if not isinstance(message, Cancelled):
                 self._early.add(sender, message, payload, now)
         elif sender not in load.session.agents:
@@ -169,7 +171,7 @@ class Loads:
                 if agent in load.session.agents:
                     self._handle(request_id, event, now)
         for answer in self._unpacking.ended():
-            if answer.message is not None:  # the prefill rank asks again if it is lost
+            if answer.message is not None:  # if it is lost, the prefill rank asks again
                 self.peers.connections.notify(answer.agent, encode(answer.message))
         for early in self._early.expire(now):
             if isinstance(early.message, Completion):

@@ -56,13 +56,13 @@ class PrefillPeers:
         if identified:
             self._identified.note(agent, None)
 
-    def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, to_anybody: bool = False) -> None:
-        """``to_anybody``: in a form that a stock engine ignores, unless the agent is known to speak layerpush."""
-        payload = encode_quietly(message) if to_anybody and agent not in self._identified else encode(message)
+    def send(self, engine_id: str, agent: str, message: PeerMessage, now: float, *, may_be_stock: bool = False) -> None:
+        """Send a message. ``may_be_stock``: in a form that stock engines ignore, unless layerpush runs the agent."""
+        payload = encode_quietly(message) if may_be_stock and agent not in self._identified else encode(message)
         self._send(engine_id, agent, payload, now)
 
     def send_registration(self, engine_id: str, payload: bytes, now: float) -> frozenset[str]:
-        """Send to every agent of a connected engine; returns those that were reached."""
+        """Send to every agent of a connected engine. Returns the agents that were reached."""
         agents = self.connections.agents(engine_id)
         reached = frozenset(agent for agent in agents if self.connections.notify(agent, payload))
         for agent in agents:
@@ -72,10 +72,7 @@ class PrefillPeers:
 
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
-        self._watch.add(engine_id, frozenset(agents), now)
-        for agent in agents:
-            if agent in self._identified:  # its answer to the new registration may be lost
-                self._watch.identify(agent)
+        self._watch.add(engine_id, agents, now, self._identified)  # the answer to the new registration may be lost
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
         """A load that was added with these agents is over."""

@@ -33,6 +33,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
     clock: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
+        """Join the reports of two ranks, or two reports of one rank. vLLM calls it in the engine core."""
         assert isinstance(other, DecodeReport)
         parked, cleared = _union(self.parked, other.parked), _union(self.cleared, other.cleared)
         completed, tokens = dict(self.completed), dict(self.first_tokens)

@@ -24,6 +24,8 @@ Answer = Accepted | FirstToken | Fail | Cancelled
 
 
 class DecodePeers:
+    """See the module's text. Times are in seconds, on the caller's clock."""
+
     def __init__(self, writer: PushWriter, connections: Connections, probe: Probe, peer_errors: PeerErrors) -> None:
         self._writer = writer
         self._connections = connections
@@ -39,13 +41,13 @@ class DecodePeers:
         if address.engine_id in self._closing or address.engine_id in self._lost:
             self._withheld.setdefault(address.engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
         else:
-            self._connections.say(address, encode(message), now)
+            self._connections.broadcast(address, encode(message), now)
 
     def found(self, engine_id: str, now: float) -> None:
-        """A decode engine lives, and can be answered over a new connection if the old one was lost."""
+        """A decode engine lives: send the answers that were kept for it, if need be over a new connection."""
         self._lost.pop(engine_id, None)
         for _, address, message in self._withheld.pop(engine_id, []):
-            self._connections.say(address, encode(message), now)
+            self._connections.broadcast(address, encode(message), now)
 
     def lost(self, engine_id: str) -> None:
         """The connection to a decode engine is gone: its pushes have failed, and its next message connects anew."""
@@ -68,10 +70,11 @@ class DecodePeers:
         return len(held) == 1
 
     def holds(self, engine_id: str) -> bool:
+        """Whether registrations of this engine are held."""
         return engine_id in self._held
 
     def take_held(self, engine_id: str) -> list[tuple[str, Registration]]:
-        """Return the registrations that were held of this engine, each with its sender, and forget them."""
+        """Remove and return the held registrations of this engine, each with its sender."""
         return self._held.pop(engine_id, [])
 
     def probe(self, engine_id: str, agent: str, on_verdict: Callable[[Verdict, float], None]) -> None:

@@ -35,6 +35,7 @@ class FencePool:
         self._pool.extend(StreamFence(self._pool, device) for _ in range(size))
 
     def record(self) -> StreamFence:
+        """Mark this point of the current stream. Main thread."""
         fence = self._pool.popleft() if self._pool else StreamFence(self._pool, self._device)
         fence.record()
         return fence

@@ -41,7 +41,7 @@ class Host(Protocol):
         """Report to the decode engine that no completion will come. Raises nothing."""
 
     def send_first_token(self, action: SendFirstToken) -> None:
-        """Send the decode engine the first token, or the news that there is none. Raises nothing."""
+        """Send the decode engine the first token, or None if no token fits its request. Raises nothing."""
 
     def ended(self, request_id: str, failure: str | None) -> None:
         """A push is over, or never began. ``failure`` is the reason if no completion was sent. Raises nothing."""

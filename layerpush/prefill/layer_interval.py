@@ -5,7 +5,7 @@ from __future__ import annotations
 SHORTEST_S = 300e-6
 LONGEST_S = 5e-3
 POLLS_APART = 0.5
-"""In layers: a ready layer waits for half a layer's time at most, and for a quarter on average."""
+"""The poll interval, in layers. A ready layer waits for half a layer's time at most, for a quarter on average."""
 
 
 class LayerInterval:
@@ -31,7 +31,7 @@ class LayerInterval:
 
     @property
     def layer_s(self) -> float | None:
-        """Seconds per layer: the mean of the running step, or else of the last that showed it; None before that."""
+        """Seconds per layer: the mean of the running step, or else of the last measured step; None before it."""
         if self._first is not None and self.last is not None and self.is_measured:
             return (self.last - self._first) / self._after_first
         return self._earlier

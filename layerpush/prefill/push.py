@@ -1,7 +1,7 @@
 """One push on one prefill rank: a session, its WRITEs on the wire, and its record. Writer thread only.
 
-A ``Push`` is all that this rank does for one request. ``PushWriter`` opens it, holds it in its table, and hands it the
-news of the scheduler, the forward pass, decode engines and upstream's push. The push turns each into an event for its
+``PushWriter`` opens a ``Push`` for each request, holds it in its table, and calls it when the scheduler, the forward
+pass, a decode engine or upstream's push has changed something. The push turns each change into an event for its
 session (``handle``) and performs the actions that the session returns: ``ACTIONS`` has one method for each. The result
 of an action is the next event, often within the same call.
 
@@ -91,6 +91,8 @@ class Shared:
 
 
 class Push:
+    """See the module's text. Times are in seconds of ``time.perf_counter``."""
+
     def __init__(self, session: Session, record: PushRecord, shared: Shared) -> None:
         self.session = session
         self.record = record
@@ -118,6 +120,7 @@ class Push:
 
     @property
     def awaits_peer(self) -> bool:
+        """Whether the push waits for a registration or a handshake."""
         return self.is_unclaimed or self.session.state in (State.CONNECTING, State.DELEGATED)
 
     @property
@@ -127,13 +130,13 @@ class Push:
 
     @property
     def is_delegated(self) -> bool:
-        """Whether it is upstream's to push whole, and no WRITE is posted yet."""
+        """Whether upstream is to push the request whole, and has posted no WRITE yet."""
         return self.session.state is State.DELEGATED
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds for which only the transfer was missing, until the completion was sent. The completion of a whole
-        request rides on its last WRITE. None if the beginning or the end is not known.
+        """Seconds from the last ready layer, or from the registration if that was later, until the completion was sent.
+        A whole-request push ends with its last WRITE. None if the beginning or the end is not known.
         """
         record = self.record
         ready = self.finished_at if record.t_last_ready is None else record.t_last_ready
@@ -185,7 +188,7 @@ class Push:
         self.handle(Registered(registration))
 
     def reconnect(self, error: str | None) -> None:
-        """The handshake that ``Host.connect`` started is over; ``error`` is the reason if it failed."""
+        """The handshake that ``Host.connect`` started is over; ``error`` is the reason of its failure, or None."""
         if self.session.state is not State.CONNECTING:
             return
         if error is not None:
@@ -330,7 +333,7 @@ class Push:
             self.record.writes.append(transfer.record)
 
     def _ended(self, transfer: Transfer, error: TransportError | None) -> None:
-        """A WRITE to one decode rank has landed, or not."""
+        """A WRITE to one decode rank has landed, or has failed with ``error``."""
         shared, record, whole = self._shared, transfer.record, transfer.write == WHOLE.id
         self.transfers.remove(transfer)
         if error is None:
@@ -366,8 +369,8 @@ class Push:
         known.peer_lost |= peer_lost
 
     def _end_write(self, write: int, seen: float) -> None:
-        """Give the session the end of a WRITE, if none of its transfers is on the wire any more. It was last ``seen``
-        there.
+        """Give the session the end of a WRITE, if none of its transfers is on the wire any more. ``seen`` is the last
+        time at which one was.
         """
         if any(transfer.write == write for transfer in self.transfers):
             return

@@ -4,8 +4,8 @@ A registration is matched with its request; either may come first. If the reques
 answered at once. If there is no such request yet, the registration is kept for a while.
 
 Every rank of a decode engine sends an equal registration, but for the window that it offers. The first to come counts
-for all. A registration from an agent of no connected rank has one of two causes: the engine was restarted, or another
-engine uses its name. It is held until the side channel of the connected engine has answered.
+for all. If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or
+another engine uses its name. It is held until the side channel of the connected engine has answered.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Registrations:
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
         self._cancelled_early: BoundedDict[Key, tuple[float, Registration]] = BoundedDict(REMEMBERED)
-        self._bad_ends: dict[str, tuple[float, str]] = {}
+        self._failures: dict[str, tuple[float, str]] = {}
 
     @property
     def pending(self) -> int:
-        """How many registrations wait for their request. Any thread."""
+        """The number of registrations that wait for their request. Any thread."""
         return len(self._pending)
 
     # From decode engines.
@@ -96,7 +96,7 @@ class Registrations:
         if self.peers.closing(registration.decode_engine_id) is not None:
             self.peers.hold(sender, registration)
             return
-        if self._is_strange(sender, registration):
+        if self._is_from_unconnected_agent(sender, registration):
             self._hold(sender, registration)
             return
         self.peers.found(registration.decode_engine_id, now)
@@ -116,7 +116,7 @@ class Registrations:
         if any(self._names.is_misnamed(registration, candidate) for candidate in waiting):
             self._refuse(registration, OTHER_PROMPT, now)
             return
-        reason = self._bad_end(registration, now)
+        reason = self._failure_of(registration, now)
         if reason is not None and registration.layerpush:
             self._refuse(registration, reason, now)
             return
@@ -151,7 +151,7 @@ class Registrations:
 
     def take(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
-        self._bad_ends.pop(self._names.base(request_id), None)
+        self._failures.pop(self._names.base(request_id), None)
         for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id)):
             self._refuse(misnamed, OTHER_PROMPT, now)
         registration = self._pending.take(request_id, now)
@@ -205,7 +205,7 @@ class Registrations:
         self._answer(registration, message, now)
 
     def send_first_token(self, action: SendFirstToken, now: float) -> None:
-        """Send every rank of the decode engine, which has asked for it, the first token or the news that there is none.
+        """Send every rank of the decode engine the first token, or None. The decode engine has asked for it.
 
         It is sent once. A decode engine that misses it computes the token itself.
         """
@@ -220,9 +220,9 @@ class Registrations:
                 del self._cancelled_early[key]
         if failure is not None:
             base = self._names.base(request_id)
-            self._bad_ends.pop(base, None)
-            self._bad_ends[base] = (now + ENDED_S, f"the prefill request has ended: {failure}")
-            for registration in self._pending.meaning(request_id, now):
+            self._failures.pop(base, None)
+            self._failures[base] = (now + ENDED_S, f"the prefill request has ended: {failure}")
+            for registration in self._pending.matching(request_id, now):
                 if registration.layerpush:
                     self._pending.drop(registration.key)
                     self._refuse(registration, failure, now)
@@ -232,16 +232,16 @@ class Registrations:
         """Forget old entries; drop connections that are closing."""
         while self._cancelled_early and next(iter(self._cancelled_early.values()))[0] <= now:
             self._cancelled_early.popitem(last=False)
-        while self._bad_ends and next(iter(self._bad_ends.values()))[0] <= now:
-            del self._bad_ends[next(iter(self._bad_ends))]
+        while self._failures and next(iter(self._failures.values()))[0] <= now:
+            del self._failures[next(iter(self._failures))]
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
         for engine_id in self.peers.tick(now):
             self._take_held(engine_id, now)
 
-    def _bad_end(self, registration: Registration, now: float) -> str | None:
+    def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):
-            deadline, reason = self._bad_ends.get(base, (0.0, ""))
+            deadline, reason = self._failures.get(base, (0.0, ""))
             if deadline > now and base not in set(map(self._names.base, list(self._digests))):
                 return reason
         return None
@@ -282,9 +282,9 @@ class Registrations:
     def _is_live(self, key: Key) -> bool:
         return key in self._pending or self._writer.serving(key) is not None
 
-    # A registration from an agent of no connected rank.
+    # Registrations from agents that are no connected rank of their engine.
 
-    def _is_strange(self, sender: str, registration: Registration) -> bool:
+    def _is_from_unconnected_agent(self, sender: str, registration: Registration) -> bool:
         known = self._connections.agents(registration.decode_engine_id)
         registered = self._senders.get(registration.key)
         is_equal = registered is not None and registered.is_equal(registration)

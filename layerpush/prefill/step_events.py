@@ -39,6 +39,8 @@ class Fence(Protocol):
 
 
 class FenceSource(Protocol):
+    """Makes fences for one device."""
+
     def record(self) -> Fence:
         """Mark this point of the current stream. Main thread."""
 
@@ -53,6 +55,8 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class LayerSaved:
+    """A layer of the step is in memory, once the event's fence has passed. ``layer`` is its index in the model."""
+
     layer: int
 
 
@@ -179,7 +183,9 @@ class StepEvents:
                 self._void.clear()
 
     def layer_saved(self, name: str) -> None:
-        """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache."""
+        """A layer's attention has written its KV (in stream order). Unknown layers share another layer's cache. Main
+        thread.
+        """
         if not self._armed:
             return
         event = self._layer_saved.get(name)
@@ -198,9 +204,9 @@ class StepEvents:
             self._put(StepEnded(), self._wake)
 
     def take(self) -> Iterator[tuple[StepEvent, float]]:
-        """Yield ``(event, time it became true)`` in order, up to the first that the device has not reached.
+        """Yield each event with its time in order, up to the first whose fence has not passed. Writer thread.
 
-        The device has reached fences at the time of this call, or before.
+        Times are seconds of ``perf_counter``: of the hook, or of this call if the event has a fence.
         """
         now = perf_counter()
         while self._queue:
@@ -215,6 +221,7 @@ class StepEvents:
 
     @property
     def pending(self) -> bool:
+        """Whether events wait to be taken. Any thread."""
         return bool(self._queue)
 
     @property

@@ -26,6 +26,8 @@ FRESH_S = 1.0
 
 
 class StepSchedule:
+    """See the module's text. ``layers`` is the number of the model's layers."""
+
     def __init__(self, layers: int, interval: LayerInterval) -> None:
         self._layers = self._hooked = layers
         self._interval = interval
@@ -42,8 +44,8 @@ class StepSchedule:
         return speed
 
     def step_ended(self, hooked: int) -> None:
-        """A step has ended in which so many layers were hooked. Ready layers of the next step wait for no others: the
-        sweep finds those after the step.
+        """A step has ended; hooks have reported ``hooked`` of its layers. In the next step ready layers do not wait for
+        the others, which the sweep finds after the step.
         """
         if hooked:
             self._hooked = hooked
@@ -73,13 +75,13 @@ class StepSchedule:
 
     @property
     def next_look(self) -> float | None:
-        """The time at which layers that wait leave, unless more become ready later than expected; None if none wait."""
+        """The expected time at which the first of the waiting layers leave; None if none wait."""
         return min(self._leave_at.values(), default=None)
 
     def landing_poll_s(self, now: float) -> float:
-        """Seconds until the writer should look at WRITEs of the running step; infinite if it need not.
+        """Seconds until the writer should poll WRITEs of the running step; infinite if it need not.
 
-        Only an early look can show that a link is faster than it seems. While layers wait, it is halfway from now to
+        Only an early poll can show that a link is faster than it seems. While layers wait, it is halfway from now to
         the estimated landing. While none wait, ``LinkSpeed.next_look`` is enough.
         """
         waiting = bool(self._leave_at)

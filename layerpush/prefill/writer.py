@@ -235,7 +235,7 @@ class PushWriter:
                 except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
                     push.fail(f"{type(error).__name__}: {error}")
 
-    # How long to sleep.
+    # The sleep until the next turn.
 
     @property
     def poll_timeout(self) -> float | None:
@@ -328,6 +328,7 @@ class PushWriter:
                 push.fail(reason)
 
     def fail_all(self, reason: str) -> None:
+        """Fail every push."""
         for push in list(self._pushes.values()):
             push.fail(reason)
 
@@ -338,7 +339,7 @@ class PushWriter:
 
     def drain(self, seconds: float, listen: Callable[[], None] = lambda: None) -> int:
         """Wait for the WRITEs on the wire, for shutdown. ``listen`` takes the answers of decode ranks that unpack.
-        Returns the number of WRITEs that had to be left behind.
+        Returns the number of WRITEs that are still on the wire.
         """
         deadline = time.perf_counter() + seconds
         while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:

@@ -62,7 +62,7 @@ class Transport(Protocol):
     """
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
-        """Start one WRITE of ``local[i]`` onto ``remote[i]``.
+        """Start one WRITE of ``local[i]`` onto ``remote[i]``: descriptor ids, int32 of shape ``(n,)``.
 
         Raises ``TransportError`` when nothing of it was sent, or ``PeerLostError``.
         """

@@ -92,11 +92,12 @@ class Connections:
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
         self._addresses: dict[str, Address] = {}
-        self._shaking: dict[str, _Handshake] = {}
+        self._handshakes: dict[str, _Handshake] = {}
         self._retries: list[_Retry] = []
         self.on_lost = on_lost
 
     def agents(self, engine_id: str) -> tuple[str, ...]:
+        """The agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
         return self._network.agents_of(engine_id)
 
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
@@ -115,7 +116,7 @@ class Connections:
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
         """Connect unless connected, then call ``then``; after ``tries`` failures with the reason of the last one.
 
-        An address that joins a connection may name another host, but must agree on how many ranks the engine has.
+        An address that joins a connection may name another host, but must agree on the engine's number of ranks.
         """
         if not host_allowed(address.host, self._allowed_hosts):
             then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
@@ -128,9 +129,9 @@ class Connections:
         if pending is None:
             then(_disagreement(self._addresses.setdefault(address.engine_id, address), address), now)
             return
-        running = self._shaking.get(address.engine_id)
+        running = self._handshakes.get(address.engine_id)
         if running is None or running.pending is not pending:
-            running = self._shaking[address.engine_id] = _Handshake(pending, address)
+            running = self._handshakes[address.engine_id] = _Handshake(pending, address)
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
@@ -139,7 +140,7 @@ class Connections:
 
         pending.add_done_callback(done)
 
-    def say(self, address: Address, payload: bytes, now: float) -> None:
+    def broadcast(self, address: Address, payload: bytes, now: float) -> None:
         """Send a notification to every rank of an engine, connecting first if need be.
 
         If the connection turns out to be gone, ``on_lost`` is called. The peer repeats its message if it still waits.
@@ -180,8 +181,8 @@ class Connections:
         self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None
     ) -> None:
         now = self._clock()
-        if over is not None and self._shaking.get(address.engine_id) is over:
-            del self._shaking[address.engine_id]
+        if over is not None and self._handshakes.get(address.engine_id) is over:
+            del self._handshakes[address.engine_id]
         if error is None:
             assert over is not None
             self._addresses[address.engine_id] = over.address

@@ -38,7 +38,7 @@ class Link:
 
     @property
     def can_stage(self) -> bool:
-        """Whether a WRITE may go by way of staging memory."""
+        """Whether a WRITE may go through staging memory."""
         return self.gathered is not None or self.window is not None
 
 

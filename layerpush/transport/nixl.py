@@ -49,7 +49,7 @@ _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
 
 @dataclass(slots=True)
 class _Posted:
-    """A WRITE on the wire: its route, its first descriptor on each side, and how many it has."""
+    """A WRITE on the wire: its route, its first descriptor on each side, and its number of descriptors."""
 
     route: Route
     local: DescriptorIds
@@ -80,11 +80,13 @@ class NotedPost:
     def make_prepped_xfer(
         self, operation: str, local: Any, local_ids: Any, remote: Any, remote_ids: Any, **options: Any
     ) -> Any:
+        """Prepare the WRITE as the agent does, and note its descriptors."""
         handle = self._agent.make_prepped_xfer(operation, local, local_ids, remote, remote_ids, **options)
         self.sides = local, _ids(local_ids), remote, _ids(remote_ids)
         return handle
 
     def transfer(self, handle: Any) -> Any:
+        """Post the WRITE. Returns NIXL's state; ``failure`` has the error."""
         self.failure = _start(self._agent, self._errors, handle, "a WRITE could not be posted")
         return "PROC" if self.failure is None else "ERR"
 
@@ -160,6 +162,7 @@ class NixlTransport:
         self._forget(handle)
 
     def notify(self, agent: str, payload: bytes) -> None:
+        """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
         try:
             self._agent.send_notif(agent, payload)
         except self._errors as error:

@@ -4,10 +4,10 @@ A session asks for a ``Write``: some layers and blocks, for every decode rank. `
 ``Transfer`` for each rank, which is on the wire from then on. Its ``WriteRecord`` has its times and its plan.
 
 A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
-Nobody else keeps one, but for handles that the transport could not give back: ``Writes`` tries those again.
+``Writes`` keeps only the transfers whose release failed, and tries again.
 
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
-goes by way of staging memory. Both answer ``poll``, ``halt`` and ``release``: a push need not know which it has. The
+goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike. The
 strategy decides whether a WRITE is staged, if the worker has one; it never makes a WRITE wait.
 
 Rules:
@@ -62,12 +62,12 @@ class Transfer:
 
 
 class Strategy(Protocol):
-    """Decides which WRITEs go by way of staging memory."""
+    """Decides which WRITEs go through staging memory."""
 
     def begin(
         self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds], record: WriteRecord
     ) -> Transfer | None:
-        """Begin ``write`` by way of staging memory; None: it goes directly."""
+        """Begin ``write`` through staging memory; None: it goes directly."""
 
 
 class Writes:

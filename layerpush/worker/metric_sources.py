@@ -47,6 +47,7 @@ def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
 
 
 def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: PeerErrors) -> None:
+    """Report the engine's number of ``ranks``, this rank's loads, and its peer errors."""
     reporter.level(RANKS, lambda: ranks)
     reporter.level(AWAITED_LOADS, lambda: len(loads))
     watch_peer_errors(reporter, peer_errors)
@@ -55,6 +56,7 @@ def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: Peer
 def watch_writer(
     reporter: Reporter, writer: PushWriter, registrations: Registrations, step_events: StepEvents, trace: TraceFile
 ) -> None:
+    """Report pushes, pending registrations, and records that a full queue has dropped."""
     reporter.level(ACTIVE_PUSHES, lambda: writer.active)
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
     reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)
@@ -62,11 +64,14 @@ def watch_writer(
 
 
 def watch_block_holds(reporter: Reporter, block_holds: BlockHolds) -> None:
+    """Report parked requests and their blocks."""
     reporter.level(PARKED_REQUESTS, lambda: block_holds.parked_requests)
     reporter.level(PARKED_BLOCKS, lambda: block_holds.parked_blocks)
 
 
 def watch_peer_errors(reporter: Reporter, peer_errors: PeerErrors) -> None:
+    """Report the number of dropped messages of each kind."""
+
     def totals() -> Mapping[str, int]:
         counts = dict(peer_errors.counts)  # in one go: another thread may be adding a kind
         return {kind.replace(" ", "_"): number for kind, number in counts.items()}

@@ -1,7 +1,7 @@
 """A worker's staging memory, for the packer of pushes and the unpacker of loads.
 
-``allocate`` and ``build`` run on the main thread at start-up, before the writer's loop. All else runs on the writer
-thread, except where it says otherwise.
+``allocate`` and ``build`` run on the main thread at start-up, before the writer's loop. Every other method runs on the
+writer thread, unless its docstring names another.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class WorkerPacking:
 
     @property
     def rings(self) -> tuple[Any, ...]:
+        """This worker's staging ring, or none."""
         return () if self._staging is None else (self._staging.ring,)
 
     def allocate(self, device: torch.device) -> None:

@@ -37,7 +37,8 @@ RESTARTED = "the decode engine was restarted after it had registered"
 
 
 class WorkerHost:
-    """Makes the writer and the registrations, and is the ``Host`` of their pushes. Writer thread only.
+    """Makes the writer and the registrations, and is the ``Host`` of their pushes, which documents its methods. Writer
+    thread only.
 
     ``on_lost`` gets the id of a decode engine whose connection is gone.
     """

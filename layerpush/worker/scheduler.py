@@ -101,17 +101,20 @@ class LayerwisePushScheduler(VllmPushScheduler):
         watch_block_holds(self.metrics, self.awaited.block_holds)
 
     def on_new_request(self, request: Request) -> None:
+        """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
         self._request_filter.drop_invalid(request, time.perf_counter())
         super().on_new_request(request)
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Note the prefix-cache hit of a request, in tokens."""
         self._prefix_hits.found(request.request_id, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
@@ -143,6 +146,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._hand_overs.registered(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
+        """Add the step's plan, and the loads to cancel, to vLLM's metadata."""
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
         cancelled = self.awaited.cancelled(time.perf_counter())
@@ -154,6 +158,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the reports of the workers on a step."""
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
@@ -161,7 +166,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.awaited.reported(received, report)
         if report is not None:
             self._hand_overs.completed(report.completed, report.clock)
-        self._hand_overs.told(received, connector_output.failed_recving, now)
+        self._hand_overs.reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.reported(received, {} if report is None else report.first_tokens)
         if report is not None and report.settling:  # a step without a report does not come here
@@ -173,6 +178,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return self.metrics.take(now)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request, and cancel its load if it has one. Returns vLLM's answer."""
         self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
@@ -188,10 +194,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return outcome
 
     def shutdown(self) -> None:
+        """Stop vLLM's scheduler side, and close the trace."""
         super().shutdown()
         self._trace.close()
 
     def has_pending_push_work(self) -> bool:
+        """Whether the engine has to step although it has no request: workers still have outcomes to report."""
         return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
 
     @property

@@ -24,7 +24,7 @@ class Waker:
     The forward pass may wake the writer at every layer. ``Event`` would cost it more: a condition, a lock and a list of
     waiters. Here a lock that the waiting thread holds is the latch: to wake is to release it.
 
-    ``on_wake`` gets the time, in seconds of ``time.perf_counter``, of each wake-up that is not merely repeated.
+    ``on_wake`` gets the time of each wake-up, in seconds of ``time.perf_counter``, unless the thread is already woken.
     """
 
     def __init__(self, on_wake: Callable[[float], None] = lambda _: None, lock: Lock | None = None) -> None:
@@ -35,6 +35,7 @@ class Waker:
 
     @property
     def is_set(self) -> bool:
+        """Whether the thread has been woken since ``clear``. Any thread."""
         return self._is_set
 
     def wake(self) -> None:
@@ -55,7 +56,7 @@ class Waker:
         self._is_set = True
         try:
             self._lock.release()
-        except RuntimeError:  # another thread set it in the same moment, or before ``clear`` took it back: it is open
+        except RuntimeError:  # another thread has just set it, or ``clear`` has not locked again yet: it is open
             return
 
     def clear(self) -> None:

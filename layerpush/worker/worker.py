@@ -64,7 +64,7 @@ DIGESTS_KEPT = 1 << 16
 
 
 class LayerwisePushWorker(VllmPushWorker):
-    """``register_kv_caches`` comes before the first step. Only ``shutdown`` may be called without it."""
+    """vLLM calls ``register_kv_caches`` before the first step. Only ``shutdown`` may be called without it."""
 
     step_events: StepEvents
     writer: PushWriter
@@ -223,11 +223,13 @@ class LayerwisePushWorker(VllmPushWorker):
         self.step_events.revoke(metadata.step_plan.preempted, metadata.reqs_not_processed)
 
     def lease_expired(self, request_id: str) -> None:
+        """The lease of a finished request is over. Comes before its blocks are freed."""
         self.step_events.expire(request_id)
         self._unreported_aborts.dropped(time.perf_counter())
         self._waker.wake()
 
     def has_writes_in_flight(self, request_id: str) -> bool:
+        """Whether a WRITE reads from the request's blocks: its lease must not end then."""
         return self.writer.writes_in_flight(request_id)
 
     def measured(self, now: float) -> Tally | None:
@@ -250,14 +252,16 @@ class LayerwisePushWorker(VllmPushWorker):
 
     @property
     def engines_in_use(self) -> set[str]:
+        """Engines whose connections must stay: pushes, loads or a calibration need them."""
         return self.writer.engines_in_use | self._packing.engines_in_flight | self.loads.engines_in_use
 
     # Writer thread: P's side.
 
     def whole_write_posted(self, request_id: str, transfer: Transfer, decode_engine_id: str, decode_id: str) -> None:
+        """Upstream has posted a WRITE of a whole request: its push watches it."""
         self.writer.adopt(request_id, transfer, decode_engine_id, decode_id)
 
-    # Writer thread: D's side.
+    # Writer thread: D's side. ``LoadHost`` documents the public methods.
 
     def _await_push(self, request_id: str, data: dict[str, Any]) -> None:
         """Register with P for a request that the scheduler has just allocated blocks for."""
@@ -332,5 +336,6 @@ class LayerwisePushWorker(VllmPushWorker):
         return True
 
     def disconnecting(self, engine_id: str) -> None:
+        """Forget the link and the ring of an engine before its connection is dropped."""
         self._host.disconnected(engine_id)
         self._packing.disconnected(engine_id)

@@ -18,7 +18,7 @@ completions (``pass_on``), parked and cleared loads (``LayerwisePushWorker.repor
 
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
-before a step's last; the writer polls for those while it knows how long a layer takes. vLLM's code calls ``set`` in
+before a step's last; the writer polls for those while it knows the time of a layer. vLLM's code calls ``set`` in
 every step. Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline:
 it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
 

@@ -70,9 +70,9 @@ def has_preempted(host: HostedEngine) -> bool:
 
 def await_tokens(host: HostedEngine, seconds: float) -> None:
     """From here on a complete load waits so long for P's token, however busy the machine is."""
-    from layerpush.decode import loads
+    from layerpush.core import load_session
 
-    loads.TOKEN_WAIT_S = seconds
+    load_session.TOKEN_WAIT_S = seconds
 
 
 def request_statuses(host: HostedEngine) -> dict[str, str]:

@@ -47,7 +47,7 @@ class World:
 
 def test_the_parts_add_up_to_the_whole() -> None:
     world = World()
-    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.reported(["r"], set(), 10.25)
     world.hand_overs.scheduled({"other"}, 10.5)
     world.hand_overs.scheduled({"r", "other"}, 11.0)
     world.hand_overs.tick(11.5)
@@ -68,7 +68,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
 
 def test_a_token_that_is_there_without_a_step() -> None:
     world = World()
-    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.reported(["r"], set(), 10.25)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(10.5)
     seconds = world.seconds()
@@ -79,7 +79,7 @@ def test_a_token_that_is_there_without_a_step() -> None:
 def test_a_first_token_that_is_the_last() -> None:
     """The engine finishes the request before it asks for metrics."""
     world = World()
-    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.reported(["r"], set(), 10.25)
     world.hand_overs.scheduled({"r"}, 10.5)
     world.request.num_output_tokens = 1
     world.hand_overs.finished("r", 11.0)
@@ -92,7 +92,7 @@ def test_of_several_ranks_the_last_completion_counts() -> None:
     world = World()
     world.hand_overs.completed({"r": 10.5}, clock_name())
     world.hand_overs.completed({"r": 10.25}, clock_name())
-    world.hand_overs.told(["r"], set(), 11.0)
+    world.hand_overs.reported(["r"], set(), 11.0)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.0)
     assert world.seconds()(HAND_OVER_REPORT) == [0.5]
@@ -100,7 +100,7 @@ def test_of_several_ranks_the_last_completion_counts() -> None:
 
 def test_a_rank_with_another_clock_leaves_the_schedulers_own_parts() -> None:
     world = World(clock="another host's")
-    world.hand_overs.told(["r"], set(), 10.25)
+    world.hand_overs.reported(["r"], set(), 10.25)
     world.hand_overs.scheduled({"r"}, 10.5)
     world.request.num_output_tokens = 1
     world.hand_overs.tick(11.5)
@@ -113,14 +113,14 @@ def test_a_rank_with_another_clock_leaves_the_schedulers_own_parts() -> None:
 def test_what_is_no_hand_over_is_not_measured(how: str) -> None:
     world = World()
     if how == "failed":
-        world.hand_overs.told(["r"], {"r"}, 10.25)
+        world.hand_overs.reported(["r"], {"r"}, 10.25)
         world.request.num_output_tokens = 1  # D has computed the prompt itself
         world.hand_overs.tick(11.0)
     elif how == "aborted":
-        world.hand_overs.told(["r"], set(), 10.25)
+        world.hand_overs.reported(["r"], set(), 10.25)
     else:
         world.hand_overs.completed({"x": 1.0}, clock_name())
-        world.hand_overs.told(["x"], set(), 10.25)
+        world.hand_overs.reported(["x"], set(), 10.25)
     world.hand_overs.finished("r", 11.0)
     world.hand_overs.tick(12.0)
     assert world.records == []

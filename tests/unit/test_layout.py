@@ -55,7 +55,6 @@ def test_layers_of_two_groups_may_share_a_region() -> None:
     layout = match_layers(shared, own_regions(2))
 
     assert [(layer.group, layer.slots) for layer in layout.layers] == [(0, (0,)), (1, (0,)), (0, (1,))]
-    assert layout.groups == 2
 
 
 def test_keys_and_values_in_two_regions() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from layerpush.core import load_session
 from layerpush.core.load_protocol import (
     TRANSITIONS,
     Aborted,
@@ -42,9 +43,14 @@ STEP_S, STEPS = 2.5, 3
 """Time goes in steps of this length, as many as it takes to lose patience, and one more."""
 
 
+@pytest.fixture(autouse=True)
+def _wait_for_a_token_beyond_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_session, "TOKEN_WAIT_S", TOKEN_WAIT_S)
+
+
 def waiting(*agents: str) -> LoadSession:
     """Registered with these agents at time 0."""
-    session = LoadSession("d-1", PATIENCE_S, RETRY_S, TOKEN_WAIT_S)
+    session = LoadSession("d-1", PATIENCE_S, RETRY_S)
     assert session.handle(Registered(frozenset(agents)), 0.0) == []
     return session
 
@@ -177,7 +183,7 @@ def test_cancels_become_rare_but_never_cease(
 class LoadWorld:
     """A load, and an account of it that is kept from its events alone."""
 
-    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S, TOKEN_WAIT_S))
+    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S))
     steps: int = 0
     """How often time has passed."""
     writers: set[str] = field(default_factory=set)

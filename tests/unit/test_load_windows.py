@@ -154,6 +154,14 @@ def test_a_stranger_unpacks_nothing() -> None:
     assert world.answers() == []
 
 
+def test_a_packing_error_is_counted() -> None:
+    world = Unpacking()
+    world.awaiting("p-0")
+    world.unpacks(world.packed(7, end=3))
+    assert world.answers() == [Unpacked(7, False)]
+    assert world.peer_errors.counts == {"unpack": 1}
+
+
 def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
     """A question that comes late, or twice, while another rank still writes."""
     world = Unpacking(ranks=2)

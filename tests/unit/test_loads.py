@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import pytest
 
@@ -81,8 +81,9 @@ class ScriptedWatch:
         self.reconnections: list[tuple[str, ...]] = []
         self.verdicts: list[tuple[str, str, Verdict, float]] = []
 
-    def add(self, engine_id: str, agents: frozenset[str], now: float) -> None:
+    def add(self, engine_id: str, agents: frozenset[str], now: float, identified: Container[str]) -> None:
         for agent in agents:
+            self.identified[agent] = agent in identified
             self.sessions[engine_id, agent] = self.sessions.get((engine_id, agent), 0) + 1
 
     def remove(self, engine_id: str, agents: frozenset[str]) -> None:
@@ -91,9 +92,6 @@ class ScriptedWatch:
 
     def on_message(self, agent: str, now: float, identified: bool) -> None:
         self.identified[agent] = self.identified.get(agent, False) or identified
-
-    def identify(self, agent: str) -> None:
-        self.identified[agent] = True
 
     def lost(self, agent: str, now: float) -> None:
         self.lost_agents.append(agent)
@@ -475,7 +473,7 @@ def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
     world.awaiting()
-    assert world.watch.identified == {"p-0": True}
+    assert world.watch.identified == {"p-0": True, "p-1": False}
     world.loads.time_out("r", "no push", world.now)
     cancel = cancel_of()
     assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]

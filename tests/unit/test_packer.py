@@ -224,6 +224,16 @@ def test_doubled_messages_change_nothing() -> None:
     assert pair.has_landed()
 
 
+def test_an_answer_counts_once() -> None:
+    pair = Pair()
+    staged = pair.packed()
+    pair.until_unpacking(staged)
+    assert pair.packer.unpacked("P", staged.number, True) is None
+    assert pair.packer.unpacked("D", staged.number, True) is staged
+    assert pair.packer.unpacked("D", staged.number, False) is None
+    assert staged.poll() is WriteState.LANDED
+
+
 def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
     pair = Pair()
     pair.theirs.looks.append(5)

@@ -125,7 +125,7 @@ def test_an_engine_that_is_connected_is_not_reached_under_a_host_that_is_not_all
 def test_what_is_said_goes_to_every_rank() -> None:
     town = Town()
     town.network.listening["D"] = ("d-0", "d-1")
-    town.peers.say(D, PING, town.now)
+    town.peers.broadcast(D, PING, town.now)
     assert town.mail.sent == []
     town.settle()
     assert town.mail.sent == [("d-0", PING), ("d-1", PING)]
@@ -136,7 +136,7 @@ def test_one_rank_that_is_lost_keeps_nothing_from_the_others_and_is_said_once() 
     town.peers.on_lost = lost.append
     town.network.connected["D"] = ("d-0", "d-1", "d-2")
     town.mail.lost = {"d-0", "d-1"}
-    town.peers.say(D, PING, town.now)
+    town.peers.broadcast(D, PING, town.now)
     assert town.mail.sent == [("d-2", PING)]
     assert lost == ["D"]
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.Log
     town, lost = Town(), list[str]()
     town.peers.on_lost = lost.append
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        town.peers.say(D, PING, town.now)
+        town.peers.broadcast(D, PING, town.now)
         town.network.reject("D", OSError("no route"))
         town.settle()
     assert "no route" in caplog.text

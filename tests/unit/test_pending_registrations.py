@@ -54,7 +54,7 @@ def test_older_ones_of_stock_engines_end_with_it() -> None:
     pending.add(registration("a/new"), 0.0)
     assert pending.take("a/x", 1.0) == registration("a/new")
     assert ("D", "a/stock") not in pending
-    assert pending.meaning("a/x", 1.0) == [ours]
+    assert pending.matching("a/x", 1.0) == [ours]
     assert ("D", "b/stock") in pending
 
 
@@ -62,8 +62,8 @@ def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
     pending = ledger_of(registration("a/1"))
     pending.add(registration("a/2"), 5.0)
     pending.add(registration("a/3"), 6.0)
-    assert [one.request_id for one in pending.meaning("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
-    assert [one.request_id for one in pending.meaning("a/x", 10.0)] == ["a/2", "a/3"]
+    assert [one.request_id for one in pending.matching("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
+    assert [one.request_id for one in pending.matching("a/x", 10.0)] == ["a/2", "a/3"]
     assert len(pending) == 3
 
 

@@ -104,10 +104,10 @@ def test_blocks_go_where_a_whole_request_push_would_put_them(prompt: Prompt, dat
         targets = tuple(range(1000, 1000 + wanted))
         alignment = Alignment(total, targets)
         pairs = [
-            (block, target)
+            (block, alignment.targets[index - alignment.skipped])
             for chunk in chunks
             for index, block in enumerate(chunk.groups[group].blocks, chunk.groups[group].first)
-            if (target := alignment.target(index)) is not None
+            if index >= alignment.skipped
         ]
         assert pairs == upstream_pairs(table[:total], targets)
         assert alignment.skipped == total - wanted

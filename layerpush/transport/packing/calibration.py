@@ -22,7 +22,7 @@ from layerpush.transport.packing.memory import PIECE_BYTES, cool
 logger = logging.getLogger(f"vllm.{__name__}")
 
 SCRATCH_PIECES = 128
-"""Pieces at the beginning of every ring that any P may overwrite at any time. Nobody reads them."""
+"""Pieces at the beginning of every ring that any P may overwrite at any time. No rank reads them."""
 APART = (64, 512, 1000)
 """Numbers of pieces that do not merge. There are several, because a piece may cost less in a larger WRITE. From 1024
 pieces on, NIXL spreads a WRITE over its own threads; an agent that is closed while they work crashes its process.
@@ -44,6 +44,7 @@ class Sample:
     apart: bool = False
 
     def ids(self) -> DescriptorIds:
+        """The ids of its pieces in a ring, int32 of shape ``(pieces,)``."""
         if not self.apart:
             return np.arange(self.pieces, dtype=np.int32)
         return np.resize(np.arange(0, SCRATCH_PIECES, 2, dtype=np.int32), self.pieces)

@@ -37,6 +37,7 @@ class TransferSize:
     packed_runs: int = 1
 
     def runs(self, plan: Plan) -> int:
+        """The number of contiguous runs by this plan."""
         match plan:
             case Plan.DIRECT:
                 return self.direct_runs

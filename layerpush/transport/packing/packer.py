@@ -92,7 +92,7 @@ class StagedWrite(Transfer):
         if self.stage is Stage.UNPACKING and self.packer.clock() >= self.ask_at:
             self._ask()
         if self.refused:
-            raise TransportError("the decode engine did not unpack what it was sent")
+            raise TransportError("the decode engine did not unpack the blocks of a WRITE")
         if self.stage is not Stage.OVER:
             return WriteState.PENDING
         if self.on_landed is not None:
@@ -104,7 +104,7 @@ class StagedWrite(Transfer):
         self.halted = self.stage is Stage.GATHERING
 
     def release(self) -> None:
-        """Forget a WRITE that has ended, and free what it held. Raises ``TransportError`` if that must wait."""
+        """Forget a WRITE that has ended, and free its spans. Raises ``TransportError`` if that must wait."""
         if self.handle is not None:
             self.transport.release(self.handle)
             self.handle = None

@@ -30,6 +30,7 @@ class RunningEstimate:
 
     @property
     def value(self) -> float:
+        """The estimate now, in the unit of the initial value."""
         if self._clock() - self._last_at > FORGOTTEN_S:
             self._observed = deque([self._initial] * PRIOR, maxlen=KEPT)
         return statistics.median_low(self._observed)

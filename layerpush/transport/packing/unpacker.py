@@ -108,11 +108,11 @@ class Unpacker:
         return UnpackReply(agent, None)
 
     def unpack(self, agent: str, message: Unpack, registration: Registration) -> None:
-        """Begin to scatter; ``ended`` returns the answer. The same message again changes nothing.
+        """Begin to scatter; ``ended`` returns the answer. A message whose blocks are being scattered changes nothing.
 
         Raises ``UnpackError``, when nothing has been scattered.
         """
-        if self.again(agent, message) is not None or self._is_running(agent, message.number):
+        if self._is_running(agent, message.number):
             return
         sizes = [self._size_of(part, registration) for part in message.parts]
         if message.offset % PIECE_BYTES:
@@ -130,7 +130,7 @@ class Unpacker:
             offset += size
 
     def again(self, agent: str, message: Unpack) -> UnpackReply | None:
-        """The answer to this message, if it had one."""
+        """The answer that this message got before; None if it got none."""
         answers = self._answered.get(agent)
         done = None if answers is None else answers.get(message.number)
         return None if done is None else UnpackReply(agent, Unpacked(message.number, done))

@@ -57,7 +57,7 @@ class Windows:
         self._free_if_over(request_id, window)
 
     def close(self, request_id: str) -> None:
-        """Nobody writes into the request's window any more."""
+        """No prefill rank writes into the request's window any more."""
         window = self._windows.get(request_id)
         if window is not None:
             window.closed = True

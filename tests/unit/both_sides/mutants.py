@@ -106,15 +106,15 @@ def patience_frees_the_blocks(patch: Patch) -> None:
 def a_cancel_is_sent_once_only(patch: Patch) -> None:
     init = LoadSession.__init__
 
-    def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float, token_wait_s: float) -> None:
-        init(self, request_id, cancel_timeout_s, 1e9, token_wait_s)
+    def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float) -> None:
+        init(self, request_id, cancel_timeout_s, 1e9)
 
     patch.setattr(LoadSession, "__init__", mutated)
 
 
 @mutant(drop=0.2)
 def a_lost_token_is_awaited_for_ever(patch: Patch) -> None:
-    patch.setattr("layerpush.decode.loads.TOKEN_WAIT_S", 1e9)
+    patch.setattr("layerpush.core.load_session.TOKEN_WAIT_S", 1e9)
 
 
 @mutant()
