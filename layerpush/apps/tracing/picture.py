@@ -158,7 +158,8 @@ def _draw_decode(axes: Axes, loads: list[LoadRecord], tokens: list[FirstTokenRec
     labels = [f"rank {load.rank}" for load in loads] + ["scheduler"] * len(tokens)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_title(f"D: {(*loads, *tokens)[0].engine_id}", loc="left", fontsize="medium")
+    engine = loads[0].engine_id if loads else tokens[0].engine_id
+    axes.set_title(f"D: {engine}", loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
 
 
