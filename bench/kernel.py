@@ -233,7 +233,7 @@ def main(
     torch.set_num_threads(threads)
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    swap, why_not = _swap_blocks(kind)
+    swap, unavailable = _swap_blocks(kind)
     bench = Bench(place, rounds, max_programs, seed, swap)
     sizes, counts = ([int(part) for part in text.split(",")] for text in (block_bytes, blocks))
     every = [Case(*each) for each in itertools.product(sizes, counts, ids.split(","))]
@@ -258,7 +258,7 @@ def main(
         "rounds": rounds,
         "max_programs": max_programs,
         "left_out": left_out,
-        "swap_blocks": why_not or "measured",
+        "swap_blocks": unavailable or "measured",
     }
     body = {"cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in contention]}
     write(out, head | settings | body)
@@ -269,7 +269,7 @@ def main(
 
 
 def _swap_blocks(kind: str) -> tuple[Callable[..., None] | None, str | None]:
-    """vLLM's operator that copies blocks, or why it cannot be measured here."""
+    """vLLM's operator that copies blocks, or the reason that it cannot be measured here."""
     if kind != "cuda":
         return None, "a copy of blocks between devices, not for CPU memory"
     try:

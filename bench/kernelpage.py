@@ -48,15 +48,15 @@ def _rate(way: Mapping[str, Any]) -> tuple[str, str]:
 def _about(result: Result) -> str:
     device = result["device"]
     threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
-    said = (
+    text = (
         f"Median payload of {result['rounds']} rounds, blocks in any order, beside a plain copy of as many contiguous "
         "bytes in the same rounds; nothing of it is in a cache."
     )
     if device["kind"] == "cpu":
-        said += f" On a CPU torch's operators do the work, in {threads}, so their rate does not apply to a GPU."
+        text += f" On a CPU torch's operators do the work, in {threads}, so their rate does not apply to a GPU."
     else:
-        said += f" On one {device['name']}, with at most {result['max_programs']} programs."
-    return f"{said} {conditions(result)}"
+        text += f" On one {device['name']}, with at most {result['max_programs']} programs."
+    return f"{text} {conditions(result)}"
 
 
 def _contention(every: list[Mapping[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """An engine without a model that answers at once, as P and as D. ``python -m bench.stubengine --port PORT``.
 
-Each of its answers is ``--word`` and a number, as often as there are to be tokens.
+Each token of an answer is ``--word`` and its number; an answer has ``max_tokens`` of them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlBaseConnector, NixlPushConnector
 from layerpush.compat.prometheus import LayerPushPromMetrics
-from layerpush.compat.stats import HeardStats, LayerPushStats
+from layerpush.compat.stats import IntervalStats, LayerPushStats
 from layerpush.core.config import LayerPushConfig
 from layerpush.worker.scheduler import LayerwisePushScheduler
 from layerpush.worker.worker import LayerwisePushWorker
@@ -62,9 +62,9 @@ class LayerwisePushConnector(NixlPushConnector):
         return LayerPushStats.joined(None, self.connector_scheduler.measured(now))
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HeardStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> IntervalStats:
         """A report that another process has sent; empty if ``data`` is None. Front end's process."""
-        return HeardStats(data)
+        return IntervalStats(data)
 
     @classmethod
     def build_prom_metrics(

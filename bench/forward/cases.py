@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.forward.models import BLOCK_TOKENS, MODELS
-from bench.pair.tables import PATTERNS, Draw, drawn
+from bench.pair.tables import PATTERNS, Draw, draw_blocks
 
 POOL_FACTOR = 1.25
 """A cache has so many times the blocks of the largest case."""
@@ -86,7 +86,7 @@ class Case:
     def draws(self, pool: int, seed: int) -> list[Draw]:
         """Each request's blocks among ``pool`` on each side."""
         key = (seed, self.layers, self.block_bytes, self.blocks, self.requests, sorted(PATTERNS).index(self.ids))
-        return drawn(self.ids, self.requests * self.blocks, pool, key).parts(self.requests)
+        return draw_blocks(self.ids, self.requests * self.blocks, pool, key).parts(self.requests)
 
     def __str__(self) -> str:
         several = f"{self.requests} x " if self.requests > 1 else ""

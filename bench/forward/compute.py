@@ -35,9 +35,11 @@ class Products:
         self.before_hook = max(1, round(ATTENTION_SHARE * self.count))
 
     def attention(self) -> None:
+        """The products of a layer before its hook."""
         self._multiply(self.before_hook)
 
     def mlp(self) -> None:
+        """The products of a layer after its hook."""
         self._multiply(self.count - self.before_hook)
 
     def _multiply(self, times: int) -> None:

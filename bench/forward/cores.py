@@ -19,7 +19,7 @@ class Cores:
     others: tuple[int, ...]
 
 
-def parted(cores: Iterable[int], forward_threads: int) -> Cores | None:
+def split_cores(cores: Iterable[int], forward_threads: int) -> Cores | None:
     """The last ``forward_threads`` cores for the forward; None if no other core remains."""
     every = sorted(cores)
     if forward_threads >= len(every):
@@ -28,10 +28,10 @@ def parted(cores: Iterable[int], forward_threads: int) -> Cores | None:
 
 
 def of_this_machine(forward_threads: int) -> Cores | None:
-    """As ``parted``, of the cores that this process may use; None where the system pins no threads."""
+    """``split_cores`` of the cores that this process may use; None if the system cannot bind threads to cores."""
     if not hasattr(os, "sched_setaffinity"):
         return None
-    return parted(os.sched_getaffinity(0), forward_threads)
+    return split_cores(os.sched_getaffinity(0), forward_threads)
 
 
 @contextlib.contextmanager

@@ -17,15 +17,15 @@ COSTS: Mapping[str, Callable[[Series], float]] = {
     "exposed": lambda series: series.median("exposed_s"),
     "WRITEs": lambda series: series.median("writes"),
 }
-"""Costs of one forward with its push: seconds, but for the number of WRITEs."""
+"""Costs of one forward with its push, in seconds; ``WRITEs`` is a number."""
 COUNTED = {"WRITEs"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """``figure = intercept + slope * value``, by least squares; ``r2`` is how much of the variance it explains.
+    """``figure = intercept + slope * value``, by least squares; ``r2`` is the share of the variance that it explains.
 
-    ``figures`` are in seconds, but for costs in ``COUNTED``.
+    ``figures`` are in seconds; those of costs in ``COUNTED`` are numbers.
     """
 
     what: str

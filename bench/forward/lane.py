@@ -37,8 +37,8 @@ STREAMS = {"auto": True, "layer": True, "chunk": True, "request": False}
 """The modes, and whether they push while prefill computes."""
 
 
-class Kept(PushMeter):
-    """Counts as a worker's meter and keeps its counts. Writer thread; others read while no push runs."""
+class RecordingMeter(PushMeter):
+    """A worker's meter that also keeps the records. Writer thread; other threads read while no push runs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder, engine_fallback=None)
@@ -62,7 +62,7 @@ class Kept(PushMeter):
 
 
 class Lane:
-    """The writer of one mode. All lanes of a geometry share ``strategy``, because its costs hold for each of them."""
+    """The writer of one mode. All modes of a geometry share ``strategy``, because its costs hold for each of them."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Lane:
     ) -> None:
         layout = self.layout = reach.cache.layout
         streams = self.streams = STREAMS[mode]
-        self.kept = Kept(Recorder())
+        self.meter = RecordingMeter(Recorder())
         fences = fences_for(reach.cache.slots[0].device)
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
@@ -89,7 +89,7 @@ class Lane:
             self.host,
             TraceFile(None, "P", 0),
             write_timeout_s=math.inf,
-            meter=self.kept,
+            meter=self.meter,
             strategy=self.strategy,
         )
 

@@ -42,7 +42,7 @@ SLOWEST = 20e6
 
 
 class PushError(RuntimeError):
-    """A push failed, or did not end: nothing is known of its speed."""
+    """A push failed or did not end, so it has no figures."""
 
 
 def as_the_writer(settings: ForwardSettings) -> AbstractContextManager[None]:
@@ -113,7 +113,7 @@ class PrefillEnd(PrefillSide):
         self._turn += 1
         lane = bench.lanes[next(iter(STREAMS)) if way == OFF else way]
         names = () if way == OFF else self._names(len(draws))
-        lane.kept.forget()
+        lane.meter.forget()
         lane.host.expects(names)
         self._pusher.serve(lane)
         for name, each in zip(names, draws, strict=bool(names)):
@@ -200,19 +200,19 @@ class PrefillEnd(PrefillSide):
 
         A device may compute the last layer after its hook.
         """
-        kept = lane.kept
-        ready = max(push.t_last_ready or hooked for push in kept.pushes)
-        landed = [write.t_landed for write in kept.records if write.t_landed is not None]
+        meter = lane.meter
+        ready = max(push.t_last_ready or hooked for push in meter.pushes)
+        landed = [write.t_landed for write in meter.records if write.t_landed is not None]
         series.end_s.append(max(landed) - start)
         series.exposed_s.append(max(landed) - ready)
-        spans = [(write.t_post, write.t_landed or write.t_post) for write in kept.records]
+        spans = [(write.t_post, write.t_landed or write.t_post) for write in meter.records]
         series.transfer_s.append(union_length(spans))
-        series.post_s.append(sum(write.t_posted - write.t_post for write in kept.records))
-        series.writes.append(len(kept.records))
-        series.descriptors.append(sum(write.descriptors for write in kept.records))
-        early = sum(write.descriptors for write in kept.records if write.t_post < third)
+        series.post_s.append(sum(write.t_posted - write.t_post for write in meter.records))
+        series.writes.append(len(meter.records))
+        series.descriptors.append(sum(write.descriptors for write in meter.records))
+        early = sum(write.descriptors for write in meter.records if write.t_post < third)
         series.early.append(early / series.descriptors[-1])
-        series.plans.append(kept.plans)
+        series.plans.append(meter.plans)
 
     def _await(self, lane: Lane, where: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -225,7 +225,7 @@ class PrefillEnd(PrefillSide):
             raise PushError(f"{where}: {'; '.join(lane.host.problems)}")
 
     def _ceiling(self, size: int) -> float:
-        """Seconds that one WRITE of one descriptor takes, from ring to ring, when nothing else goes on."""
+        """Seconds of one WRITE of one descriptor, from ring to ring, while P and D do nothing else."""
         self._pusher.rest()
         end = self._end
         end.ring[:size].copy_(self._noise.bytes[:size])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from itertools import groupby
 
 from rich.table import Table
 
-from bench.bootstrap import Ratio
 from bench.forward.cells import Cell, Delays
 from bench.forward.growth import COUNTED, Line
+from bench.markdown import with_interval
 
 
 def line(cell: Cell) -> str:
@@ -48,7 +48,7 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
 
 def growth(lines: Sequence[Line]) -> Table:
     """The straight lines."""
-    table = Table(title="How a forward's costs grow", title_justify="left")
+    table = Table(title="Growth of a forward's costs", title_justify="left")
     for heading in ("with", "mode", "cost", "measured", "for one more", "for none", "R2"):
         table.add_column(heading, justify="left" if heading in ("with", "mode", "cost") else "right")
     for each in lines:
@@ -57,7 +57,7 @@ def growth(lines: Sequence[Line]) -> Table:
         )
         ends = (_cost(each, each.slope), _cost(each, each.intercept))
         table.add_row(each.what, each.mode, each.cost, measured, *ends, f"{each.r2:.3f}")
-    table.caption = "Milliseconds, but for the number of WRITEs."
+    table.caption = "In milliseconds; WRITEs are a number."
     return table
 
 
@@ -84,7 +84,7 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
         f"{cell.rate(mode) / cell.ceiling:.2f}",
         f"{cell.post_share(mode):.0%}",
         f"{cell.end_ratio(mode):.3f}",
-        _interval(cell.slowdown(mode)),
+        with_interval(asdict(cell.slowdown(mode))),
         _delays(cell.delays(mode)),
         f"{series.hook_percentile(50):.1f} / {series.hook_percentile(99):.1f}",
         f"{1e3 * series.median('writer_s'):.1f}",
@@ -102,7 +102,3 @@ def _share(cell: Cell, mode: str) -> str:
 
 def _delays(delays: Delays | None) -> str:
     return "" if delays is None else " / ".join(f"{each:+.1%}" for each in astuple(delays))
-
-
-def _interval(ratio: Ratio) -> str:
-    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"

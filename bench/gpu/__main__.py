@@ -103,8 +103,8 @@ def _run(steps: dict[str, list[Step]], out: Path, minutes: float) -> int:
     record = provenance(seed=0) | {"minutes": minutes}
     done: dict[str, list[Ran]] = {}
     with tempfile.TemporaryDirectory(prefix="layerpush-gpu-") as scratch:
-        surroundings = environment(os.environ, Path(scratch))
-        runner = Runner(sys.executable, ROOT, out / "logs", 60 * minutes, typer.echo, surroundings)
+        variables = environment(os.environ, Path(scratch))
+        runner = Runner(sys.executable, ROOT, out / "logs", 60 * minutes, typer.echo, variables)
         try:
             with Interrupts():
                 for part, each in steps.items():

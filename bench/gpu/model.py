@@ -1,4 +1,4 @@
-"""A model of Llama-3.1-8B's geometry with random bf16 weights, made where it is used."""
+"""Builds a model of Llama-3.1-8B's geometry with random bf16 weights on the machine that serves it."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def _write_weights(folder: Path, shape: ModelShape, device: torch.device) -> Non
     from safetensors.torch import save_file
 
     generator = torch.Generator(device).manual_seed(shape.seed)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     size = 0
     for number, weights in enumerate(_files(shape)):
         file = f"model-{number:05d}.safetensors"
         tensors = {name: _weight(each, device, generator) for name, each in weights.items()}
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        file_of |= dict.fromkeys(tensors, file)
         size += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -106,7 +106,7 @@ def _weight(each: tuple[tuple[int, ...], float], device: torch.device, generator
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where it goes. One that is there already is kept.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the model. An equal model there is kept.")],
 ) -> None:
     """Make the model that scripts/gpu-bench serves: 16 GB, on the GPU if there is one."""
     began = time.monotonic()

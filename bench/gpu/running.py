@@ -72,7 +72,7 @@ class Runner:
         command = [self.interpreter, *step.arguments]
         self.logs.mkdir(parents=True, exist_ok=True)
         path, began = self.logs / f"{name}.log", time.monotonic()
-        with path.open("wb") as log, path.open("rb") as heard:
+        with path.open("wb") as log, path.open("rb") as output:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
@@ -83,15 +83,15 @@ class Runner:
                 start_new_session=True,
             )
             try:
-                late = not self._wait(process, began + max(0.0, seconds - self.grace_s), heard.readline)
+                late = not self._wait(process, began + max(0.0, seconds - self.grace_s), output.readline)
             finally:
                 self._end(process)
-            self._pass_on(heard.readline)
+            self._pass_on(output.readline)
         ending = Ending.LATE if late else Ending.FAILED if process.returncode else Ending.WELL
         return Ran(name, command, ending, process.returncode, time.monotonic() - began)
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float, read: Callable[[], bytes]) -> bool:
-        """Whether it has ended by itself."""
+        """Wait for the process until ``deadline``. Returns whether it has ended by itself."""
         while process.poll() is None:
             if time.monotonic() > deadline:
                 return False

@@ -21,7 +21,7 @@ from layerpush.apps.demo.link import LinkError
 from layerpush.apps.demo.provenance import provenance
 
 PACKAGES = ("layerpush", "nixl", "torch", "triton", "numpy")
-"""The results have the versions of these."""
+"""Packages whose versions a result has."""
 PIPE_WIDTH = 200
 PATTERNS_HELP = "; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + "."
 PROGRESS_THREADS = ("calm", "spin", "off")
@@ -48,7 +48,7 @@ Out = Annotated[
 
 
 def console() -> Console:
-    """Wide tables also where the output is no terminal."""
+    """A console that prints wide tables, also into a file."""
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 

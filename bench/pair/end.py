@@ -77,7 +77,7 @@ class Cache:
 
     @property
     def is_unused(self) -> bool:
-        """Whether every span of the ring is back, but for the scratch bytes."""
+        """Whether every span of the ring is free, except the scratch bytes."""
         return self.staging.ring.used_bytes == SCRATCH_BYTES
 
 
@@ -102,7 +102,7 @@ def fill_with_noise(memory: torch.Tensor, seed: int) -> None:
 def strays(memory: torch.Tensor) -> int:
     """The number of bytes that are not poison. Compares piece by piece: a copy of all memory may not fit.
 
-    Counts only where a piece is not all poison, because to count takes ten times as long.
+    Counts only in pieces with another byte, because counting takes ten times as long as comparing.
     """
     poison = torch.full_like(memory[:LOOK_BYTES], POISON)
     pieces = (piece for piece in memory.split(LOOK_BYTES) if not torch.equal(piece, poison[: piece.numel()]))

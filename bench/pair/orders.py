@@ -11,7 +11,7 @@ class WrongBytesError(Exception):
 
 @dataclass(frozen=True)
 class Introduction:
-    """From each side: its address for the other one. ``digest`` is of P's bytes."""
+    """From each side to the other: its NIXL metadata and its addresses. ``digest`` is of P's bytes."""
 
     metadata: bytes
     memory: int

@@ -72,11 +72,11 @@ class Pair:
         return answer
 
     def _start(self) -> None:
-        (here, commanded), (prefill, decode) = socket.socketpair(), socket.socketpair()
-        with commanded, prefill, decode:
+        (here, there), (prefill, decode) = socket.socketpair(), socket.socketpair()
+        with there, prefill, decode:
             self._command = Connection(here.detach())
             self._spawn("decode", decode)
-            self._spawn("prefill", commanded, prefill)
+            self._spawn("prefill", there, prefill)
         self._command.send((self._wire.name, self._settings))
         self.about = self._answer()
 
@@ -103,18 +103,19 @@ class Pair:
         try:
             while not self._command.poll(WATCH_S):
                 if self._processes["decode"].poll() is not None:
-                    raise PairError(self._obituary())
+                    raise PairError(self._describe_end())
             return self._command.recv()
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
-            raise PairError(self._obituary()) from error
+            raise PairError(self._describe_end()) from error
 
-    def _obituary(self) -> str:
+    def _describe_end(self) -> str:
+        """The exit statuses, and the end of each process's log."""
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
         ended = {side: status for side, process in self._processes.items() if (status := process.poll()) is not None}
-        how = ", ".join(f"{side} ended with {status}" for side, status in ended.items())
-        parts = [f"over {self._wire.name}: {how or 'P hung up'}"]
+        statuses = ", ".join(f"{side} ended with {status}" for side, status in ended.items())
+        parts = [f"over {self._wire.name}: {statuses or 'P hung up'}"]
         for side in self._processes:
             lines = self._log(side).read_text(errors="replace").splitlines()
             parts.append(f"--- {side}\n" + "\n".join(lines[-LOG_LINES:]))

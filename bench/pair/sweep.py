@@ -22,13 +22,13 @@ from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
 
 
-class Weighty(Protocol):
+class Weighted(Protocol):
     @property
     def weight(self) -> int:
         """About proportional to the time of a sample."""
 
 
-Order = tuple[str, Weighty, object]
+Order = tuple[str, Weighted, object]
 """A link, the case, and the order to P."""
 WireOf = Callable[[str, Interrupts], AbstractContextManager[Wire]]
 
@@ -60,7 +60,7 @@ def sweep(
         raise typer.Exit(2) from error
 
 
-def time_left(waiting: Sequence[Weighty], done: Sequence[Weighty], seconds: float) -> float:
+def time_left(waiting: Sequence[Weighted], done: Sequence[Weighted], seconds: float) -> float:
     """Seconds that ``waiting`` will take, if ``done`` took ``seconds``."""
     return seconds * sum(each.weight for each in waiting) / max(1, sum(each.weight for each in done))
 
@@ -75,7 +75,7 @@ def _sweep(
 ) -> tuple[list[Any], dict[str, object]]:
     answers: list[Any] = []
     about: dict[str, object] = {}
-    every, spent = [what for _, what, _ in orders], 0.0
+    every, spent = [case for _, case, _ in orders], 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with tempfile.TemporaryDirectory(prefix="layerpush-") as logs, bar:

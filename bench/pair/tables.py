@@ -29,7 +29,7 @@ class Draw:
         return [Draw(self.sources[start : start + size], self.targets[start : start + size]) for start in starts]
 
 
-def drawn(ids: str, blocks: int, pool: int, key: Sequence[int]) -> Draw:
+def draw_blocks(ids: str, blocks: int, pool: int, key: Sequence[int]) -> Draw:
     """``blocks`` blocks among ``pool`` on each side, by a pattern: for the same key the same in every process."""
     generator = np.random.default_rng(list(key))
     if ids == "half":

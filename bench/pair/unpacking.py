@@ -40,7 +40,7 @@ class Unpacking:
         return registration
 
     def forget(self, request_id: str) -> None:
-        """No further WRITE comes for it."""
+        """Forget a request: no further WRITE comes for it."""
         del self._registrations[request_id]
         self._unpacker.close(request_id)
 

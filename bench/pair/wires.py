@@ -18,12 +18,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class Wire:
+    """A link by name, and the ``seats`` of P's and D's processes, by side."""
+
     name: str
     seats: Mapping[str, Seat] = field(repr=False)
 
     @classmethod
     def on_one_host(cls, name: str, transports: str) -> Wire:
-        """NIXL needs TCP over ``lo`` for its introduction; UCX then takes the fastest of ``transports``."""
+        """A link between two processes of this host. NIXL connects over ``lo``; UCX takes the fastest transport."""
         seat = Seat({"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"})
         return cls(name, dict.fromkeys(SIDES, seat))
 

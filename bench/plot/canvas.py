@@ -34,7 +34,7 @@ def colours(modes: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
-    """A grid of panels, ``grid[row][column]``, that becomes a file when the block ends well.
+    """A grid of panels, ``grid[row][column]``. Writes the file if the block ends without an error.
 
     Equal panels make equal files: an SVG has no date.
     """
@@ -44,14 +44,14 @@ def figure(rows: int, columns: int, path: Path, title: str) -> Iterator[Any]:
     import matplotlib.pyplot as plt
 
     size = (columns * PANEL_INCHES[0], rows * PANEL_INCHES[1] + 0.4)
-    made, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    picture, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     try:
         yield grid
-        made.suptitle(title, x=0.01, ha="left", fontsize="large")
+        picture.suptitle(title, x=0.01, ha="left", fontsize="large")
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.savefig(path, dpi=DPI, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+        picture.savefig(path, dpi=DPI, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     finally:
-        plt.close(made)
+        plt.close(picture)
 
 
 def curve(panel: Any, points: Sequence[float], samples: Sequence[Sequence[float]], colour: str, label: str) -> None:
@@ -75,5 +75,5 @@ def logarithmic(panel: Any, axis: str, ticks: Sequence[float] = ()) -> None:
 
 
 def _few(value: float, _position: int | None = None) -> str:
-    """Between powers of ten only 2 and 5 are named."""
+    """The label of a minor tick: only 2 and 5 times a power of ten have one."""
     return f"{value:g}" if f"{value:e}"[0] in "25" else ""

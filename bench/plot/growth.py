@@ -15,7 +15,7 @@ SHOWN = ("WRITEs", "writer's processor time", "exposed")
 
 
 def lines_of(result: Mapping[str, Any]) -> list[Line]:
-    """The lines of ``python -m bench.forward``'s JSON; none of a file from before they counted WRITEs."""
+    """The lines of ``python -m bench.forward``'s JSON. A file of an older format, without ``figures``, has none."""
     return [Line(**line) for line in result.get("lines", ()) if "figures" in line]
 
 

@@ -24,27 +24,27 @@ def draw(series: Sequence[Series], path: Path, title: str) -> None:
     if len(speeds(emulated)) < 2:
         raise ResultError("a sweep of link speeds takes results from two speeds or more")
     points = sorted({(one.tokens, _rest(one)) for one in emulated})
-    shown = [what for what in TITLES if any(getattr(one, what) for one in emulated)]
+    shown = [measure for measure in TITLES if any(getattr(one, measure) for one in emulated)]
     chosen = colours(list(in_order(emulated)))
     with figure(len(points), len(shown), path, title) as grid:
         for row, (tokens, rest) in zip(grid, points, strict=True):
             here = [one for one in emulated if (one.tokens, _rest(one)) == (tokens, rest)]
             name = ", ".join(filter(None, (f"{tokens} tokens", rest)))
-            for panel, what in zip(row, shown, strict=True):
-                _panel(panel, here, chosen, what)
-                panel.set_title(TITLES[what], loc="left", fontsize="medium")
+            for panel, measure in zip(row, shown, strict=True):
+                _panel(panel, here, chosen, measure)
+                panel.set_title(TITLES[measure], loc="left", fontsize="medium")
             row[0].set_title(f"{name}: {TITLES[shown[0]]}", loc="left", fontsize="medium")
         grid[0][0].legend(fontsize="small")
 
 
 def _rest(one: Series) -> str:
-    """The conditions but for the link."""
+    """The conditions, except the link."""
     return str(replace(one.where, link=""))
 
 
-def _panel(panel: Any, series: Sequence[Series], chosen: dict[str, str], what: str) -> None:
+def _panel(panel: Any, series: Sequence[Series], chosen: dict[str, str], measure: str) -> None:
     for mode, same in in_order(series).items():
-        by_speed = sorted((one.where.gbit or 0.0, getattr(one, what)) for one in same if getattr(one, what))
+        by_speed = sorted((one.where.gbit or 0.0, getattr(one, measure)) for one in same if getattr(one, measure))
         if by_speed:
             gbits, samples = zip(*by_speed, strict=True)
             curve(panel, gbits, samples, chosen[mode], mode)

@@ -17,10 +17,10 @@ Cell = Mapping[str, Any]
 
 def summary(result: Result) -> str:
     """One paragraph: at how many points auto is as good as the best plan."""
-    said: str = result["summary"]
+    text: str = result["summary"]
     ucx = {about["ucx"] for about in result["about"].values()}
     versions = {"versions": {"ucx": ", ".join(sorted(ucx)), **result["versions"]}}
-    return f"{said[0].upper()}{said[1:]}. {conditions({**result, **versions})}"
+    return f"{text[0].upper()}{text[1:]}. {conditions({**result, **versions})}"
 
 
 def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
@@ -28,10 +28,10 @@ def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
     cells = result["cells"]
     parts = [summary(result)]
     for link in dict.fromkeys(cell["link"] for cell in cells):
-        for ids, what in patterns.items():
+        for ids, meaning in patterns.items():
             here = [cell for cell in cells if (cell["link"], cell["ids"]) == (link, ids)]
             if here:
-                parts += [f"Over {LINKS.get(link, link)}, {what}:", _table(here)]
+                parts += [f"Over {LINKS.get(link, link)}, {meaning}:", _table(here)]
     parts.append(
         f"Each cell: the plan with the lowest median of {result['rounds']} rounds, its time as a share of direct's, "
         "and, after the comma, auto's time as a share of that plan's. **Bold**: auto takes more than "

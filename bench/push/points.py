@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.pair.tables import PATTERNS, Draw, drawn
+from bench.pair.tables import PATTERNS, Draw, draw_blocks
 
 SIZES = tuple(kib << 10 for kib in (2, 4, 8, 16, 32, 64, 256))
 COUNTS = (16, 64, 256, 1024, 4096)
@@ -43,7 +43,9 @@ class Point:
 def draw(point: Point, pool: int, seed: int, number: int) -> Draw:
     """The ``number``-th choice of blocks among ``pool`` on each side: the same in every process."""
     known = sorted(PATTERNS).index(point.ids)
-    return drawn(point.ids, point.blocks, pool, (seed, point.block_bytes, point.blocks, point.layers, known, number))
+    return draw_blocks(
+        point.ids, point.blocks, pool, (seed, point.block_bytes, point.blocks, point.layers, known, number)
+    )
 
 
 def points(

@@ -30,7 +30,7 @@ def misses(cells: Sequence[Cell]) -> Table | None:
     missed = [cell for cell in cells if cell.misses]
     if not missed:
         return None
-    table = Table(title="Where auto is too slow: measured ms (estimated ms)", title_justify="left")
+    table = Table(title="Points at which auto is too slow: measured ms (estimated ms)", title_justify="left")
     for heading in ("link", "point", *FIXED, "auto chose", "ms", "of the best", "of direct"):
         table.add_column(heading, justify="left" if heading in ("link", "point", "auto chose") else "right")
     for cell in missed:

@@ -60,7 +60,9 @@ def main(
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     measures = [Measure("turns", repeats, weight=5), Measure("calls", repeats, weight=1)]
     started_at = time.monotonic()
-    parts, about = sweep(console, "bench.writer", wire_of, [(link, each, each) for each in measures], settings, _said)
+    parts, about = sweep(
+        console, "bench.writer", wire_of, [(link, each, each) for each in measures], settings, _medians
+    )
     turns, calls = ([asdict(samples) for samples in part] for part in parts)
     result = command.header(settings, repeats, about, started_at) | {
         "lines": {"locked": line(calls, LOCKED), "unlocked": line(calls, UNLOCKED)},
@@ -74,7 +76,7 @@ def main(
         console.print(f"Written: {path}")
 
 
-def _said(samples: list[Samples]) -> str:
+def _medians(samples: list[Samples]) -> str:
     """The medians of a part, as soon as it is measured."""
     return "\n".join(
         ", ".join(f"{name} {value}" for name, value in each.case.items())

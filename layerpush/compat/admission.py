@@ -28,7 +28,10 @@ class ConnectorSettings(NamedTuple):
 
 
 def connectors_in(transfer: Mapping[str, Any], name: str) -> Iterator[ConnectorSettings]:
-    """The connectors called `name` in the fields of a `--kv-transfer-config`, and in its MultiConnector."""
+    """The connectors called `name` in the fields of a `--kv-transfer-config`, and in its MultiConnector.
+
+    Raises ``ConfigError`` for a bad `kv_connector_extra_config`.
+    """
     extra = transfer.get("kv_connector_extra_config") or {}
     if transfer.get("kv_connector") == name:
         yield ConnectorSettings(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
@@ -38,7 +41,10 @@ def connectors_in(transfer: Mapping[str, Any], name: str) -> Iterator[ConnectorS
 
 
 class AdmissionHook(ImportHook):
-    """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call."""
+    """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call.
+
+    ``connector`` is the name of layerpush's connector in a `--kv-transfer-config`.
+    """
 
     names = frozenset({FRONT_END})
 
@@ -66,7 +72,7 @@ class AdmissionHook(ImportHook):
         processor.process_inputs = checked
 
     def check(self, processor: Any, params: Any) -> None:
-        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors take these params."""
+        """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors accept these params."""
         if processor not in self._known:
             transfer = processor.vllm_config.kv_transfer_config
             self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer), self._connector))

@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 class Affinity:
-    """A context that undoes, at its end, every binding of this thread to other cores.
+    """A context that restores this thread's cores at its end.
 
-    On a CPU vLLM's NIXL worker binds the thread that makes it to the last core of each NUMA node, to keep transfers off
-    the cores that compute. But that thread is the engine's main thread, which computes: P, its writer, and a D on the
-    same host would share one core. ``bind_writer`` gives the core to the writer instead.
+    On a CPU vLLM's NIXL worker binds the thread that creates it to the last core of each NUMA node, to keep transfers
+    off the cores that compute. But that thread is the engine's main thread, which computes: P, its writer, and a D on
+    the same host would share one core. ``bind_writer`` gives the core to the writer instead.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,6 @@ class Affinity:
             os.sched_setaffinity(0, self._main)
 
     def bind_writer(self) -> None:
-        """Let this thread run on the cores for transfers, beside those that it may use already."""
+        """Let this thread also run on the cores for transfers. Writer thread."""
         if self._transfers - self._main:
             os.sched_setaffinity(0, self._transfers | os.sched_getaffinity(0))

@@ -3,12 +3,11 @@
 * NIXL's Python API starts its progress thread with a delay of 0: polling takes one core per agent.
 * vLLM's processes wait for each other in `os.sched_yield()`: with more processes than cores they starve the one that
   computes.
-* While requests wait for KV, vLLM's engine takes an empty step every millisecond or so: D uses a core all the time that
-  P computes.
+* While requests wait for KV, vLLM's engine takes an empty step every millisecond or so: D uses a core while P computes.
 
-With plenty of cores the patches cost a little latency, hence the switch: up to 1 ms per transfer, 50 us to 1 ms per
-step. KV that has come ends the rest of D's engine: a worker wakes it (`engine_wake`), and the step that reports the KV
-is followed by the next one at once.
+The patches cost a little latency, up to 1 ms per transfer and 50 us to 1 ms per step. A machine with plenty of cores
+does better without them, so they have a switch. D's engine rests no longer than until its KV arrives: a worker wakes it
+(`engine_wake`), and it takes the step after the report of the KV without a rest.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
 YIELD_SHARE = 0.05
 """Longest sleep as a share of the time waited so far."""
 NEW_WAIT_SECONDS = 1e-3
-"""Time after the last sleep at which another wait begins."""
+"""A thread that has not slept for so long begins a new wait."""
 EMPTY_STEP_SECONDS = 10e-3
 
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})
-# `nixl` is a façade: it picks one of these packages and shows its modules under its own name.
+# The package `nixl` picks one of these packages and re-exports its modules.
 _NIXL_APIS = frozenset({"nixl_cu12._api", "nixl_cu13._api", "nixl_rocm._api"})
 
 _applied = False
@@ -61,7 +60,7 @@ def wanted(environ: dict[str, str] | os._Environ[str] = os.environ) -> bool:
 
 
 def apply() -> None:
-    """Patch this process and those that it forks, and log that once. Call before engines start."""
+    """Patch this process and those that it forks, and log a line. Later calls do nothing. Call before engines start."""
     global _applied
     if _applied:
         return
@@ -71,8 +70,7 @@ def apply() -> None:
     # Importing NIXL here would cost every process, and fix its UCX environment before vLLM has set it.
     _NixlHook().install()
     _EngineHook().install()
-    uncured = _calm_vllm()
-    for name in uncured:
+    for name in _calm_vllm():
         logger.warning("%s: %s does not exist in this vLLM, so its busy loop stays as it is", VARIABLE, name)
     logger.info(
         "%s is set: NIXL's progress thread polls every %d us, vLLM waits in steps of %.0f us and more instead of "
@@ -90,24 +88,27 @@ def applied() -> bool:
 
 
 def _calm_vllm() -> list[str]:
-    """Replace `sched_yield` where it lives and where it was imported by name; returns the names that were not found."""
+    """Replace `sched_yield` in the module that defines it and in the one that imports its name.
+
+    Returns the names that this vLLM lacks.
+    """
     import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
     import vllm.distributed.utils as utils
 
-    uncured = []
+    missing = []
     for module in (utils, shm_broadcast):
         if hasattr(module, "sched_yield"):
             module.sched_yield = _rest.sleep
         else:
-            uncured.append(f"{module.__name__}.sched_yield")
-    return uncured
+            missing.append(f"{module.__name__}.sched_yield")
+    return missing
 
 
 class Rest(threading.local):
-    """Sleeps instead of yielding. The sleep grows with the time that the thread has waited.
+    """Sleeps instead of yielding. The longer a thread has waited, the longer it sleeps.
 
-    A reader of vLLM's message queues could wait for the notification of each message instead. But ZeroMQ drops one of
-    two within a millisecond, and the reader then sleeps on for seconds (seen with vLLM 0.32).
+    A reader of vLLM's message queues could wait for the notification of each message instead. But of two notifications
+    within a millisecond ZeroMQ drops one, and then the reader sleeps on for seconds (seen with vLLM 0.32).
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class Rest(threading.local):
 
     @staticmethod
     def seconds(waited: float) -> float:
-        """How long to sleep, in seconds, after ``waited`` seconds."""
+        """The length of the next sleep, in seconds, after a wait of ``waited`` seconds."""
         return min(max(YIELD_SECONDS, YIELD_SHARE * waited), LONGEST_YIELD_SECONDS)
 
 
@@ -130,7 +131,7 @@ _rest = Rest()
 
 
 def delay_progress_thread(api: ModuleType) -> None:
-    """Let agents made through `api` (NIXL's `_api` module) give their progress thread a delay where they ask for 0."""
+    """Give the progress threads of `api` (NIXL's `_api` module) a delay of ``PROGRESS_DELAY_US`` in place of 0."""
     bindings: Any = api.nixlBind
     plain: Any = bindings.nixlAgentConfig
     if getattr(plain, "calmed_by_layerpush", False):
@@ -153,7 +154,10 @@ class _NixlHook(ImportHook):
 
 
 def rest_after_empty_steps(core: ModuleType) -> None:
-    """Make engines of ``core`` (vLLM's ``v1.engine.core``) wait for input, or for a worker, after an empty step."""
+    """Make engines of ``core`` (vLLM's ``v1.engine.core``) rest after an empty step.
+
+    An engine rests until it gets input, a worker wakes it, or ``EMPTY_STEP_SECONDS`` are over.
+    """
     engine: Any = core.EngineCoreProc
     plain = engine._process_engine_step
     waits: weakref.WeakKeyDictionary[Any, InputWait] = weakref.WeakKeyDictionary()
@@ -187,7 +191,7 @@ class InputWait:
             self._inputs.not_empty.notify()
 
     def wait(self, seconds: float) -> None:
-        """Wait at most so many seconds. The engine's thread."""
+        """Wait ``seconds`` at most. The engine's thread."""
         with self._inputs.not_empty:
             if not self._inputs.queue and not self._woken:
                 self._inputs.not_empty.wait(seconds)

@@ -1,8 +1,8 @@
 """Wakes an engine that rests after an empty step (`busy_wait`) from its worker processes.
 
-The engine's core has a Unix datagram socket in Linux's abstract namespace. Its name follows from the engine id, which
-the core and its workers have in common. A message has no content: it only says that an empty step has something to
-report. If it is lost, the engine rests to the end.
+The engine's core has a Unix datagram socket in Linux's abstract namespace. Its name is a hash of the engine id, which
+the core and its workers know. A message is empty: it means that a worker has something to report in the next step. If
+the message is lost, the engine rests for the whole time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _address(engine_id: str) -> str:
 
 
 def wake(engine_id: str) -> None:
-    """End the rest of this engine, or keep it from its next one. Never blocks; nothing happens if nobody listens.
+    """Wake this engine; if it does not rest now, it skips its next rest. Any thread of a worker.
 
-    Any thread of a worker.
+    Never blocks. Does nothing if no engine listens.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
         out.sendto(b"", _address(engine_id))
@@ -33,7 +33,7 @@ def wake(engine_id: str) -> None:
 def listen(engine_id: str, on_wake: Callable[[], None]) -> None:
     """Call ``on_wake`` for each message of a worker of this engine, on a thread that lives as long as the process.
 
-    If another engine of this host has the same id, it keeps the address, and a line in the log says so.
+    If another engine of this host has the same id, that engine keeps the address, and this one logs a warning.
     """
     inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

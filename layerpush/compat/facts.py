@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) -> str | None:
-    """The reason why this engine must push whole requests, if its scheduler and its workers both know one."""
+    """The reason why this engine must push whole requests, or None. Its scheduler and its workers find the same."""
     if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
     if side._has_mamba:
@@ -28,7 +28,7 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
 
 
 def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
-    """The reason why this worker must push whole requests, if there is one. ``cache_layout`` may find another."""
+    """The reason why this worker must push whole requests; None if there is none. ``cache_layout`` may find another."""
     if (reason := engine_fallback(worker)) is not None:
         return reason
     if worker.pcp_size > 1:
@@ -67,21 +67,24 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
 
 
 def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
-    """Whether a step's forward is split, so that a layer's hook fires before all of the layer is computed."""
+    """Whether a step runs in microbatches: a layer's hook then fires before all of the layer is computed."""
     return bool(vllm_config.parallel_config.use_ubatching)
 
 
 def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
-    """Number of descriptors from which on NIXL may spread a WRITE over several endpoints."""
+    """NIXL may spread a WRITE of so many descriptors, or more, over several endpoints. ``inf``: it never does.
+
+    0 for another backend than UCX: the number is not known.
+    """
     assert vllm_config.kv_transfer_config is not None
     if worker.nixl_backends != ["UCX"]:
-        return 0  # not known
+        return 0
     threads = vllm_config.kv_transfer_config.get_from_extra_config("num_threads", 4)
     return SPLIT_AT if threads else math.inf
 
 
 def only_decodes(vllm_config: VllmConfig) -> bool:
-    """Whether this engine never writes into another one's memory."""
+    """Whether this engine is a decode engine only, so that it never writes into another engine's memory."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and not transfer.is_kv_producer
 

@@ -1,10 +1,10 @@
-"""D's scheduler starts a request with P's first token, if the request may.
+"""D's scheduler starts a request with P's first token, if the request allows it.
 
 vLLM's scheduler computes the last token of a loaded prompt once more, to sample from it. ``FirstTokens`` appends P's
 token instead, as soon as the load is complete, and returns it as the request's output. To the scheduler the request
-then has one output token, whose KV is to be computed next. vLLM's first model runner, V1, builds a new request from its
-prompt alone. So to this runner the token is the prompt's last, and the request has one output token less (``amend``).
-The second runner, V2, takes all tokens of a new request.
+then has one output token, and the next step computes this token's KV. vLLM's first model runner, V1, builds a new
+request from its prompt alone. So ``amend`` shows it the token as the prompt's last, and one output token less. The
+second runner, V2, takes all tokens of a new request.
 
 ``install`` wraps two methods of vLLM's ``Scheduler``, for schedulers whose connector has ``first_tokens``:
 ``update_from_output``, which returns a step's outputs, and ``schedule``, which returns the input of the runner.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PREFILL = "prefill"
-"""Counted for a request that starts with P's token; any other value is the reason why it does not."""
+"""Counted for a request that starts with P's token. Every other counted value is the reason why a request does not."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "presence_penalty",
@@ -43,12 +43,15 @@ _SAMPLING = (
 
 
 def sampling_of(params: SamplingParams) -> str:
-    """A digest of everything that decides which token is sampled. A seed does not: its tokens are as good as others."""
+    """A digest of all parameters that change a token's probability, in hexadecimal digits. A seed changes none."""
     return sampling_digest(getattr(params, name) for name in _SAMPLING)
 
 
 def engine_refusal(vllm_config: VllmConfig, prefill_backoff: int) -> str | None:
-    """The reason why no request of this decode engine can start with P's token, if there is one."""
+    """The reason why no request of this decode engine can start with P's token; None if requests can.
+
+    ``prefill_backoff`` is the number of tokens at a prompt's end that P leaves to D.
+    """
     model = vllm_config.model_config
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if vllm_config.speculative_config is not None:
@@ -75,8 +78,11 @@ def engine_refusal(vllm_config: VllmConfig, prefill_backoff: int) -> str | None:
 class FirstTokens:
     """The first tokens of one decode engine. Runs in the scheduler's thread.
 
+    A request that asks for P's token has one entry here: in ``_asked`` during its load, in ``_loaded`` until the end of
+    the step that reports the load as over, and in ``_started`` if it starts with P's token.
+
     ``count`` gets, once for each load, ``PREFILL`` or the reason why the engine computes the token. If ``refusal`` is
-    not None, no request asks for a token. ``on_start`` is called when a request has got P's token.
+    not None, no request asks for a token. ``on_start`` is called after a request has started with P's token.
     """
 
     def __init__(
@@ -91,38 +97,33 @@ class FirstTokens:
         self._refused = refusal is not None
         self._count = count
         self._on_start = on_start
-        self._asked: set[str] = set()
-        self._known: dict[str, int | Missing] = {}
-        self._loaded: list[str] = []
+        self._asked: dict[str, _Known] = {}
+        self._loaded: dict[str, _Known] = {}
         self._started: dict[str, int] = {}
-        """Of requests that have started with P's token, for the runner."""
 
     def ask(self, request: Request) -> str | None:
-        """The digest for a registration that asks for P's token. None: the request computes its own."""
+        """The digest for a registration that asks for P's token. None: D computes this request's first token."""
         reason = "engine" if self._refused else _refusal(request, self._max_tokens)
         if reason is not None:
             self._count(reason)
             return None
-        self._asked.add(request.request_id)
+        self._asked[request.request_id] = None
         return sampling_of(request.sampling_params)
 
     def reported(self, received: Iterable[str], known: Mapping[str, int | Missing]) -> None:
         """The loads of ``received`` are over. ``known``: P's tokens, or the reasons that there are none."""
-        self._known.update({request_id: known[request_id] for request_id in self._asked & known.keys()})
-        self._loaded.extend(self._asked.intersection(received))
+        self._asked.update({request_id: known[request_id] for request_id in self._asked.keys() & known.keys()})
+        self._loaded.update({request_id: self._asked.pop(request_id) for request_id in self._asked.keys() & received})
 
     def finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""
-        self._asked.discard(request_id)
-        self._known.pop(request_id, None)
+        self._asked.pop(request_id, None)
         self._started.pop(request_id, None)
 
     def start(self, scheduler: Scheduler) -> Iterator[tuple[int, EngineCoreOutput]]:
-        """Start the requests whose loads are over, where that is possible. Yields outputs, each with its client."""
-        loaded, self._loaded = self._loaded, []
-        for request_id in loaded:
-            self._asked.discard(request_id)
-            known = self._known.pop(request_id, None)
+        """Start the requests whose loads are over, if they can start. Yields outputs, each with its client's index."""
+        loaded, self._loaded = self._loaded, {}
+        for request_id, known in loaded.items():
             request = scheduler.requests.get(request_id)
             if request is None:
                 continue
@@ -136,7 +137,7 @@ class FirstTokens:
                 yield request.client_index, self._start(scheduler, request, known)
 
     def amend(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Show P's token to the first model runner, as the end of the prompt: it takes no other of a new request."""
+        """Show P's token to the first model runner as the end of the prompt: it takes a new request's prompt only."""
         if not self._started or scheduler.use_v2_model_runner:
             return
         for new in output.scheduled_new_reqs:
@@ -155,7 +156,8 @@ class FirstTokens:
         params = request.sampling_params
         if known == params.eos_token_id or known in (params.stop_token_ids or ()):
             return "ends"
-        # Without room for the token's KV the request could not run. Nor could it be preempted: no runner knows it.
+        # Without a block for the token's KV the request could not run. It could not be preempted either: the runner
+        # does not know it yet.
         manager = scheduler.kv_cache_manager
         if manager.block_pool.get_num_free_blocks() < len(manager.kv_cache_config.kv_cache_groups):
             return "no_block"
@@ -167,7 +169,7 @@ class FirstTokens:
         self._started[request.request_id] = token
         request.append_output_token_ids(token)
         self._on_start()
-        if scheduler.log_stats:  # the scheduler does so in a later step, and then it is ignored
+        if scheduler.log_stats:  # the scheduler records it in a later step: vLLM ignores that second event
             request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
         prefill_stats = request.take_prefill_stats()
         if prefill_stats is not None:
@@ -182,11 +184,14 @@ class FirstTokens:
 
 
 _LOADED = RequestStatus.WAITING_FOR_REMOTE_KVS
-"""Until the next step, also of a request whose load is complete."""
+"""vLLM's status of a request during its load, and after it until the next step."""
+
+_Known = int | Missing | None
+"""P's token, or the reason that there is none. None: the workers have reported neither."""
 
 
 def _refusal(request: Request, max_tokens: int) -> str | None:
-    """The reason why this request cannot start with P's token, whatever it is."""
+    """The reason why this request cannot start with P's token, whatever the token is."""
     params = request.sampling_params
     if params is None or request.resumable or request.num_preemptions or request.num_output_tokens:
         return "resumed"
@@ -215,7 +220,7 @@ def _refusal(request: Request, max_tokens: int) -> str | None:
 
 
 def install() -> None:
-    """Have every scheduler of this process ask its connector for first tokens. Once is enough."""
+    """Have every scheduler of this process ask its connector for first tokens. Later calls do nothing."""
     if hasattr(Scheduler.update_from_output, "starts_with_first_tokens"):
         return
     plain_update, plain_schedule = Scheduler.update_from_output, Scheduler.schedule
@@ -241,7 +246,7 @@ def install() -> None:
 
 
 def _of(scheduler: Scheduler) -> Iterator[FirstTokens]:
-    """Of the scheduler's connector, or of those in its MultiConnector."""
+    """The ``FirstTokens`` of the scheduler's connector, or of each connector in its MultiConnector."""
     connector = scheduler.connector
     for each in getattr(connector, "_connectors", (connector,)):
         first_tokens = getattr(getattr(each, "connector_scheduler", None), "first_tokens", None)

@@ -21,14 +21,14 @@ class _AgentDescription(msgspec.Struct):
 
 
 def handshake_query(pp_rank: int, tp_rank: int) -> bytes:
-    """The query for a rank's agent."""
+    """The msgpack query for the agent of this rank."""
     return msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
 
 
 def agent_of_handshake(payload: bytes) -> bytes:
-    """NIXL's own description of an agent, which has its name in it, from a side channel's answer.
+    """NIXL's own description of an agent from ``payload``, the answer of a side channel. It contains the agent's name.
 
-    Raises ``ValueError`` for any other bytes, or ``RecursionError``.
+    Raises ``ValueError`` or ``RecursionError`` for any other bytes.
     """
     handshake = msgspec.msgpack.decode(payload, type=_HandshakeAnswer)
     return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=_AgentDescription).agent_metadata

@@ -1,4 +1,4 @@
-"""Patching a module right after it is imported, without importing it."""
+"""Patches a module right after another one imports it."""
 
 from __future__ import annotations
 

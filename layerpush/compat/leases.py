@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
 GRACE_S = 1.0
+"""A lease that is due while a WRITE reads the blocks goes on for so many seconds."""
 SLACK_S = 0.1
+"""vLLM reads the clock after us: a lease that ends within so many seconds counts as due."""
 
 Deadlines = dict[str, float]
 """vLLM's table: when the lease of each request ends, in seconds of ``time.perf_counter``. Main thread."""
 
 
 class SendLeases:
-    """Keeps two rules. No lease ends while a WRITE reads from the request's blocks. After a lease has ended, vLLM posts
-    no WRITE of the whole request.
+    """Enforces two rules. No lease ends while a WRITE reads from the request's blocks. After a lease has ended, vLLM
+    posts no WRITE of the whole request.
 
     One lock decides which of the two comes first. No thread holds it across a NIXL call.
     """
@@ -30,9 +32,10 @@ class SendLeases:
     def reap(
         self, deadlines: Deadlines, now: float, is_read: Callable[[str], bool], expire: Callable[[str], None]
     ) -> None:
-        """Prolong or end every lease that is due, or will be when vLLM reads the clock next. Main thread.
+        """Prolong or end every lease that is due. Main thread.
 
-        ``is_read``: whether a WRITE reads from these blocks. ``expire`` gets the request of each lease that ends.
+        ``now`` is in seconds of ``time.perf_counter``. ``is_read`` gets a request id and returns whether a WRITE reads
+        from its blocks. ``expire`` gets the request id of each lease that ends.
         """
         with self._lock:
             due = [request_id for request_id, deadline in deadlines.items() if deadline <= now + SLACK_S]

@@ -27,7 +27,7 @@ class RankTarget(NamedTuple):
 def discover_link(
     worker: NixlPushConnectorWorker, engine_id: str, note_writes: Callable[[ReqMeta], list[RankTarget]]
 ) -> Link:
-    """The link to a connected decode engine. ``note_writes`` has vLLM push a made-up request, and posts nothing."""
+    """The link to a connected decode engine. ``note_writes`` returns the WRITEs that vLLM would post for a request."""
     reason = refusal(worker, engine_id)
     targets: list[RankTarget] = []
     if reason is None:
@@ -72,7 +72,7 @@ def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:
 
 
 def agent_name(name: str | bytes) -> str:
-    """NIXL names an agent that was added in bytes, and the sender of a notification in a string."""
+    """An agent's name as a string. NIXL names an added agent in bytes, and the sender of a notification in a string."""
     return name.decode() if isinstance(name, bytes) else name
 
 

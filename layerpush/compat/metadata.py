@@ -34,6 +34,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         cancelled: Mapping[str, str],
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
+        """vLLM's ``metadata`` and these fields. Copies no container."""
         extended = cls.__new__(cls)
         extended.__dict__.update(
             metadata.__dict__,

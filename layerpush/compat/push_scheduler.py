@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagedRegistration:
-    """``message`` may be extended until the step's metadata is built. ``blocks`` are the blocks that it names."""
+    """A registration that leaves with the step's metadata.
+
+    ``message`` may be extended until that metadata is built. ``blocks`` are the blocks that it names.
+    """
 
     message: dict[str, Any]
     blocks: list[KVCacheBlock]
@@ -45,7 +48,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
     def take_staged_registration(self, request_id: str, blocks: KVCacheBlocks) -> StagedRegistration | None:
         """The registration that vLLM has just staged for these blocks, once for each; None if it staged none.
 
-        This removes vLLM's own deadline for it: there vLLM would only log, and forget the request.
+        This removes vLLM's own deadline for it. At that deadline vLLM would only log a line and forget the request.
         """
         if self._push_registration_deadlines.pop(request_id, None) is None:
             return None
@@ -69,13 +72,13 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         return int(self._prefill_backoff())
 
     def sampled_token(self, request: Request) -> Sampled | None:
-        """The first token that P has sampled after the whole prompt."""
+        """The first token that P has sampled after the whole prompt; None if P has sampled none."""
         if self._prefill_backoff() or not request.output_token_ids or request.sampling_params is None:
             return None
         return Sampled(request.output_token_ids[0], sampling_of(request.sampling_params))
 
     def prompt_digest(self, request: Request) -> str | None:
-        """Equal on both sides of a push for equal prompts; None if the two sides cannot compare them."""
+        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None or self._prefill_backoff():
             return None
         digest = hashlib.blake2b(array("i", request.prompt_token_ids).tobytes(), digest_size=16)
@@ -86,7 +89,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
 
 
 def is_streamed(request: Any) -> bool:
-    """Whether this engine is to push a vLLM request."""
+    """Whether this engine is to push the KV of a vLLM request."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode"))
 

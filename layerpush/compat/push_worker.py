@@ -110,7 +110,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Handshake executor.
 
     def add_remote_agent(self, nixl_agent_meta: Any, *args: Any, **kwargs: Any) -> str:
-        """vLLM sizes its tables by the peer's claims. Raises ``ValueError`` for absurd ones: the handshake fails."""
+        """Raises ``ValueError`` for absurd sizes, so the handshake fails: vLLM would size its tables by them."""
         regions = nixl_agent_meta.region_num_blocks or [nixl_agent_meta.num_blocks] * len(nixl_agent_meta.block_lens)
         if min(regions, default=0) < 0 or sum(regions) > MAX_DESCRIPTORS or len(regions) > MAX_REGIONS:
             raise ValueError(
@@ -129,11 +129,11 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Main thread: the writer thread's life.
 
     def start_writer(self, loop: Task) -> None:
-        """Have the writer thread run ``loop``. After ``register_kv_caches``, whose end starts the thread."""
+        """Have the writer thread run ``loop``. Call it after ``register_kv_caches``, which starts the thread."""
         self._loop.put(loop)
 
     def join_writer(self, timeout_s: float) -> bool:
-        """Wait until the loop has returned. False if it still runs. True if it never started."""
+        """Wait up to ``timeout_s`` seconds for the end of the thread. False if it still runs, True if it never ran."""
         thread = getattr(self, "_push_writer_thread", None)
         if thread is None:
             return True
@@ -149,7 +149,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         return super().get_transfer_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Always empty: a failed load is reported by request. By then other requests may have its blocks."""
+        """Always empty. Failed loads are reported by request, because other requests may have the blocks by then."""
         super().get_block_ids_with_load_errors()
         return set()
 
@@ -205,13 +205,13 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Writer thread: whole-request pushes.
 
     def push_whole(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
-        """Start vLLM's whole-request push, unless the lease has ended: its completion rides on the WRITE."""
+        """Start vLLM's whole-request push, unless the lease has ended. vLLM attaches the completion to the WRITE."""
         with self._leases.posting(request_id) as lives:
             if lives:
                 self._do_start_push_kv(request_id, blocks, registration)
 
     def report_sent(self, request_id: str) -> None:
-        """Have the main thread report the request as over: it was sent, or never will be."""
+        """Have the main thread report the request as sent: its push is over, with or without success."""
         with self._sending_transfers_lock:
             self._send_failures.discard(request_id)
             self._sending_transfers[request_id] = []
@@ -241,7 +241,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         local_xfer_side_handle: int,
         remote_xfer_side_handle: int,
     ) -> int | None:
-        """Post vLLM's WRITE and have it watched. Returns no handle, so vLLM polls nothing."""
+        """Post vLLM's WRITE and hand it to the writer. Returns no handle, so vLLM polls nothing."""
         if self._noted is not None:
             self._noted.append(RankTarget(read_spec, local_xfer_side_handle, remote_xfer_side_handle))
             return None
@@ -297,7 +297,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             return
         assert self.transfer_topo is not None
         if not self._departed:
-            # The main thread may be about to account for a load from this engine: a KeyError there ends our engine.
+            # The main thread may still look up this engine for the statistics of a load: a KeyError ends our engine.
             self.transfer_topo.get_engine_info = partial(_info_of, self.transfer_topo.get_engine_info, self._departed)
         self._departed.note(engine_id, self.transfer_topo.get_engine_info(engine_id))
         self._cleanup_remote_engine(engine_id, log_eviction=False)
@@ -307,11 +307,11 @@ class VllmPushWorker(NixlPushConnectorWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def touch_engine(self, engine_id: str) -> None:
-        """The engine is in use: it is not stale."""
+        """Note that the engine is in use, so that vLLM does not forget it as stale."""
         self._engine_last_active[engine_id] = time.perf_counter()
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
-        """Raises ``MismatchError`` for a block that a connected decode engine does not have."""
+        """Raises ``MismatchError`` for a block id that a connected decode engine does not have, in any group."""
         assert self.transfer_topo is not None
         pages = self.transfer_topo.get_engine_info(engine_id).remote_physical_blocks_per_logical
         limit = min(self.dst_region_num_blocks[engine_id]) // pages
@@ -352,7 +352,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._wake_engine()
 
     def _wake_engine(self) -> None:
-        """A load is over: the engine may rest, and its next step reports the load."""
+        """Wake the engine if it rests: its next step reports the load that is over."""
         if busy_wait.applied():
             engine_wake.wake(self.engine_id)
 
@@ -370,7 +370,7 @@ def _drained(inbox: queue.Queue[T]) -> Iterator[T]:
 
 
 def _info_of(connected: Callable[..., Any], departed: dict[str, Any], engine_id: str, pp_rank: int = 0) -> Any:
-    """vLLM's facts about an engine; after a disconnection, the last ones."""
+    """vLLM's facts about an engine; after a disconnection, the last known ones."""
     try:
         return connected(engine_id, pp_rank)
     except KeyError:

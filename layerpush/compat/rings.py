@@ -22,16 +22,20 @@ def register_ring(worker: NixlPushConnectorWorker, base: int, size: int, device:
 
 
 def own_ring(worker: NixlPushConnectorWorker, base: int, size: int, element: int) -> Any:
-    """Our ring as a list of descriptors of ``element`` bytes each, without a remainder at its end."""
+    """NIXL's prepared list of our ring: descriptors of ``element`` bytes each, without a remainder at the end."""
     return _prepared(worker, "NIXL_INIT_AGENT", base, size, element, worker.device_id)
 
 
 def peer_ring(worker: NixlPushConnectorWorker, agent: str, window: Window) -> Any:
-    """A decode rank's ring as a list of pieces. Raises NIXL's errors, one if the rank lacks that memory."""
+    """NIXL's prepared list of a decode rank's ring: descriptors of ``PIECE_BYTES`` each.
+
+    Raises NIXL's errors, for example if the rank has not registered that memory.
+    """
     return _prepared(worker, agent, window.ring, window.ring_size, PIECE_BYTES, window.device)
 
 
 def release_ring(worker: NixlPushConnectorWorker, handle: Any) -> None:
+    """Release a prepared list."""
     worker.nixl_wrapper.release_dlist_handle(handle)
 
 

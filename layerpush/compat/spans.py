@@ -19,7 +19,7 @@ def traces_requests(vllm_config: VllmConfig) -> bool:
 
 
 def emit_span(name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Any], headers: Mapping[str, str]) -> None:
-    """Queue a span for export, in the trace that the request's W3C ``headers`` name. Times in ns of Unix time."""
+    """Queue a span for export in the trace of the request's W3C ``headers``. Times are in nanoseconds of Unix time."""
     context = extract_trace_context(headers)
     if context is not None:
         instrument_manual(name, start_ns, end_ns, dict(attributes), context)

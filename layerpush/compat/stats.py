@@ -23,7 +23,7 @@ class LayerPushStats(NixlKVConnectorStats):
 
     @classmethod
     def joined(cls, upstream: KVConnectorStats | None, tally: Tally | None) -> LayerPushStats | None:
-        """Both as one report; None if there is neither."""
+        """Both parts as one report; None if there is neither."""
         if upstream is None and tally is None:
             return None
         stats = cls()
@@ -35,7 +35,7 @@ class LayerPushStats(NixlKVConnectorStats):
 
     @property
     def tally(self) -> Tally:
-        """A copy."""
+        """A copy of layerpush's part."""
         return Tally.from_data(self.data.get(KEY, {}))
 
     def is_empty(self) -> bool:
@@ -43,7 +43,7 @@ class LayerPushStats(NixlKVConnectorStats):
         return self._is_silent_upstream() and self.tally.is_empty
 
     def aggregate(self, other: KVConnectorStats) -> LayerPushStats:
-        """Add another rank's, another process's or a later report. ``other`` stays as it is."""
+        """Add the report of another rank or process, or a later one. ``other`` does not change."""
         tally = self.tally
         tally.merge(other.data.get(KEY, {}))
         for key in other.data.keys() - {KEY}:
@@ -65,7 +65,7 @@ class LayerPushStats(NixlKVConnectorStats):
         return dict(self.data)
 
 
-class HeardStats(LayerPushStats):
+class IntervalStats(LayerPushStats):
     """A front end's sum of reports since its last log line. Copies ``data``: the front end's metrics need it too."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:

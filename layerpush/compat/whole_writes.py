@@ -30,7 +30,7 @@ class WholeWrites:
         self._setup_failures: dict[str, BaseException] = {}
 
     def setup_failed(self, request_id: str, error: BaseException) -> None:
-        """vLLM could not prepare the WRITE that it is about to post. ``post`` raises the error; vLLM would log it."""
+        """Note that vLLM could not prepare a WRITE. ``post`` raises the error, which vLLM would only log."""
         self._setup_failures[request_id] = error
 
     def post(
@@ -43,7 +43,7 @@ class WholeWrites:
     ) -> Transfer | None:
         """Call ``post``, vLLM's code for one WRITE, and take over its handle; None if there was nothing to write.
 
-        Raises ``TransportError`` if NIXL could not even prepare the WRITE; vLLM would go on regardless.
+        Raises ``TransportError`` if NIXL could not prepare the WRITE; vLLM would continue without it.
         """
         started = time.perf_counter()
         agent, noted = worker.nixl_wrapper, self._transport.noted()
@@ -73,7 +73,7 @@ class WholeWrites:
         """Record NIXL's telemetry of a WRITE. Its handle is still valid."""
         try:
             telemetry = agent.get_xfer_telemetry(transfer.handle)
-        except Exception as error:  # noqa: BLE001  NIXL builds differ in theirs; the WRITE has landed
+        except Exception as error:  # noqa: BLE001  errors differ between builds of NIXL; the WRITE has landed
             logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
             return
         transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes

@@ -36,7 +36,10 @@ class PeerErrors:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str, now: float) -> None:
-        """Count an error of this kind at time ``now``, in seconds; log ``text`` if the kind's time has come."""
+        """Count an error of this kind. Log ``text`` unless the kind's last line is younger than ``quiet_s``.
+
+        ``now`` is in seconds on any clock that only goes forward.
+        """
         if kind not in self._kinds:
             if len(self._kinds) >= self._max_kinds:
                 kind = OTHER

@@ -28,7 +28,7 @@ Emit = Callable[[str, int, int, Mapping[str, Any], Headers], None]
 
 
 class Spans:
-    """Remembers the headers of requests until their push or load is over, and then makes the span."""
+    """Remembers the headers of requests until their push or load is over, and then emits the span."""
 
     def __init__(self, emit: Emit, request_id_key: str) -> None:
         self._emit = emit
@@ -44,7 +44,7 @@ class Spans:
                 self._headers.pop(next(iter(self._headers)), None)
 
     def add(self, record: PushRecord | LoadRecord) -> None:
-        """Make the span of a push or load that is over. A load that is recorded twice gets one span. Writer thread."""
+        """Emit the span of a push or load that is over. A load that is recorded twice gets one span. Writer thread."""
         headers = self._headers.pop(record.request_id, None)
         marks = [at for at in _marks(record) if at is not None]
         if headers is None or not marks:
@@ -60,7 +60,7 @@ class Spans:
 
 
 class SpannedTrace(TraceFile):
-    """A worker's trace file, which also makes a span of each push and load."""
+    """A worker's trace file, which also emits a span for each push and load."""
 
     def __init__(self, directory: str | None, engine_id: str, rank: int, spans: Spans) -> None:
         super().__init__(directory, engine_id, rank)

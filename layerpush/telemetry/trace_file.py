@@ -51,10 +51,10 @@ class TraceFile:
             return
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        who, thread = f"rank{rank}", "layerpush-trace"
+        process, thread = f"rank{rank}", "layerpush-trace"
         if rank == SCHEDULER_RANK:
-            who, thread = "scheduler", "layerpush-trace-scheduler"
-        self._path = folder / f"{engine_id.replace('/', '_')}-{who}-{os.getpid()}.jsonl"
+            process, thread = "scheduler", "layerpush-trace-scheduler"
+        self._path = folder / f"{engine_id.replace('/', '_')}-{process}-{os.getpid()}.jsonl"
         lines = _Lines(self._path, this_process(engine_id, rank))
         self._thread = threading.Thread(target=self._run, args=(lines,), name=thread, daemon=True)
         self._thread.start()
@@ -182,7 +182,7 @@ class _Counts:
 
 class _Lines:
     """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end precedes the
-    next line. A deleted file is made again.
+    next line. A deleted file is created again. Trace thread.
     """
 
     def __init__(self, path: Path, head: ProcessRecord) -> None:
@@ -194,16 +194,15 @@ class _Lines:
         self._encoder = msgspec.json.Encoder()
 
     def begin(self) -> None:
-        """Make the file, unless it exists, and write its head. Raises ``OSError``."""
+        """Create the file, unless it exists, and write its head. Raises ``OSError``."""
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
             self.close()
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
             self._has_head = False
-            self._torn = (
-                os.fstat(self._file.fileno()).st_size > 0
-            )  # a process of the same pid may have left a torn line
+            # A process of the same pid may have left a torn line.
+            self._torn = os.fstat(self._file.fileno()).st_size > 0
         if not self._has_head:
             self._write(self._file, self._encoder.encode(self._head))
             self._has_head = True

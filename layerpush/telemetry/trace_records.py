@@ -1,8 +1,8 @@
 """The trace records of pushes on P, and of loads and first tokens on D, written as JSON lines.
 
-The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load and passes it to a ``TraceFile``. D's
-scheduler does so with a ``FirstTokenRecord`` per load.
-All times are ``time.perf_counter()`` seconds; a file's first line names their clock.
+The writer thread fills a ``PushRecord`` per push and a ``LoadRecord`` per load, and passes it to a ``TraceFile``. D's
+scheduler does the same with a ``FirstTokenRecord`` per load.
+All times (``t``, ``t_*``) are ``time.perf_counter()`` seconds; a file's first line names their clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DropRecord(msgspec.Struct, kw_only=True):
 
 
 class ChunkRecord(msgspec.Struct):
-    """A ``cached`` chunk was in P's prefix cache when its step began."""
+    """Prompt blocks ``start_block`` to ``end_block``, exclusive. ``cached``: P's prefix cache had the chunk already."""
 
     start_block: int
     end_block: int
@@ -53,7 +53,7 @@ class ChunkRecord(msgspec.Struct):
 
 
 class WriteRecord(msgspec.Struct):
-    """One posted WRITE. ``layers`` and ``chunks`` are first and last index; ``bytes`` went to ``remote_rank``.
+    """One posted WRITE. ``layers`` and ``chunks`` are the first and the last index; ``bytes`` went to ``remote_rank``.
 
     ``plan`` is "direct", "gathered" or "packed". NIXL merges its descriptors into ``runs`` contiguous ones.
     ``estimate_s`` is the estimated time in seconds, from ``t_planned`` on. Where packing is off, ``runs``,
@@ -101,7 +101,7 @@ class PushRecord(msgspec.Struct, kw_only=True):
     t_notified: float | None = None
 
     def ready_at(self, chunk: int, layer: int, at: float, hooked: bool | None, *, keep: bool = True) -> None:
-        """Count a layer of a chunk as ready at ``at``; ``keep``: add its row too. ``hooked`` None: it was cached."""
+        """Count a layer of a chunk as ready at ``at``. ``keep``: add its row, too. ``hooked`` None: a cached chunk."""
         if keep:
             self.ready.append((chunk, layer, at, bool(hooked)))
         self.t_last_ready = at
@@ -116,7 +116,7 @@ class PushRecord(msgspec.Struct, kw_only=True):
         return 1 + len(self.chunks) + len(self.ready) + len(self.writes)
 
     def restart(self, epoch: int) -> None:
-        """A preempted prompt is computed again: its ready layers no longer count. Its WRITEs stay recorded."""
+        """Begin an epoch after a preemption: layers ready so far no longer count. Posted WRITEs stay recorded."""
         self.epoch = epoch
         self.chunks, self.ready = [], []
         self.hooked_layers = self.swept_layers = 0
@@ -144,7 +144,7 @@ class LoadRecord(msgspec.Struct, kw_only=True):
     t_cleared: float | None = None
 
     def settled(self, outcome: str, reason: str | None, at: float) -> None:
-        """D has the final status of the push, or does not wait for it any more."""
+        """D has the final status of the push, or no longer waits for it."""
         self.outcome, self.reason, self.t_settled = outcome, reason, at
 
     @property
@@ -154,7 +154,11 @@ class LoadRecord(msgspec.Struct, kw_only=True):
 
 
 class FirstTokenRecord(msgspec.Struct, kw_only=True):
-    """One request's first token on D, by the scheduler's clock. ``t_scheduled`` None: the token came without a step."""
+    """One request's first token on D. Times are on the scheduler's clock.
+
+    ``t_told`` is the time of the workers' report that the load is over. ``t_scheduled`` is None if the token came
+    without a step.
+    """
 
     kind: str = "first_token"
     request_id: str
@@ -186,7 +190,7 @@ def this_process(engine_id: str, rank: int) -> ProcessRecord:
 
 
 def clock_name() -> str:
-    """A name of the clock of ``time.perf_counter()``: it belongs to a boot, and a time namespace may shift it."""
+    """A name of the clock of ``time.perf_counter()``: the boot that it belongs to, and its time namespace."""
     boot, namespace = socket.gethostname(), ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of ``docs/metrics/grafana.json``, which ``scripts/pages`` writes anew."""
+"""The Grafana dashboard of ``docs/metrics/grafana.json``, which ``scripts/pages`` writes again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """``lines`` are PromQL expressions by legend."""
+    """``lines`` are PromQL expressions by legend. ``unit`` is Grafana's name of a unit."""
 
     title: str
     unit: str
@@ -42,20 +42,24 @@ def per_request(metric: Metric) -> str:
 
 
 def quantiles(metric: Metric) -> dict[str, str]:
+    """The 50th, 90th and 99th percentile of a histogram, by legend."""
     buckets = rate(metric, by="le", part="_bucket")
     return {f"p{part}": f"histogram_quantile(0.{part}, {buckets})" for part in (50, 90, 99)}
 
 
 def mean(metric: Metric) -> str:
+    """The mean of a histogram."""
     return f"{rate(metric, part='_sum')} / {rate(metric, part='_count')}"
 
 
 def levels(*metrics: Metric) -> dict[str, str]:
+    """Gauges, summed over the chosen instances, by legend."""
     assert all(metric.kind is Kind.GAUGE for metric in metrics)
     return {metric.key.replace("_", " "): f"sum({metric.exposed_name}{{{HERE}}})" for metric in metrics}
 
 
 def share(metric: Metric, value: str, of: Sequence[str]) -> str:
+    """The share, 0 to 1, of one label value among the label values ``of``."""
     some, known = f'{metric.label}="{value}"', f'{metric.label}=~"{"|".join(of)}"'
     return f"{rate(metric, some)} / {rate(metric, known)}"
 
@@ -68,7 +72,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Pushed by layer",
             "percentunit",
             {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
-            "How much of the traffic gets the overlap at all.",
+            "Share of completed pushes that overlap with prefill.",
         ),
         Panel("Fallbacks by reason", "reqps", {"{{reason}}": per_request(catalog.FALLBACKS)}, stacked=True),
         Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
@@ -127,7 +131,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 "schedule": mean(catalog.HAND_OVER_SCHEDULE),
                 "first step": mean(catalog.HAND_OVER_FIRST_STEP),
             },
-            "Means, from the last completion on: until the scheduler knows, until a step begins, until its token.",
+            "Means of its parts: until the scheduler has the report, until a step begins, until the step's token.",
         ),
         Panel("Awaited loads", "short", levels(catalog.AWAITED_LOADS)),
         Panel(
@@ -145,7 +149,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Staging rings",
             "bytes",
             levels(catalog.RING_BYTES, catalog.RING_USED_BYTES),
-            "0: there is no ring, and so far there never is.",
+            "0: no packing; the log has the reason.",
         ),
         Panel("Dropped records", "ops", {"{{queue}}": rate(catalog.DROPPED_RECORDS, by="queue")}),
     ),
@@ -153,6 +157,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, object]:
+    """The dashboard as JSON types, in Grafana's format."""
     panels: list[dict[str, object]] = []
     top = 0
     for title, row in ROWS.items():
@@ -217,4 +222,5 @@ def _panel(panel: Panel) -> dict[str, object]:
 
 
 def render() -> str:
+    """The text of ``FILE``."""
     return json.dumps(dashboard(), indent=2) + "\n"

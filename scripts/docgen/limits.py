@@ -88,12 +88,14 @@ TABLES = (
 
 
 def messages() -> str:
+    """The limits of messages, for the page on security."""
     return table(
         ("what", "at most", "beyond"), [(what, _shown(most, unit), rest) for what, most, unit, rest in MESSAGES]
     )
 
 
 def tables() -> str:
+    """The bounded tables, for the page on failures."""
     rows = [(side, what, _shown(number), _shown(age, "seconds"), then) for side, what, number, age, then in TABLES]
     return table(("side", "table", "entries", "kept for", "then"), rows)
 

@@ -1,4 +1,4 @@
-"""The metrics as the catalogue has them."""
+"""Tables of the metrics, from the catalogue."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def table_of(side: Side) -> str:
 
 
 def label_values() -> str:
+    """The known values of each label, with their meanings."""
     rows = [
         (f"`{metric.key}`", f"`{metric.label}`", f"`{value}`", meaning)
         for metric in CATALOG

@@ -55,9 +55,11 @@ class Machine:
         return table(("state", "meaning", "stays on", "leads on"), rows)
 
     def events(self) -> str:
+        """One row per event: its fields and its meaning."""
         return table(("event", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Event)])
 
     def actions(self) -> str:
+        """One row per action: its fields and its meaning."""
         return table(("action", "carries", "meaning"), [_described(kind) for kind in self._kinds(self.module.Action)])
 
     @property
@@ -92,7 +94,7 @@ def course() -> str:
 
 
 def endings() -> str:
-    """The moves that cut a push short on P."""
+    """The moves on P that end a push without success."""
     return PREFILL.diagram(shows=_is_unhappy)
 
 

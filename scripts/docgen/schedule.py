@@ -43,7 +43,7 @@ def render() -> str:
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "layerpush", "svg.fonttype": "none"}):
         size = (2 * PANEL_INCHES[0], PANEL_INCHES[1])
-        made, (writes, exposed) = plt.subplots(1, 2, figsize=size, layout="constrained")
+        figure, (writes, exposed) = plt.subplots(1, 2, figsize=size, layout="constrained")
         for mode, rule in RULES.items():
             found = outcomes(rule)
             style = {"color": COLOURS[mode], "label": mode, "lw": 2.4 if mode == "auto" else 1.2}
@@ -52,15 +52,15 @@ def render() -> str:
         _finish(writes, "WRITEs", (1, 2, 5, 10, 20, 50, 100))
         _finish(exposed, "exposed, milliseconds", (0.2, 1, 5, 20, 100, 500))
         writes.legend(fontsize="small")
-        made.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(made)
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        plt.close(figure)
     return text.getvalue()
 
 
-def _finish(panel: Any, what: str, ticks: tuple[float, ...]) -> None:
+def _finish(panel: Any, title: str, ticks: tuple[float, ...]) -> None:
     logarithmic(panel, "x", TICKS)
     logarithmic(panel, "y", ticks)
     panel.set_xlabel("load: a layer's transfer over its computation")
-    panel.set_title(what, loc="left", fontsize="medium")
+    panel.set_title(title, loc="left", fontsize="medium")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -30,7 +30,7 @@ def tables(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """One paragraph. Raises ``ValueError`` for a run that found something: it must not be published."""
+    """One paragraph. Raises ``ValueError`` for a run that found a defect: it must not be published."""
     if result["verdict"] != PASSED:
         raise ValueError(f"a soak that {result['verdict']} is not published")
     faults, compared = result["faults"].values(), result["compared"]

@@ -1,4 +1,4 @@
-"""Markdown tables of words."""
+"""Markdown tables whose columns are text."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def test_a_request_that_is_aborted(decode: Build) -> None:
     d.settle()
     assert not d.scheduler.requests
     first_tokens = d.ours.first_tokens
-    assert not any([first_tokens._asked, first_tokens._known, first_tokens._loaded, first_tokens._started])
+    assert not any([first_tokens._asked, first_tokens._loaded, first_tokens._started])
 
 
 def test_no_block_for_the_token(decode: Build) -> None:

@@ -22,6 +22,7 @@ def pair(fleet: Fleet) -> Iterator[tuple[EngineHost, EngineHost]]:
     p, d = fleet.get(engines.P, engines.D)
     warm_up(p, d)
     d.call(probes.await_tokens, PATIENCE_S)
+    p.call(wirefaults.watch)
     yield p, d
     p.call(wirefaults.forge_first_tokens, None)
 
@@ -34,7 +35,6 @@ def push(p: EngineHost, d: EngineHost, seed: int) -> Handoff:
 
 def test_token_lost(pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView) -> None:
     p, d = pair
-    p.call(wirefaults.watch)
     p.call(wirefaults.on_messages, "drop", FIRST_TOKEN)
     before = origins(d)
     check(push(p, d, 400).outcome(), reference)
@@ -47,7 +47,6 @@ def test_token_lost(pair: tuple[EngineHost, EngineHost], reference: Reference, l
 def test_token_comes_after_the_answer(pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView) -> None:
     """D has computed it by then, and takes no second one."""
     p, d = pair
-    p.call(wirefaults.watch)
     p.call(wirefaults.on_messages, "hold", FIRST_TOKEN, "", 1)
     before = origins(d)
     check(push(p, d, 402).outcome(), reference)
@@ -58,7 +57,6 @@ def test_token_comes_after_the_answer(pair: tuple[EngineHost, EngineHost], refer
 
 def test_token_doubled(pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView) -> None:
     p, d = pair
-    p.call(wirefaults.watch)
     p.call(wirefaults.on_messages, "duplicate", FIRST_TOKEN)
     before = origins(d)
     check(push(p, d, 404).outcome(), reference)

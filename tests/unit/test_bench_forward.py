@@ -17,7 +17,7 @@ from bench.forward import page, report
 from bench.forward.__main__ import app
 from bench.forward.cases import GROWN, LEAST, Case, growing_cases, known_cases
 from bench.forward.cells import OFF, Cell, Series
-from bench.forward.cores import Cores, parted
+from bench.forward.cores import Cores, split_cores
 from bench.forward.growth import COSTS, fit, lines
 from bench.forward.kv import Noise
 from bench.forward.models import SMALL, WHOLE
@@ -252,10 +252,10 @@ def test_everything_is_in_the_json_and_in_the_tables() -> None:
 
 
 def test_the_forward_has_cores_of_its_own_if_some_remain() -> None:
-    assert parted({4, 1, 2}, 1) == Cores(forward=(4,), others=(1, 2))
-    assert parted(range(4), 3) == Cores(forward=(1, 2, 3), others=(0,))
-    assert parted({0}, 1) is None
-    assert parted({0, 1}, 2) is None
+    assert split_cores({4, 1, 2}, 1) == Cores(forward=(4,), others=(1, 2))
+    assert split_cores(range(4), 3) == Cores(forward=(1, 2, 3), others=(0,))
+    assert split_cores({0}, 1) is None
+    assert split_cores({0, 1}, 2) is None
 
 
 def test_one_thing_grows_along_each_line_and_ranks_split_eight_heads() -> None:

@@ -17,7 +17,7 @@ from layerpush.apps.cli import app
 from layerpush.apps.tracing.picture import PictureError, draw_request
 from layerpush.apps.tracing.requests import RequestTrace
 from layerpush.telemetry.trace_records import WriteRecord
-from tests.unit.test_trace_tools import load, process, push
+from tests.unit.test_trace_tools import first_token, load, process, push
 from tests.unit.trace_rig import TwoHosts, write
 
 runner = CliRunner()
@@ -41,7 +41,7 @@ def run(*arguments: object) -> Any:
     ("arguments", "taught"),
     [
         (["--help"], ["trace_dir", "kv_connector_extra_config", "perfetto"]),
-        (["merge", "--help"], ["one process per engine rank", "exit status"]),
+        (["merge", "--help"], ["one process for each engine rank", "exit status"]),
         (["plot", "--help"], ["X-Request-Id", ".svg"]),
         (["summary", "--help"], ["queue", "exposed", "notification", "D wait"]),
     ],
@@ -64,6 +64,7 @@ def test_merge_writes_one_file(recorded: Path, tmp_path: Path) -> None:
     assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
         "P: P rank 0",
         "D: D rank 0",
+        "D: D scheduler",
     }
     assert trace["otherData"]["notes"][0].startswith("clock of P less that of D")
 
@@ -102,6 +103,14 @@ def test_plot_draws_what_failed_and_what_was_pushed_whole(tmp_path: Path) -> Non
     assert text.startswith("<?xml")
     assert "whole because asked for" in _titles(text)
     assert "D: blocks set aside" in _titles(text)
+
+
+def test_plot_draws_the_scheduler_below_the_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "one.svg"
+    draw_request(RequestTrace("r", [], [load(t_reported=2.0)], [first_token(t_first_token=3.0)]), out)
+    titles = _titles(out.read_text())
+    assert "<!-- scheduler -->" in titles
+    assert "D's scheduler: first step" in titles
 
 
 def _titles(svg: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from layerpush.apps.tracing.perfetto import chrome_trace
 from layerpush.apps.tracing.requests import read_traces
-from layerpush.telemetry.trace_records import ChunkRecord, WriteRecord
-from tests.unit.test_trace_tools import load, process, push
+from layerpush.telemetry.trace_records import SCHEDULER_RANK, ChunkRecord, WriteRecord
+from tests.unit.test_trace_tools import first_token, load, process, push
 from tests.unit.trace_rig import WALL, TwoHosts, write
 
 Events = list[dict[str, Any]]
@@ -81,13 +81,15 @@ def test_what_real_workers_record(tmp_path: Path) -> None:
     for number in range(3):
         hosts.play(f"p-{number}", measured=hosts.offset)
     events = events_of(hosts.write(tmp_path))
-    assert sorted(processes(events)) == ["D: D rank 0", "P: P rank 0"]
+    assert sorted(processes(events)) == ["D: D rank 0", "D: D scheduler", "P: P rank 0"]
     pushes = names(events, "push")
     assert [pushes.count(f"d-p-{number}") for number in range(3)] == [1, 1, 1]
     assert [pushes.count(name) for name in ("chunk 0", "chunk 1", "layer 0", "layer 2")] == [3, 3, 6, 6]
     assert len(names(events, "WRITEs")) == sum(len(push.writes) for push in hosts.pushes)
     loads = names(events, "load")
-    assert [loads.count(name) for name in ("register", "await P", "tell the engine")] == [3, 3, 3]
+    assert [loads.count(name) for name in ("register", "await P", "report")] == [3, 3, 3]
+    tokens = names(events, "first token")
+    assert [tokens.count(name) for name in ("d-p-0", "schedule", "first step")] == [1, 3, 3]
     arrows = names(events, "arrow")
     assert (arrows.count("registration"), arrows.count("completion")) == (6, 6)
 
@@ -171,6 +173,28 @@ def test_a_load_of_which_only_the_end_of_the_wait_for_blocks_is_known(tmp_path: 
     )
     slices = [event for event in events_of(tmp_path) if event["ph"] == "X"]
     assert [(one["cat"], one["dur"]) for one in slices] == [("load", 1e6), ("blocks set aside", 1e6)]
+
+
+def test_the_phases_of_the_scheduler(tmp_path: Path) -> None:
+    """Of a step, of P's token, which needs no step, and of a request that ended before its first token."""
+    write(tmp_path / "d.jsonl", process("D", "x"), *(load(name, t_reported=2.0) for name in "123"))
+    write(
+        tmp_path / "s.jsonl",
+        process("D", "x", rank=SCHEDULER_RANK),
+        first_token("1", t_told=2.0, t_scheduled=3.0, t_first_token=7.0),
+        first_token("2", t_told=2.0, t_scheduled=None, t_first_token=4.0),
+        first_token("3", t_told=2.0, t_scheduled=None, t_first_token=None),
+    )
+    events = events_of(tmp_path)
+    slices = [event for event in events if event.get("cat") == "first token"]
+    assert [(one["name"], one["ts"], one["dur"]) for one in slices] == [
+        ("cmpl-1-0", 1e6, 5e6),
+        ("schedule", 1e6, 1e6),
+        ("first step", 2e6, 4e6),
+        ("cmpl-2-0", 1e6, 2e6),
+        ("schedule", 1e6, 2e6),
+    ]
+    assert slices[0]["tid"] != slices[3]["tid"]
 
 
 def test_every_rank_of_p_has_an_arrow_to_every_rank_of_d(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ class Cluster:
         connector = {"connector": FAULTY_CONNECTOR, "connector_module": FAULTY_MODULE}
         return self._spec("prefill-faulty", "prefill", self.prefill_place, **connector)
 
-    def trace_dir(self, whose: str) -> Path:
-        """The folder for the trace of "prefill" or "decode"."""
-        return self.trace_root / whose
+    def trace_dir(self, side: str) -> Path:
+        """The folder for the trace of ``side``, "prefill" or "decode"."""
+        return self.trace_root / side
 
     @property
     def max_model_len(self) -> int:

@@ -18,9 +18,9 @@ class Display:
         self.console = console
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, title: str) -> Iterator[None]:
         """A spinner while the block runs."""
-        self.console.print(what)
+        self.console.print(title)
         with self._progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
             progress.add_task("", total=None)
             yield
@@ -40,13 +40,13 @@ class Display:
             yield on_ready
 
     @contextlib.contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+    def counting(self, title: str, total: int) -> Iterator[Callable[[], None]]:
         """A bar that counts to ``total``. Yields a function to call after each unit."""
         if not self.console.is_terminal:
-            self.console.print(f"{what} ({total} {'request' if total == 1 else 'requests'})")
+            self.console.print(f"{title} ({total} {'request' if total == 1 else 'requests'})")
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with self._progress(*columns, TimeElapsedColumn()) as progress:
-            task = progress.add_task(what, total=total)
+            task = progress.add_task(title, total=total)
             yield lambda: progress.advance(task)
 
     def _progress(

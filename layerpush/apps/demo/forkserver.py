@@ -131,7 +131,7 @@ def count_starts(path: Path) -> int:
 
 
 def serve(path: str) -> None:
-    """Listen at a Unix socket until killed. Blocks; ends with the process that started this one."""
+    """Listen at the Unix socket ``path`` until killed. Never returns. Ends with the process that started this one."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The process is a daemon, so that nobody waits for it. But servers need children of multiprocessing.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def _leave(listener: socket.socket, connection: socket.socket, path: Path) -> No
 
 def _keep(connection: socket.socket, path: Path) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    asked, files = _receive(connection)
+    request, files = _receive(connection)
     wake, awake = socket.socketpair()
     awake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -184,7 +184,7 @@ def _keep(connection: socket.socket, path: Path) -> None:
     if server == 0:
         for one in (connection, wake, awake):
             one.close()
-        _become(asked, files)
+        _become(request, files)
     with contextlib.suppress(OSError):  # the child does the same; the later call may fail
         os.setpgid(server, server)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -223,12 +223,12 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     (size,) = struct.unpack("!I", data[:4])
     while len(data) < size + 4:
         data += connection.recv(1 << 16)
-    asked: dict[str, Any] = json.loads(data[4:])
-    return asked, files
+    request: dict[str, Any] = json.loads(data[4:])
+    return request, files
 
 
-def _become(asked: dict[str, Any], files: list[int]) -> None:
-    """Run the server. Does not return."""
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Turn this process into the requested server. Does not return."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -239,9 +239,9 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         for number in files:
             os.close(number)
         os.environ.clear()
-        os.environ.update(import_vllm() | asked["environ"])
-        os.chdir(asked["cwd"])
-        _run(asked["arguments"])
+        os.environ.update(import_vllm() | request["environ"])
+        os.chdir(request["cwd"])
+        _run(request["arguments"])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

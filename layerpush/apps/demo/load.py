@@ -25,7 +25,10 @@ class RequestFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens of one request, and ``time.perf_counter()`` when it was sent and when they began and ended."""
+    """Greedy tokens of one request; the times when it was sent, and when its first and its last token came.
+
+    Times are ``time.perf_counter()`` seconds.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
@@ -52,7 +55,7 @@ def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
 def vllm_request_id(request_id: str) -> str:
     """The id inside vLLM of the first prompt of a completion request that was sent with this X-Request-Id.
 
-    vLLM appends a random suffix of its own per engine, so this is as much of P's id as a client can know.
+    Each engine appends a random suffix, which no client knows.
     """
     return f"cmpl-{request_id}-0"
 
@@ -100,8 +103,8 @@ async def complete_disaggregated(
 ) -> Answer:
     """Send one prompt to P and D at the same time; the answer is D's.
 
-    Both get the same X-Request-Id, by which P finds D's registration. P computes the prompt and one token, which nobody
-    reads, and pushes in ``mode``. None: P pushes as it is configured.
+    Both get the same X-Request-Id, by which P finds D's registration. P computes the prompt and one token, and pushes
+    in ``mode``; with None it pushes as it is configured. P's answer is dropped.
     """
     request_id = uuid.uuid4().hex
     to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}

@@ -37,8 +37,8 @@ def driver() -> str | None:
 def _gpus() -> list[tuple[str, str, str]]:
     """Name, MiB of memory and driver of each GPU that the driver shows."""
     try:
-        said = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT_S).stdout
+        output = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return []  # without a driver that answers, no GPU can be used
-    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in said.splitlines() if line.count(",") >= 2]
+    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in output.splitlines() if line.count(",") >= 2]
     return [(name, mib if mib.isdigit() else "0", version) for name, mib, version in rows]

@@ -55,7 +55,7 @@ class ModeResult:
 
 
 def result_of(samples: Sequence[Sample]) -> ModeResult:
-    """Sum up one mode."""
+    """The medians and problems of one mode."""
     ttft = [1e3 * sample.answer.ttft_s for sample in samples]
     figures = [sample.figures for sample in samples if sample.figures is not None]
     hand_overs = [sample.hand_over for sample in samples if sample.hand_over is not None]
@@ -132,9 +132,9 @@ def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], fold
 
 
 def _await_traces(answers: Sequence[Answer], folder: Path) -> TraceSet | None:
-    """Wait for the traces of these answers. P and D write them at about the time of D's first token: the wait is short.
+    """Wait up to ``TRACE_TIMEOUT_S`` for the traces of these answers; returns all traces. None if there are none.
 
-    None if there is none at all.
+    P and D write them at about the time of D's first token, so the wait is short.
     """
     deadline, wanted = time.monotonic() + TRACE_TIMEOUT_S, {vllm_request_id(answer.request_id) for answer in answers}
     while True:

@@ -25,7 +25,7 @@ FIRST_ROWS: tuple[tuple[str, Callable[[ModeResult], str]], ...] = (
 HAND_OVER_ROWS: tuple[tuple[str, str], ...] = (
     ("hand-over: last WRITE", "exposed"),
     ("P's completion read by D", "notification"),
-    ("D's scheduler told", "D wait"),
+    ("D's scheduler has the report", "D wait"),
     ("D's step begins", "schedule"),
     ("D's first token", "first step"),
     ("D's output and API server", CLIENT),
@@ -42,7 +42,7 @@ LAST_ROWS: tuple[tuple[str, Callable[[ModeResult], str]], ...] = (
 UNKNOWN = "[red]?[/]"
 CAPTION = (
     "Medians over the prompts; layers are counted once per chunk. Time to first token is mostly prefill: "
-    "where the ranges overlap, it does not tell the modes apart."
+    "where the ranges overlap, it does not distinguish the modes."
 )
 
 

@@ -23,12 +23,12 @@ def version() -> str | None:
     for path in _loaded():
         return version_of(path)
     for path in _bundled():
-        return _asked(path)
+        return _version_in_child(path)
     return None
 
 
 def of_this_process() -> dict[str, object]:
-    """UCX's version and settings, ready for JSON. Call it after this process has made an agent, which loads UCX."""
+    """UCX's version and settings, ready for JSON. Call it after this process has created an agent, which loads UCX."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
     return {"ucx": version(), "ucx_settings": settings}
 
@@ -57,7 +57,7 @@ def _bundled() -> list[str]:
     return found
 
 
-def _asked(path: str) -> str | None:
+def _version_in_child(path: str) -> str | None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", _ASK, path]
     try:

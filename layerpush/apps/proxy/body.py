@@ -103,7 +103,7 @@ class RequestBody:
         return f"chatcmpl-{request_id}" if self.endpoint == "chat/completions" else f"cmpl-{request_id}-0"
 
     def to_prefill(self, params: Mapping[str, object]) -> bytes:
-        """P's body: the same prompt and sampling, and one token, which nobody reads."""
+        """P's body: the same prompt and sampling, and an answer of one token, which the proxy drops."""
         fields: dict[str, object] = {key: raw for key, raw in self._fields.items() if key not in _NOT_FOR_PREFILL}
         fields["max_tokens"] = _ONE
         if self.endpoint == "chat/completions":

@@ -18,7 +18,7 @@ from layerpush.apps.proxy.settings import Settings
 
 
 class Proxy:
-    """Made before the event loop runs; ``engines``, ``dispatcher`` and ``monitor`` exist while :meth:`running`."""
+    """Created before the event loop runs; ``engines``, ``dispatcher`` and ``monitor`` exist while :meth:`running`."""
 
     engines: Engines
     dispatcher: Dispatcher

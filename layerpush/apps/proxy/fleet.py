@@ -30,7 +30,7 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a healthy instance of either role."""
+        """Whether each role has a healthy instance."""
         return all(self.healthy(role) for role in self._instances)
 
     def healthy(self, role: Role) -> list[Instance]:

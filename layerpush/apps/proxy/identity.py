@@ -17,7 +17,7 @@ _LOOPBACK = ("localhost", "127.", "::1")
 
 
 class IdentityError(ValueError):
-    """The description of a prefill engine cannot be used. The message says why and what to do."""
+    """The description of a prefill engine cannot be used. The message has the reason and advice."""
 
 
 @dataclass(frozen=True)

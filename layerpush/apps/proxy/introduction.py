@@ -131,16 +131,16 @@ class Introductions:
         logger.info("%s is %s: P and D are asked at the same time", instance, identity)
         if identity.is_loopback and not _is_loopback(instance.url):
             logger.warning(
-                "%s tells decode engines to reach it at %s, which is their own machine: set "
+                "%s reports %s as its address, which for decode engines is their own machine: set "
                 "VLLM_NIXL_SIDE_CHANNEL_HOST to its address",
                 instance,
                 identity.host,
             )
 
-    def _use_sequential(self, instance: Instance, why: str) -> None:
+    def _use_sequential(self, instance: Instance, reason: str) -> None:
         if not instance.identity_given:
             instance.identity = None
-        self._warn_once(instance, f"{why}. Sequential dispatch for this engine: D is asked after it has answered")
+        self._warn_once(instance, f"{reason}. Sequential dispatch for this engine: D is asked after it has answered")
 
     def _warn_once(self, instance: Instance, text: str) -> None:
         """Log a warning, unless it is the same as the instance's last one."""

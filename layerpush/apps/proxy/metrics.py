@@ -23,8 +23,8 @@ class Metrics:
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests by how they ended", "endpoint", "outcome")
-        self.dispatches = self._counter("dispatches", "How P and D were asked", "mode")
+        self.requests = self._counter("requests", "Ended requests by outcome", "endpoint", "outcome")
+        self.dispatches = self._counter("dispatches", "Attempts by dispatch mode", "mode")
         self.retries = self._counter("retries", "Requests sent again before their first token")
         self.leg_failures = self._counter("leg_failures", "Requests to engines that failed", "role", "engine", "reason")
         self.first_token = self._histogram("time_to_first_token_seconds", "From the request to D's first token")
@@ -53,12 +53,12 @@ class Metrics:
 
     def _watch(self, fleet: Fleet, gate: Gate) -> None:
         """Gauges whose values are read when Prometheus scrapes."""
-        self._gauge("requests_under_way", "Requests that have been let in").set_function(lambda: gate.under_way)
-        self._gauge("requests_queued", "Requests that wait to be let in").set_function(lambda: gate.queued)
+        self._gauge("requests_under_way", "Requests under way").set_function(lambda: gate.under_way)
+        self._gauge("requests_queued", "Requests that wait in the queue").set_function(lambda: gate.queued)
         engine = ("role", "engine")
         healthy = self._gauge("engine_healthy", "1 if requests are sent to it", *engine)
         known = self._gauge("engine_identity_known", "1 if P and D can be asked at the same time", *engine)
-        tokens = self._gauge("engine_outstanding_tokens", "About how many tokens it has to compute", *engine)
+        tokens = self._gauge("engine_outstanding_tokens", "Estimated tokens that it has to compute", *engine)
         for each in fleet:
             healthy.labels(each.role, each.url).set_function(partial(getattr, each, "healthy"))
             tokens.labels(each.role, each.url).set_function(partial(getattr, each, "outstanding_tokens"))

@@ -25,7 +25,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """One request, in seconds. ``parts`` has every name of ``PARTS``, with None for a part that is not recorded.
+    """One request. ``parts`` has every name of ``PARTS``, with None for a part that is not recorded. Times in seconds.
 
     The parts and ``other`` add up to ``total``, which begins when D asks and ends with D's first token. If D has no
     record, it begins when P plans the first chunk.
@@ -46,6 +46,7 @@ class Breakdown:
 
     @property
     def other(self) -> float:
+        """Seconds of ``total`` in no part."""
         return max(0.0, self.total - sum(part for part in self.parts.values() if part is not None))
 
 
@@ -94,7 +95,7 @@ def shares(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
 
 
 def medians(breakdowns: Sequence[Breakdown]) -> dict[str, float | None]:
-    """The median of each part over the requests that have it, and of ``total`` and the hand-over."""
+    """The median, in seconds, of ``total``, of the hand-over and of each part, over the requests that have it."""
     columns: dict[str, list[float]] = {
         "total": [one.total for one in breakdowns],
         "hand-over": [one.hand_over for one in breakdowns if one.hand_over is not None],

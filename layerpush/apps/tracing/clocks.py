@@ -3,8 +3,8 @@
 ``time.perf_counter()`` has another zero on each host, so P's times can be compared with D's only if the difference of
 their clocks is known. There are three sources; the first that is available counts:
 
-- *handshake*: P's side channel answers a request of D with P's clock. D takes the middle of the round trip as the
-  moment of the answer (vLLM does that). D's records have the difference.
+- *handshake*: P's side channel answers a request of D with P's clock. vLLM on D takes the middle of the round trip as
+  the moment of the answer. D's records have the difference.
 - *messages*: P cannot receive a registration before D sent it, and D cannot receive a completion before P's last WRITE
   has landed. So each request with records of both sides bounds the difference from above and from below.
 - *wall clocks*: each file begins with readings of both clocks at one moment. They are as good as the hosts' NTP.

@@ -48,9 +48,9 @@ def merge(
 ) -> None:
     """Merge the traces of P and D into one file for ui.perfetto.dev or chrome://tracing.
 
-    The file has one process per engine rank. Arrows lead from D's registration to P's push and from P's completion to
-    D. All times are on D's clock. The command prints the offset of the clocks and gaps in the traces, and writes both
-    into the file.
+    The file has one process for each engine rank and one for D's scheduler. Arrows lead from D's registration to P's
+    push and from P's completion to D. All times are on D's clock. The command prints the offset of the clocks and gaps
+    in the traces, and writes both into the file.
 
     Example:  layerpush trace merge /var/tmp/layerpush --out merged.json
 

@@ -1,4 +1,4 @@
-"""The figures of one push, for the demo and the benchmarks. Pure but for ``read_pushes``."""
+"""The figures of one push, for the demo and the benchmarks. Pure, except ``read_pushes``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def figures_of(push: PushRecord) -> Figures:
 
 
 def median_figures(figures: Sequence[Figures]) -> Figures:
-    """Medians by field; counts stay integers, ``swept_layers`` is the maximum. Raises ``TraceError`` for none."""
+    """Medians by field. Counts stay integers; ``swept_layers`` is the maximum. ``TraceError`` without figures."""
     if not figures:
         raise TraceError("no push to take figures from")
     return Figures(

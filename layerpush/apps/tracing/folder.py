@@ -20,12 +20,12 @@ from layerpush.telemetry.trace_records import (
 
 
 class FolderError(ValueError):
-    """The folders have no record. The text names them, and says what to do."""
+    """The folders have no record. The text names them and gives advice."""
 
 
 @dataclass(slots=True)
 class Source:
-    """The records of one process. ``dropped`` counts lost records, ``unreadable`` other lines without a record."""
+    """The records of one process. ``dropped`` counts lost records, ``unreadable`` lines that are no valid record."""
 
     path: Path
     process: ProcessRecord | None = None
@@ -65,7 +65,7 @@ _TYPES: dict[str, type[ProcessRecord | PushRecord | LoadRecord | FirstTokenRecor
 
 
 def trace_files(folders: Iterable[Path]) -> list[Path]:
-    """All trace files in these folders and below, each one once."""
+    """All trace files in these folders and below, each one once, in the order of their names."""
     return sorted({path.resolve() for folder in folders for path in folder.rglob("*.jsonl")})
 
 

@@ -1,6 +1,7 @@
-"""The hand-over of a request whose client is known: from the last layer's KV being ready on P to its first token. Pure.
+"""The hand-over: from the last layer's KV being ready on P until the client has the first token. Pure.
 
-The engines' traces have every part but the last: the way of the token from D's scheduler to the client.
+The engines' traces have every part except the last: the way of the token from D's scheduler to the client. Here the
+client reports the time of its first token.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class HandOver:
 
 
 def hand_over_of(traces: TraceSet, request: RequestTrace, first_token_at: float, clock: str) -> HandOver | None:
-    """``first_token_at`` is the time of the first token at the client, in seconds of ``clock``.
+    """The hand-over of one request. ``first_token_at``: time of the first token at the client, seconds of ``clock``.
 
-    None if that clock is in no trace, or if P has not recorded when the last layer was ready.
+    None if no trace has that clock, or if P has not recorded the time when the last layer was ready.
     """
     ready = [push.t_last_ready for push in request.pushes if push.t_last_ready is not None]
     if clock not in traces.clocks.offsets or not ready:
@@ -49,7 +50,7 @@ def hand_over_of(traces: TraceSet, request: RequestTrace, first_token_at: float,
 
 
 def median_hand_over(hand_overs: Sequence[HandOver]) -> HandOver | None:
-    """Medians of the whole and of each part; no parts if one lacks them. None of none."""
+    """Medians of the whole and of each part; no parts if one hand-over lacks them. None if there are no hand-overs."""
     if not hand_overs:
         return None
     whole = all(one.parts_ms for one in hand_overs)

@@ -1,4 +1,4 @@
-"""The computation times of a push's layers, the phases of a load, and arithmetic with intervals. Pure."""
+"""The computation times of a push's layers, the phases of a load and of a first token, and arithmetic. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord
 
-PHASES = ("register", "await P", "tell the engine")
+PHASES = ("register", "await P", "report")
+TOKEN_PHASES = ("schedule", "first step")
 
 
 class Computed(NamedTuple):
@@ -48,8 +49,16 @@ def phases(load: LoadRecord) -> Iterator[tuple[str, float, float]]:
             yield name, start, end
 
 
+def token_phases(token: FirstTokenRecord) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end (seconds) of each known phase of a first token. Without a step there is no "first step"."""
+    bounds = token.t_told, token.t_scheduled or token.t_first_token, token.t_first_token
+    for name, (start, end) in zip(TOKEN_PHASES, pairwise(bounds), strict=True):
+        if start is not None and end is not None and start < end:
+            yield name, start, end
+
+
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one of the intervals covers."""
+    """The length of the union of the intervals."""
     total, covered_to = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_to))

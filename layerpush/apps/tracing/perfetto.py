@@ -1,8 +1,11 @@
 """Writes one Chrome trace of P and D, for ui.perfetto.dev and chrome://tracing. Pure.
 
-Each engine rank is a process. P's has lanes of pushes, in which chunks and layers are nested, and lanes of WRITEs. D's
-has lanes of loads with their phases, and lanes of blocks that were set aside. Slices in a lane must nest, so slices
-that overlap go to different lanes. Arrows lead from D's registration to P's push, and from P's completion to D's load.
+Each engine rank is a process, and so is D's scheduler. A rank of P has lanes of pushes, in which chunks and layers are
+nested, and lanes of WRITEs. A rank of D has lanes of loads with their phases, and lanes of blocks that were set aside.
+D's scheduler has lanes of first tokens with their phases. Slices in a lane must nest, so slices that overlap go to
+different lanes. Arrows lead from D's registration to P's push, and from P's completion to D's load.
+
+Source of the format: "Trace Event Format" of the Chromium project.
 """
 
 from __future__ import annotations
@@ -17,23 +20,23 @@ from typing import Any, TypeVar
 import msgspec
 
 from layerpush.apps.tracing.clocks import sent_after
-from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes, marks, phases
+from layerpush.apps.tracing.intervals import Computed, compute_intervals, lanes, marks, phases, token_phases
 from layerpush.apps.tracing.progress import Advance, silent
 from layerpush.apps.tracing.report import notes
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, times
-from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+from layerpush.telemetry.trace_records import SCHEDULER_RANK, LoadRecord, PushRecord
 
 Event = dict[str, Any]
 Track = tuple[str, int, str]
 """Engine, rank, and the kind of slices: a key of ``LANES``."""
 R = TypeVar("R", PushRecord, LoadRecord)
-LANES = {"push": 1, "load": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
+LANES = {"push": 1, "load": 1, "first token": 1, "WRITEs": 10_000, "blocks set aside": 20_000}
 """The first lane's thread id, by kind of slices."""
 
 
 @dataclass(slots=True)
 class Slice:
-    """A slice from ``start`` to ``end``, in seconds. ``inner`` makes the slices inside; lanes do not depend on them."""
+    """A slice from ``start`` to ``end``, in seconds. ``inner`` returns the slices inside, which need no lanes."""
 
     name: str
     start: float
@@ -41,7 +44,7 @@ class Slice:
     args: dict[str, Any] = field(default_factory=dict)
     inner: Callable[[], Iterable[Slice]] = tuple
     arrows: list[tuple[str, str, int, float]] = field(default_factory=list)
-    """``(kind, name, id, time)`` of arrows; kind "s": it starts here, "f": it ends here."""
+    """``(kind, name, id, time)`` of arrows, with the time in seconds. Kind "s": it starts here, "f": it ends here."""
 
 
 def chrome_trace(traces: TraceSet, on_request: Advance = silent) -> Iterator[bytes]:
@@ -85,6 +88,8 @@ class _Layout:
                 role for role, category in (("P", "push"), ("D", "load")) if (engine, rank, category) in self._lanes
             ]
             named = f"{' and '.join(roles)}: {engine} rank {rank}"
+            if rank == SCHEDULER_RANK:
+                named = f"D: {engine} scheduler"
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": named}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
         for (engine, rank, category), chosen in self._lanes.items():
@@ -122,6 +127,11 @@ def _slices(request: RequestTrace, arrows: Iterator[int]) -> Iterator[tuple[Trac
                 (load.engine_id, load.rank, "blocks set aside"),
                 Slice(request.name, load.t_parked, _cleared(load), args),
             )
+    for token in request.first_tokens:
+        known = list(starmap(Slice, token_phases(token)))
+        if known:
+            first_token = Slice(request.name, known[0].start, known[-1].end, inner=partial(iter, known))
+            yield (token.engine_id, SCHEDULER_RANK, "first token"), first_token
 
 
 def _timed(records: Iterable[R]) -> list[R]:

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layerpush.apps.tracing.breakdown import PARTS, break_down
 from layerpush.apps.tracing.figures import completed_times
-from layerpush.apps.tracing.intervals import compute_intervals, phases
+from layerpush.apps.tracing.intervals import compute_intervals, phases, token_phases
 from layerpush.apps.tracing.requests import RequestTrace
-from layerpush.telemetry.trace_records import LoadRecord, PushRecord
+from layerpush.telemetry.trace_records import FirstTokenRecord, LoadRecord, PushRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_RANKS = 8
 LATE_LAYERS = 3
-"""Number of layers in the enlarged end of a push."""
+"""The enlarged end of a push shows at least so many layers."""
 DPI = 110
 COMPUTE_COLOURS = ("#9bb8d3", "#5b87b2")
 WRITE_COLOUR = "#d9541e"
 LOST_COLOUR = "#8c8c8c"
 EXPOSED_COLOUR = "#f6c945"
-PHASE_COLOURS = {"register": "#c9c2dc", "await P": "#8f7fb8", "tell the engine": "#4b3a78"}
+PHASE_COLOURS = {"register": "#c9c2dc", "await P": "#8f7fb8", "report": "#4b3a78"}
+TOKEN_COLOURS = {"schedule": "#a9cfa4", "first step": "#3f7d4a"}
 ASIDE_COLOUR = "#222222"
 LEGEND = {
     "computing the layer (shades alternate by chunk)": COMPUTE_COLOURS[1],
@@ -34,32 +35,37 @@ LEGEND = {
 
 
 class PictureError(ValueError):
-    """The picture cannot be drawn. The text says why."""
+    """The picture cannot be drawn. The text gives the reason."""
 
 
 def draw_request(request: RequestTrace, path: Path) -> None:
-    """One panel for D's ranks and one for each of P's, up to ``MAX_RANKS``; the file's ending chooses the format.
+    """One panel for D, with rows for its ranks and its scheduler, and one panel for each rank of P.
+
+    Ranks beyond ``MAX_RANKS`` are left out. The file's ending chooses the format.
 
     Raises ``PictureError`` without matplotlib, for an ending that it does not know, and for a request without times.
     """
     pushes, loads = request.pushes[:MAX_RANKS], request.loads[:MAX_RANKS]
-    heights = [0.5 + 0.35 * len(loads)] * bool(loads) + [3.2] * len(pushes)
+    rows = len(loads) + len(request.first_tokens)
+    heights = [0.5 + 0.35 * rows] * bool(rows) + [3.2] * len(pushes)
     if not heights or not request.begin:
         raise PictureError(f"no time of {request.name} is recorded")
     legend = dict(LEGEND)
     if loads:
         legend |= {f"D: {phase}": colour for phase, colour in PHASE_COLOURS.items()}
+    if request.first_tokens:
+        legend |= {f"D's scheduler: {phase}": colour for phase, colour in TOKEN_COLOURS.items()}
     if any(load.t_parked for load in loads):
         legend["D: blocks set aside"] = ASIDE_COLOUR
     with _panels(path, heights, 1, legend) as grid:
         panels = [row[0] for row in grid]
-        if loads:
-            _draw_loads(panels[0], loads, request.begin)
+        if rows:
+            _draw_decode(panels[0], loads, request.first_tokens, request.begin)
         for axes, push in zip(panels[len(panels) - len(pushes) :], pushes, strict=True):
             _draw_push(axes, push, request.begin)
             fallback = f", whole because {push.fallback}" if push.fallback else ""
-            what = f"{push.mode}, {len(push.writes)} WRITEs, {push.outcome}{fallback}"
-            axes.set_title(f"P: {push.engine_id} rank {push.rank}, {what}", loc="left", fontsize="medium")
+            facts = f"{push.mode}, {len(push.writes)} WRITEs, {push.outcome}{fallback}"
+            axes.set_title(f"P: {push.engine_id} rank {push.rank}, {facts}", loc="left", fontsize="medium")
         panels[0].figure.suptitle(_title(request), x=0.01, ha="left")
         panels[-1].set_xlabel("milliseconds since the request began")
 
@@ -82,8 +88,8 @@ def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
                 axes.set_xlabel("milliseconds since the last layer was ready")
             end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
             counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
-            what = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
-            whole.set_title(f"the whole push: {push.tokens} tokens, {what}", loc="left", fontsize="medium")
+            counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
+            whole.set_title(f"the whole push: {push.tokens} tokens, {counted}", loc="left", fontsize="medium")
         before = max(1e3 * (times[name][1] - _late(push)) for name, push in pushes.items())
         ends[0].set_xlim(-max(before, exposed), exposed * 1.05)
         wholes[0].set_xlim(-longest * 1.01, exposed * 1.05)
@@ -138,16 +144,22 @@ def _title(request: RequestTrace) -> str:
     return f"{text} ({', '.join(known)})" if known else text
 
 
-def _draw_loads(axes: Axes, loads: list[LoadRecord], zero: float) -> None:
+def _draw_decode(axes: Axes, loads: list[LoadRecord], tokens: list[FirstTokenRecord], zero: float) -> None:
+    """A row for each load, and below them a row for each of the scheduler's records. Milliseconds from ``zero``."""
     for row, load in enumerate(loads):
         for name, start, end in phases(load):
             axes.barh(row, 1e3 * (end - start), left=1e3 * (start - zero), height=0.6, color=PHASE_COLOURS[name])
         if load.t_parked is not None:
             width = 1e3 * ((load.t_cleared or load.t_parked) - load.t_parked)
             axes.barh(row + 0.38, width, left=1e3 * (load.t_parked - zero), height=0.12, color=ASIDE_COLOUR)
-    axes.set_yticks(range(len(loads)), [f"rank {load.rank}" for load in loads])
-    axes.set_ylim(len(loads) - 0.4, -0.6)
-    axes.set_title(f"D: {loads[0].engine_id}", loc="left", fontsize="medium")
+    for row, token in enumerate(tokens, len(loads)):
+        for name, start, end in token_phases(token):
+            axes.barh(row, 1e3 * (end - start), left=1e3 * (start - zero), height=0.6, color=TOKEN_COLOURS[name])
+    labels = [f"rank {load.rank}" for load in loads] + ["scheduler"] * len(tokens)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    engine = loads[0].engine_id if loads else tokens[0].engine_id
+    axes.set_title(f"D: {engine}", loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -162,7 +174,7 @@ def _draw_push(axes: Axes, push: PushRecord, zero: float) -> None:
         axes.barh(layer - 0.22, width, left=left, height=0.44, color=COMPUTE_COLOURS[chunk % 2])
         rows = max(rows, layer + 1)
     for write in push.writes:
-        first, last = write.layers if push.mode != "request" else (0, rows - 1)  # its regions are no layers
+        first, last = write.layers if push.mode != "request" else (0, rows - 1)  # a whole WRITE records regions
         rows = max(rows, last + 1)
         end, colour = (write.t_posted, LOST_COLOUR) if write.t_landed is None else (write.t_landed, WRITE_COLOUR)
         left, width = 1e3 * (write.t_post - zero), 1e3 * (end - write.t_post)

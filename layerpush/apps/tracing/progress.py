@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Advance = Callable[[int], object]
-"""Gets the units of work since its last call."""
+"""A function that gets the number of units of work done since its last call."""
 
 
 def silent(_: int) -> None:
-    """For callers that show nothing."""
+    """An ``Advance`` that shows nothing."""
 
 
 @contextmanager
-def bar(what: str, total: int, unit: str = "") -> Iterator[Advance]:
+def bar(title: str, total: int, unit: str = "") -> Iterator[Advance]:
     """Show a bar for ``total`` units of work. With ``unit`` "bytes" it shows kB, MB or GB. It vanishes at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,5 +23,5 @@ def bar(what: str, total: int, unit: str = "") -> Iterator[Advance]:
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)

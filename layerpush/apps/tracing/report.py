@@ -26,9 +26,9 @@ def notes(traces: TraceSet) -> Iterator[str]:
         if clock != traces.clocks.reference:
             yield _clock_note(traces, clock, offset)
     for source in traces.sources:
-        for count, what in ((source.dropped, "records were dropped"), (source.unreadable, "lines cannot be read")):
+        for count, problem in ((source.dropped, "records were dropped"), (source.unreadable, "lines cannot be read")):
             if count:
-                yield f"{source.name}: {count} {what} ({source.path.name})"
+                yield f"{source.name}: {count} {problem} ({source.path.name})"
 
 
 def _clock_note(traces: TraceSet, clock: str, offset: Offset) -> str:
@@ -65,7 +65,7 @@ def summary_text(traces: TraceSet, count: int) -> str:
 
 
 def summary_data(traces: TraceSet, count: int) -> dict[str, Any]:
-    """The same for programs; times in seconds."""
+    """The content of ``summary_text`` as JSON types; times in seconds."""
     breakdowns = slowest(traces.requests, count)
     return {
         "requests": len(traces.requests),

@@ -1,4 +1,4 @@
-"""Requests, each with the pushes of P's ranks, the loads of D's and its first token, all times on one clock."""
+"""Requests, each with the pushes of P's ranks, the loads of D's ranks, and its first token; all times on one clock."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class TraceSet:
             return found[0]
         some = ", ".join(request.name for request in (found or self.requests)[:5])
         more = ", ..." if len(found or self.requests) > 5 else ""
-        what = f"{len(found)} requests have it" if found else "no request has it; there are"
-        raise RequestError(f"{wanted!r} is not the id of one request: {what}: {some}{more}")
+        reason = f"{len(found)} requests have it" if found else "no request has it; there are"
+        raise RequestError(f"{wanted!r} is not the id of one request: {reason}: {some}{more}")
 
 
 def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Advance = silent) -> TraceSet:
@@ -89,7 +89,7 @@ def read_traces(folders: Iterable[Path], *, outlines: bool = False, on_bytes: Ad
 
 
 def join(sources: Iterable[Source], clocks: Clocks) -> list[RequestTrace]:
-    """Join records into requests, in the order of their beginning. Moves all times to the reference clock."""
+    """Join records into requests, in the order of their first times. Moves all times to the reference clock."""
     requests: dict[tuple[str | None, str | None], RequestTrace] = {}
 
     def of(engine_id: str | None, request_id: str) -> RequestTrace:

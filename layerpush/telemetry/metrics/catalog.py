@@ -58,6 +58,7 @@ class Metric:
 
     @property
     def known_values(self) -> tuple[str, ...]:
+        """The label values that ``/metrics`` shows from the start, at 0."""
         return tuple(self.values) if self.label is not None else (NO_LABEL,)
 
 

@@ -10,7 +10,7 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.metrics.tally import Tally
 
 REPORT_S = 1.0
-"""Seconds between reports without an event, which have levels and lag only. They come while the engine steps."""
+"""Seconds between two reports while no event occurs. Such a report has gauges and lag only, and needs a step."""
 
 
 class Reporter:
@@ -31,15 +31,15 @@ class Reporter:
         self._next_report_at = float("-inf")
 
     def level(self, metric: Metric, read: Callable[[], float]) -> None:
-        """A gauge, read for every report."""
+        """Report this gauge. ``read`` returns its level."""
         self._levels.append((metric, read))
 
     def total(self, metric: Metric, read: Callable[[], Mapping[str, int]]) -> None:
-        """A counter with running totals by label value; each report has the increase since the last."""
+        """Report this counter. ``read`` returns running totals by label value; a report has their increase."""
         self._totals.append((metric, read))
 
     def take(self, now: float) -> Tally | None:
-        """The metrics since the last call, with all levels; None if nothing is new and the last report is recent.
+        """The metrics since the last call, with all gauges; None if nothing is new and the last report is recent.
 
         ``now`` is in seconds on the clock of ``lag``. One thread.
         """

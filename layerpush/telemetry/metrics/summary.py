@@ -26,14 +26,14 @@ MIB = float(1 << 20)
 
 
 def is_eventful(tally: Tally) -> bool:
-    """Whether a log line is worth writing: levels and lag alone are not."""
+    """Whether a log line is worth writing: gauges and lag alone are not."""
     return bool(tally.counters) or not tally.histograms.keys() <= UNEVENTFUL
 
 
 def summary(tally: Tally) -> dict[str, int | float]:
-    """The numbers of one interval by their names. Parts without an event are left out.
+    """The numbers of one interval by their names. Numbers without an event are left out.
 
-    Pushes and loads are counted on each rank, as in the metrics.
+    Every rank counts its pushes and loads, as in the metrics.
     """
     line: dict[str, int | float] = {}
     if tally.counted(PUSHES):
