@@ -1,4 +1,4 @@
-"""One load on a decode rank: a few stories, then every event in every situation of a load with two agents."""
+"""One load on a decode rank: its deadlines, then every event in every situation of a load with two agents."""
 
 from __future__ import annotations
 
@@ -65,74 +65,12 @@ def complete(*events: Event) -> LoadSession:
     return session
 
 
-def test_a_token_that_came_before_the_completion_goes_with_it() -> None:
-    for events in ([TokenArrived("A", 7)], [TokenPromised("A"), TokenArrived("A", 7)]):
-        session = waiting("A")
-        assert [session.handle(event, 5.0) for event in events] == [[] for _ in events]
-        assert session.handle(Completed("A", 1), 10.0) == [ReportLoaded(7)]
-
-
 def test_a_promised_token_is_awaited_for_a_while_and_no_longer() -> None:
     assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 12.9) == [ReportLoaded(7)]
     session = complete(TokenPromised("A"))
     assert session.next_due(11.0) == 13.0
     assert session.handle(Tick(), 12.9) == []
     assert session.handle(Tick(), 13.0) == [ReportLoaded("late")]
-
-
-def test_a_token_that_was_not_promised_is_not_awaited() -> None:
-    assert waiting("A").handle(Completed("A", 1), 10.0) == [ReportLoaded("not_promised")]
-
-
-def test_no_token_that_fits_ends_the_wait() -> None:
-    assert complete(TokenPromised("A")).handle(TokenArrived("A", None), 10.1) == [ReportLoaded("other_sampling")]
-
-
-def test_the_first_token_stands() -> None:
-    session = waiting("A", "B")
-    for event in (TokenArrived("A", None), TokenArrived("B", 7), TokenArrived("B", 7), TokenArrived("A", 8)):
-        assert session.handle(event, 5.0) == []
-    session.handle(Completed("A", 2), 6.0)
-    assert session.handle(Completed("B", 2), 6.0) == [ReportLoaded(7)]
-
-
-def test_a_token_saves_no_load_that_fails() -> None:
-    session = waiting("A")
-    session.handle(TokenArrived("A", 7), 5.0)
-    assert session.handle(Failed("A", "why", drained=True), 6.0) == [ReportFailed("why")]
-
-
-def test_an_abort_does_not_wait_for_a_token() -> None:
-    assert complete(TokenPromised("A")).handle(Aborted("aborted"), 10.1) == [ReportAborted("aborted")]
-
-
-def test_a_complete_load_cannot_fail_any_more() -> None:
-    session = complete(TokenPromised("A"))
-    for event in (TimedOut("overdue"), Gone("A", "dead"), Silent("A", "quiet"), Completed("A", 1)):
-        assert session.handle(event, 10.1) == []
-    assert session.handle(TokenArrived("A", 7), 10.2) == [ReportLoaded(7)]
-
-
-def test_the_last_needed_completion_ends_it_well() -> None:
-    session = waiting("A", "B", "C")
-    assert session.handle(Completed("A", 2), 1.0) == []
-    assert session.handle(Completed("B", 1), 2.0) == [ReportLoaded()]
-
-
-def test_fewer_agents_than_are_needed_end_it_badly() -> None:
-    assert waiting("A").handle(Completed("A", 2), 1.0) == [ReportFailed("only 1 of 2 prefill ranks wrote their part")]
-
-
-def test_a_completion_cannot_lower_what_is_needed() -> None:
-    session = waiting("A", "B", "C")
-    assert session.handle(Completed("A", 3), 1.0) == []
-    assert session.handle(Completed("B", 1), 2.0) == []
-
-
-def test_a_failure_of_one_agent_cancels_the_others() -> None:
-    session = waiting("A", "B")
-    assert session.handle(Failed("A", "why", drained=True), 1.0) == [Cancel(("B",))]
-    assert session.handle(Cancelled("B"), 1.1) == [ReportFailed("why")]
 
 
 def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
@@ -143,13 +81,6 @@ def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
     assert session.handle(Tick(), 16.5) == [Cancel(("A", "B"))]
     assert session.handle(Cancelled("A"), 17.0) == []
     assert session.handle(Completed("B", 2), 600.0) == [Clear()]
-
-
-def test_an_aborted_request_keeps_its_blocks_for_as_long_as_it_takes() -> None:
-    session = waiting("A")
-    session.handle(Aborted("aborted"), 0.0)
-    assert session.handle(Tick(), 100.0) == [Cancel(("A",))]
-    assert session.handle(Completed("A", 1), 101.0) == [ReportAborted("aborted")]
 
 
 def test_a_registration_needs_somebody_to_go_to() -> None:

@@ -1,4 +1,4 @@
-"""The story of one push: a few examples, then prompts of every shape. ``PushWorld`` checks each step.
+"""One push: how its WRITEs merge, then prompts of every shape. ``PushWorld`` checks each step.
 
 ``test_session_explored.py`` has every order of events of smaller prompts.
 """
@@ -45,17 +45,6 @@ def parts(world: PushWorld, *, wait: bool = False) -> list[list[tuple[slice, int
     return [[(part.layers, part.first, part.end) for part in write.segments] for write in posted(world, wait=wait)]
 
 
-def test_registered_first_every_layer_goes_as_it_is_ready() -> None:
-    world = world_of(State.STREAMING)
-    world.hook(0)
-    assert parts(world) == [[(slice(0, 1), 0, 1)]]
-    world.hook(1)
-    assert parts(world) == [[(slice(1, 2), 0, 1)]]
-    world.plan(4)
-    world.sweep()
-    assert parts(world) == [[(slice(0, 2), 1, 2)]]
-
-
 def test_registered_late_catches_up_with_all_that_is_ready() -> None:
     world = world_of(State.WAITING)
     world.sweep()
@@ -65,43 +54,6 @@ def test_registered_late_catches_up_with_all_that_is_ready() -> None:
     assert posted(world) == []
     world.send(push_protocol.Connected())
     assert parts(world) == [[(slice(0, 1), 0, 2), (slice(1, 2), 0, 1)]]
-
-
-def test_never_registered_goes_whole() -> None:
-    world = world_of(State.WAITING, tokens=4)
-    world.sweep()
-    world.finish()
-    world.register()
-    assert (world.state, world.delegates) == (State.DELEGATED, [None, world.registration])
-    world.post_whole()
-    world.deliver()
-    assert (world.state, world.releases, world.retracts) == (State.CLOSED, 1, [])
-
-
-def test_preempted_with_writes_in_flight_posts_nothing_until_they_end() -> None:
-    world = world_of(State.STREAMING)
-    world.sweep()
-    [old] = posted(world)
-    world.preempt(announced=True)
-    world.plan(8)
-    world.sweep()
-    assert (posted(world), world.state) == ([], State.REWINDING)
-    world.land(old.id)
-    [again] = posted(world)
-    assert (again.epoch, again.segments[0].source) == (1, (2000, 2001))
-
-
-def test_a_lost_write_fails_the_push_once_the_others_have_ended() -> None:
-    world = world_of(State.STREAMING)
-    for layer in (0, 1):
-        world.hook(layer)
-        posted(world)
-    world.lose(0)
-    assert (world.state, [retract.drained for retract in world.retracts]) == (State.DRAINING, [False])
-    world.land(1)
-    assert (world.state, [retract.drained for retract in world.retracts]) == (State.ABANDONED, [False, True])
-    world.finish()
-    assert (world.state, world.releases) == (State.CLOSED, 1)
 
 
 def test_layers_that_wait_merge_until_they_are_called_for_or_their_chunk_ends() -> None:
@@ -122,16 +74,6 @@ def test_a_full_wire_merges_what_becomes_ready() -> None:
     assert posted(world) == []
     world.land(first.id)
     assert parts(world) == [[(slice(1, 3), 0, 1)]]
-
-
-def test_nothing_wanted_is_told_at_the_end_of_prefill() -> None:
-    world = PushWorld(Shape(4, (0,), (4,), (0,)))
-    world.plan(4)
-    world.register()
-    world.send(push_protocol.Connected())
-    assert (posted(world), world.state) == ([], State.STREAMING)
-    world.sweep()
-    assert (posted(world), world.state) == ([], State.NOTIFYING)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +156,3 @@ def test_the_first_token_is_for_a_d_that_samples_alike(first: bool) -> None:
     assert finished("greedy", Sampled(7, "warmer"), first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished("greedy", None, first=first) == [push_protocol.SendFirstToken(asked, None)]
     assert finished(None, Sampled(7, "greedy"), first=first) == []
-
-
-def test_a_push_that_has_failed_sends_no_token() -> None:
-    session = Session("p-1", (0,), (10,), Policy())
-    session.handle(push_protocol.Registered(registration([1], layerpush=1, sampling="greedy")))
-    session.handle(push_protocol.Failed("cut off"))
-    actions = session.handle(push_protocol.Finished(Sampled(7, "greedy")))
-    assert not [action for action in actions if isinstance(action, push_protocol.SendFirstToken)]

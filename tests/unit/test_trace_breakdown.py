@@ -31,10 +31,6 @@ def request_of(
     return RequestTrace(name, [push(name, **one) for one in pushes], [load(name, **one) for one in loads], tokens)
 
 
-def parts(request: RequestTrace) -> list[float | None]:
-    return list(break_down(request).parts.values())
-
-
 def test_the_parts_of_a_request() -> None:
     one = break_down(request_of([PUSH], [LOAD], token=TOKEN))
     before = {"queue": 1.0, "prefill": 3.0}
@@ -65,64 +61,51 @@ def test_a_hand_over_begins_with_ds_request_if_that_is_late() -> None:
     assert break_down(request_of([PUSH], [LOAD | {"t_awaited": 6.0}], token=TOKEN)).hand_over == 5.0
 
 
-def test_prefill_before_d_asks_takes_no_time_from_d() -> None:
-    assert parts(request_of([PUSH], [LOAD | {"t_awaited": 4.0}])) == [0.0, 1.0, 0.5, 1.0, 2.0, *UNSEEN]
-    late = break_down(request_of([PUSH], [LOAD | {"t_awaited": 6.0}]))
-    assert list(late.parts.values()) == [0.0, 0.0, 0.0, 0.5, 2.0, *UNSEEN]
-    assert late.total == 2.5
+FAILED = LOAD | {"outcome": "failed"}
+SLOW_P = {"t_first_planned": 2.5, "t_last_ready": 5.25, "t_last_landed": 6.0}
+SLOW_D = {"t_awaited": 1.5, "t_settled": 7.0, "t_reported": 9.0}
 
 
-def test_of_several_ranks_the_slowest_counts() -> None:
-    slow_p = {"t_first_planned": 2.5, "t_last_ready": 5.25, "t_last_landed": 6.0}
-    slow_d = {"t_awaited": 1.5, "t_settled": 7.0, "t_reported": 9.0}
-    assert parts(request_of([PUSH, slow_p], [LOAD, slow_d])) == [1.0, 3.25, 0.75, 1.0, 2.0, *UNSEEN]
-
-
-def test_without_ds_records_it_begins_with_prefill() -> None:
-    one = break_down(request_of([PUSH], []))
-    assert list(one.parts.values()) == [None, 3.0, 0.5, None, None, *UNSEEN]
-    assert (one.total, one.other) == (3.5, 0.0)
-
-
-def test_without_ps_records_the_time_is_other() -> None:
-    one = break_down(request_of([], [LOAD]))
-    assert list(one.parts.values()) == [None, None, None, None, 2.0, *UNSEEN]
-    assert (one.total, one.other) == (7.5, 5.5)
-
-
-def test_a_push_whose_layers_cannot_be_told_apart_has_no_prefill() -> None:
-    one = break_down(request_of([{"t_last_landed": 5.5}], [LOAD]))
-    assert list(one.parts.values()) == [None, None, None, 1.0, 2.0, *UNSEEN]
-    assert one.other == 4.5
-
-
-def test_a_load_that_failed_early() -> None:
-    one = break_down(request_of([], [{"t_awaited": 1.0, "t_settled": 1.25, "t_reported": 1.5, "outcome": "failed"}]))
-    assert (one.total, one.other, one.parts["D wait"]) == (0.5, 0.25, 0.25)
-
-
-def test_what_p_notices_after_d_has_heard_takes_no_time_from_d() -> None:
-    """P looks now and then whether a WRITE has landed; D's engine may have been told by then."""
-    one = break_down(request_of([PUSH | {"t_last_landed": 9.0}], [LOAD]))
-    assert list(one.parts.values()) == [1.0, 3.0, 1.5, 0.0, 2.0, *UNSEEN]
-    assert one.total == 7.5
-
-
-def test_what_p_does_for_a_d_that_has_given_up_takes_no_time_from_d() -> None:
-    one = break_down(request_of([PUSH], [{"t_awaited": 1.0, "t_settled": 3.0, "t_reported": 3.5, "outcome": "failed"}]))
-    assert list(one.parts.values()) == [1.0, 1.0, 0.0, 0.0, 0.5, *UNSEEN]
-    assert one.total == 2.5
-
-
-def test_nothing_is_known() -> None:
-    one = break_down(RequestTrace("r", [push()], []))
-    assert (one.total, set(one.parts.values())) == (0.0, {None})
-
-
-def test_a_clock_that_is_a_little_off_makes_no_part_negative() -> None:
-    one = break_down(request_of([PUSH], [LOAD | {"t_settled": 5.25}]))
-    assert one.parts["notification"] == 0.0
-    assert one.total == sum(part for part in one.parts.values() if part is not None)
+@pytest.mark.parametrize(
+    ("pushes", "loads", "parts", "total", "other"),
+    [
+        pytest.param([PUSH], [LOAD | {"t_awaited": 4.0}], [0.0, 1.0, 0.5, 1.0, 2.0], 4.5, 0.0, id="D asks late"),
+        pytest.param([PUSH], [LOAD | {"t_awaited": 6.0}], [0.0, 0.0, 0.0, 0.5, 2.0], 2.5, 0.0, id="D asks at the end"),
+        pytest.param([PUSH, SLOW_P], [LOAD, SLOW_D], [1.0, 3.25, 0.75, 1.0, 2.0], 8.0, 0.0, id="the slowest rank"),
+        pytest.param([PUSH], [], [None, 3.0, 0.5, None, None], 3.5, 0.0, id="no record of D"),
+        pytest.param([], [LOAD], [None, None, None, None, 2.0], 7.5, 5.5, id="no record of P"),
+        pytest.param([{}], [], [None] * 5, 0.0, 0.0, id="nothing is known"),
+        pytest.param(
+            [{"t_last_landed": 5.5}], [LOAD], [None, None, None, 1.0, 2.0], 7.5, 4.5, id="layers are not told apart"
+        ),
+        pytest.param(
+            [],
+            [FAILED | {"t_registered": None, "t_settled": 1.25, "t_reported": 1.5}],
+            [None, None, None, None, 0.25],
+            0.5,
+            0.25,
+            id="a load that failed early",
+        ),
+        pytest.param(
+            [PUSH],
+            [FAILED | {"t_settled": 3.0, "t_reported": 3.5}],
+            [1.0, 1.0, 0.0, 0.0, 0.5],
+            2.5,
+            0.0,
+            id="D gives up",
+        ),
+        pytest.param(
+            [PUSH | {"t_last_landed": 9.0}], [LOAD], [1.0, 3.0, 1.5, 0.0, 2.0], 7.5, 0.0, id="P notices after D"
+        ),
+        pytest.param([PUSH], [LOAD | {"t_settled": 5.25}], [1.0, 3.0, 0.25, 0.0, 3.25], 7.5, 0.0, id="a clock is off"),
+    ],
+)
+def test_only_time_from_ds_request_to_its_report_is_counted(
+    pushes: list[dict[str, Any]], loads: list[dict[str, Any]], parts: list[float | None], total: float, other: float
+) -> None:
+    one = break_down(request_of(pushes, loads))
+    assert list(one.parts.values()) == [*parts, *UNSEEN]
+    assert (one.total, one.other) == (total, other)
 
 
 @pytest.mark.parametrize("fails", [None, "lost"])
