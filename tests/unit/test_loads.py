@@ -404,17 +404,6 @@ def test_what_is_said_too_early_is_not_lost(connecting: bool, word: Completion |
     assert world.is_over()
 
 
-def test_a_first_token_comes_before_the_load_is_reported() -> None:
-    world = World()
-    world.awaits(sampling="greedy")
-    world.hears(Accepted("r", first_token=True))
-    world.hears(FirstToken("r", 7))
-    assert world.told == []
-    world.hears(Completion("r", 1))
-    assert world.told == ["first token 7", "loaded"]
-    assert world.is_over()
-
-
 def test_a_promised_token_may_come_a_little_later_and_then_counts_for_nothing() -> None:
     for late in (False, True):
         world = World()
@@ -561,23 +550,6 @@ def test_what_is_not_awaited_cannot_be_given_up() -> None:
     assert world.told == ["loaded"]
 
 
-def test_late_ranks_that_do_not_answer_cost_blocks_and_not_the_request() -> None:
-    world = World()
-    world.awaiting("p-0")
-    world.loads.time_out("r", "no push", world.now)
-    world.tick(PATIENCE_S - 1)
-    assert world.told == []
-    world.tick(1.0)
-    assert world.told == ["parked", "failed"]
-    assert len(world.loads) == 1
-    world.tick(RETRY_S)
-    assert world.sent()[-1] == ("p-0", cancel_of())
-    world.hears(Cancelled("r"))
-    world.hears(Cancelled("r"))
-    assert world.told == ["parked", "failed", "cleared"]
-    assert world.is_over()
-
-
 def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
     """It hears of the failure only when it knows the request, and of the parking at once."""
     world = World()
@@ -684,15 +656,6 @@ def test_a_dead_agent_writes_nowhere_any_more() -> None:
     assert sorted(world.engine.told) == [("failed", "r"), ("failed", "s")]
     assert world.network.forgotten == ["P"]
     assert world.is_over()
-
-
-def test_a_dead_agent_frees_what_was_set_aside() -> None:
-    world = World()
-    world.awaiting()
-    world.loads.time_out("r", "no push", world.now)
-    world.tick(PATIENCE_S)
-    world.orders(liveness.ReportGone("p-0", "it has ended"))
-    assert world.told == ["parked", "failed", "cleared"]
 
 
 def test_an_order_about_what_has_just_ended_is_harmless() -> None:

@@ -131,22 +131,18 @@ def test_writes_are_told_apart_by_their_plan() -> None:
     assert tuple(WRITES.values) == tuple(plan.value for plan in Plan)
 
 
-def test_a_failed_write_and_the_push_that_it_fails_are_counted() -> None:
-    tally = Metered(Faults(fail_writes={1})).run()
+@pytest.mark.parametrize("faults", [Faults(fail_writes={1}), Faults(fail_posts={0})], ids=["lost", "not posted"])
+def test_a_failed_write_and_the_push_that_it_fails_are_counted(faults: Faults) -> None:
+    tally = Metered(faults).run()
     assert pushes(tally) == {"failed": 1}
     assert tally.counted(FAILED_WRITES) == 1
     assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
 
 
-def test_a_write_that_cannot_be_posted_is_a_failed_write() -> None:
-    tally = Metered(Faults(fail_posts={0})).run()
-    assert pushes(tally) == {"failed": 1}
-    assert tally.counted(FAILED_WRITES) == 1
-
-
 def test_an_aborted_push_is_cancelled() -> None:
     metered = Metered()
     metered.rig.step((metered.prompt, 9))
+    assert metered.rig.writer.active == len(metered.rig.writer) == 1
     metered.rig.abort(metered.prompt)
     metered.rig.settle()
     assert pushes(metered.recorder.take()) == {"cancelled": 1}
@@ -168,15 +164,6 @@ def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faul
     assert pushes(metered.run()) == {}
     assert seen == [(1, 0)]
     assert metered.rig.totals.outcomes.total() == 1
-
-
-def test_active_pushes_are_those_that_are_not_over() -> None:
-    metered = Metered()
-    metered.rig.step((metered.prompt, 9))
-    assert metered.rig.writer.active == len(metered.rig.writer) == 1
-    metered.rig.abort(metered.prompt)
-    metered.rig.settle()
-    assert metered.rig.writer.active == 0
 
 
 def record(outcome: str, mode: str, fallback: str | None = None, *, registered: bool = False) -> PushRecord:

@@ -364,15 +364,6 @@ def test_cancelled_before_it_was_registered_it_never_will_be() -> None:
     assert world.pushes == {}
 
 
-def test_cancelled_with_nothing_on_the_wire_is_said_at_once_and_as_often_as_asked() -> None:
-    world = World()
-    wanted = world.served()
-    for _ in range(2):
-        world.cancels(wanted)
-        assert world.heard() == [Cancelled("a/d")]
-    assert world.writer.cancelled[0] == ("a/p", ("D", "a/d"))
-
-
 def test_cancelled_under_a_write_nothing_is_said_until_it_has_ended() -> None:
     """Whoever asks meanwhile, and whatever for: all ranks would believe the answer."""
     world = World()
@@ -413,16 +404,6 @@ def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
 
 
 # What has failed.
-
-
-def test_a_failure_under_a_write_is_said_twice_and_remembered_when_it_has_ended() -> None:
-    world = World()
-    wanted = world.served()
-    for drained, answer in ((False, Accepted("a/d")), (True, failure("cut off"))):
-        world.fails(wanted, "cut off", drained)
-        assert world.heard() == [failure("cut off", drained)]
-        world.says(wanted, "d-1")
-        assert world.heard() == [answer]
 
 
 def test_a_failure_of_a_cancelled_push_that_has_not_drained_is_no_answer_to_it() -> None:
@@ -723,35 +704,6 @@ def these(*messages: Message) -> list[str]:
     return sorted(map(repr, messages))
 
 
-def test_a_lost_engine_is_forgotten_when_nothing_is_on_its_way_to_it() -> None:
-    world = World()
-    wanted = world.served()
-    assert world.closing("D") is None
-    world.writer.engines_in_flight = {"D"}
-    world.loses("D")
-    assert (world.closing("D"), world.closing("E")) == (LOST, None)
-    world.tick()
-    world.tick()
-    assert world.writer.failed == [("D", LOST)] * 2
-    assert world.network.forgotten == []
-    world.fails(wanted, LOST)
-    drops(world)
-    assert world.closing("D") is None
-    assert world.mail.sent == []
-    world.tick()
-    assert len(world.writer.failed) == 3
-
-
-def test_an_answer_that_cannot_be_sent_shows_that_the_engine_is_lost() -> None:
-    world = World()
-    wanted = world.served()
-    world.mail.lost = {"d-1"}
-    world.fails(wanted, "cut off")
-    world.tick()
-    assert world.network.forgotten == ["D"]
-    assert [engine for engine, _ in world.writer.failed] == ["D"]
-
-
 @pytest.mark.parametrize("how", ["registers", "cancels"])
 @pytest.mark.parametrize("about", ["the same", "another"])
 def test_what_could_not_be_said_is_said_once_to_an_engine_that_shows_that_it_lives(how: str, about: str) -> None:
@@ -770,22 +722,6 @@ def test_what_could_not_be_said_is_said_once_to_an_engine_that_shows_that_it_liv
     assert len(world.network.handshakes) == 2
     world.says(asks("c/d"))
     assert world.heard() == [Accepted("c/d")]
-
-
-@pytest.mark.parametrize("how", ["registers", "cancels"])
-def test_an_engine_that_was_lost_and_is_back_is_told_everything_again(how: str) -> None:
-    world = World()
-    wanted = world.served()
-    world.writer.on_the_wire = {"a/p"}
-    world.loses("D")
-    world.tick()
-    if how == "registers":
-        world.says(asks("b/d"))
-    else:
-        world.cancels(wanted)
-    world.mail.taken()
-    world.fails(wanted, "it was lost")
-    assert world.heard() == [failure("it was lost")]
 
 
 @pytest.mark.parametrize("dropped", [True, False])
@@ -866,15 +802,6 @@ def test_what_registers_meanwhile_is_heard_when_the_connection_has_been_dropped(
     assert told(world, *world.network.connected["D"]) == these(*FAILS, Accepted("b/d"), FAILS[1])
     world.tick()
     assert len(world.pushes) == 2
-
-
-def test_what_a_process_that_was_replaced_had_registered_is_not_current() -> None:
-    world, _ = doomed()
-    world.says(asks("b/d"), "d-0")
-    world.network.listening["D"] = ("d-new",)
-    drops(world)
-    assert world.network.connected["D"] == ("d-new",)
-    assert not world.is_current(asks("b/d"))
 
 
 def test_other_engines_are_told_at_once() -> None:
@@ -987,25 +914,6 @@ def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_
     drops(world)
     assert world.writer.pushes[1:] == [("n/p", newer)]
     assert {reason for _, reason in world.writer.failed} == {LOST}
-
-
-@pytest.mark.parametrize("verdict", Verdict)
-def test_a_verdict_on_an_agent_that_was_replaced_meanwhile_comes_too_late(verdict: Verdict) -> None:
-    """Its connection broke before; the new one must not suffer."""
-    world, newer = strange()
-    world.network.listening["D"] = ("d-new",)
-    world.loses("D")
-    world.tick()
-    assert world.writer.pushes[1:] == [("n/p", newer)]
-    world.heard("d-new")
-    failed = list(world.writer.failed)
-    world.probe.answer(verdict)
-    world.tick()
-    assert world.writer.failed == failed
-    assert world.network.forgotten == ["D"]
-    world.says(asks("m/d"), "d-new")
-    assert world.heard("d-new") == [Accepted("m/d")]
-    assert world.peer_errors.counts == {}
 
 
 @pytest.mark.parametrize("verdict", Verdict)

@@ -215,16 +215,6 @@ def test_registered_after_prefill_it_goes_whole() -> None:
     assert record.fallback == "no decode engine had registered when prefill finished"
 
 
-def test_registered_before_a_request_that_was_never_planned_it_goes_whole() -> None:
-    rig, prompt = Rig(), prompt_of()
-    wanted = rig.registers(prompt)
-    rig.finish(prompt)
-    rig.settle()
-    assert rig.host.delegated == {"p-1": wanted}
-    assert rig.host.released == ["p-1"]
-    rig.assert_clean()
-
-
 def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:
     rig, prompt = Rig(), prompt_of()
     wanted, decoder = rig.registers(prompt), rig.decoders["D"]
