@@ -45,7 +45,7 @@ def run_dry(engine: Engine) -> None:
 
 
 def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
-    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer", {"first_token": "decode"})
     asks_first(p, d)
     until(lambda: d.step() and scraped(front_end, p, d).value("awaited_loads", engine="1") == 1)
     until(lambda: p.step() and scraped(front_end, p, d).value("pending_registrations", engine="0") == 1)

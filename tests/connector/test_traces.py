@@ -22,7 +22,7 @@ def pair(
 ) -> tuple[Engine, Engine, Callable[[], TraceSet]]:
     where = {"trace_dir": str(folder)}
     p = engine("kv_producer", {**where, **(prefill or {})}, layout=layout)
-    d = engine("kv_consumer", where, layout=layout)
+    d = engine("kv_consumer", {**where, "first_token": "decode"}, layout=layout)
 
     def read() -> TraceSet:
         for one in (p, d):
