@@ -5,7 +5,7 @@ import random
 from tests.e2e import engines
 from tests.e2e.enginehost import Request
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
+from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
 from tests.e2e.pushtrace import pushes
 from tests.e2e.streamchecks import check_completed, check_streamed
 
@@ -77,6 +77,7 @@ def test_one_after_the_other_leaves_p_quick(fleet: Fleet, reference: Reference) 
 
 def test_a_request_that_starts_while_another_streams(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    introduce(p, d)
     p.hold()
     long = Handoff(new_id(), prompt(1800, seed=36), p, d)
     short = Handoff(new_id(), prompt(500, seed=36), p, d)

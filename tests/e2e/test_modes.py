@@ -48,6 +48,7 @@ def test_granularity_chunk(fleet: Fleet, reference: Reference, order: Order) -> 
 def test_requests_choose_their_mode(fleet: Fleet, reference: Reference, configured: EngineSpec, default: str) -> None:
     """One P, all modes side by side; a request that does not choose goes as the configuration says."""
     p, d = fleet.get(configured, engines.D_LAYER)
+    introduce(p, d)
     for number, length in enumerate((1500, 1025)):
         for mode in ("auto", "layer", "request", "chunk", None):
             handoff = send(p, d, prompt(length, seed=24 + number), "early", mode=mode)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e import engines
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send
+from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 223, 224, 225)
@@ -27,6 +27,7 @@ def test_tokens_and_bytes(fleet: Fleet, reference: Reference, order: Order) -> N
 @pytest.mark.parametrize("length", [STREAMS_FOR_SURE, 1024, 1025, 2000, 2049])
 def test_registered_early_streams_every_chunk(fleet: Fleet, reference: Reference, length: int) -> None:
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
+    introduce(p, d)
     handoff = send(p, d, prompt(length, seed=1), "early")
     check(handoff.outcome(), reference)
     push = check_streamed(handoff)
