@@ -89,7 +89,7 @@ def draw_pushes(pushes: Mapping[str, PushRecord], path: Path) -> None:
             end.set_title(f"{name}: {1e3 * (landed - ready):.1f} ms exposed", loc="left")
             counts = ((len(push.chunks), "chunk"), (len(push.writes), "WRITE"))
             counted = ", ".join(f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts)
-            whole.set_title(f"the whole push: {push.tokens} tokens, {counted}", loc="left", fontsize="medium")
+            whole.set_title(f"the whole push: {counted}", loc="left", fontsize="medium")
         before = max(1e3 * (times[name][1] - _late(push)) for name, push in pushes.items())
         ends[0].set_xlim(-max(before, exposed), exposed * 1.05)
         wholes[0].set_xlim(-longest * 1.01, exposed * 1.05)
