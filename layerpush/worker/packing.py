@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerpush.compat.facts import engine_fallback, slot_views
+from layerpush.compat.facts import engine_fallback, slot_views, state_parts
 from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
@@ -72,6 +72,9 @@ class WorkerPacking:
             return
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests
+        if state_parts(self._worker):
+            logger.info("layerpush packs nothing: the model has layers with a state")
+            return
         try:
             self._memory = staging_memory(size, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU

@@ -12,7 +12,7 @@ def architectures() -> str:
         (
             f"`{name}`",
             family.attention,
-            "by layer" if family.fallback is None else "whole request",
+            "by layer; states at the end" if family.states else "by layer",
             "KV, tokens" if family.tokens else "KV",
         )
         for name, family in sorted(FAMILIES.items())

@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-STATES = "the model has Mamba layers, whose state is not written block by block"
-
 COMMON: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -29,7 +27,7 @@ class Family:
     """An architecture of vLLM's registry, and a small configuration of it.
 
     `fields` go to the configuration class of Transformers' `model_type`, over `COMMON`.
-    `fallback` is the reason for a whole-request push, None for a push by layer.
+    `states` counts the layers with a state: no hook reports them.
     `tokens`: whether D's tokens equal P's own. They do not where vLLM's CPU kernels round prefill and decode apart.
     """
 
@@ -38,7 +36,7 @@ class Family:
     attention: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: tuple[tuple[str, Any], ...] = ()
-    fallback: str | None = None
+    states: int = 0
     tokens: bool = True
 
 
@@ -134,14 +132,14 @@ FAMILIES = {
                 "mamba_d_head": 64,
                 "shared_intermediate_size": 256,
             },
-            fallback=STATES,
+            states=2,
         ),
         Family(
             "FalconH1ForCausalLM",
             "falcon_h1",
             "Mamba-2 beside full attention",
             {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32},
-            fallback=STATES,
+            states=4,
         ),
         Family(
             "NemotronHForCausalLM",
@@ -153,19 +151,7 @@ FAMILIES = {
                 "mamba_head_dim": 64,
                 "ssm_state_size": 32,
             },
-            fallback=STATES,
-        ),
-        Family(
-            "BambaForCausalLM",
-            "bamba",
-            "Mamba-2 and full attention",
-            {
-                "attn_layer_indices": [1, 3],
-                "mamba_n_heads": 8,
-                "mamba_d_head": 64,
-                "mamba_d_state": 32,
-            },
-            fallback=STATES,
+            states=2,
         ),
         Family(
             "Zamba2ForCausalLM",
@@ -181,7 +167,7 @@ FAMILIES = {
                 "num_key_value_heads": 8,
                 "adapter_rank": 16,
             },
-            fallback=STATES,
+            states=4,
         ),
         Family(
             "Qwen3NextForCausalLM",
@@ -192,11 +178,13 @@ FAMILIES = {
                 "layer_types": ["linear_attention", "full_attention"] * 2,
                 "linear_num_key_heads": 2,
                 "linear_num_value_heads": 4,
-                "linear_key_head_dim": 32,
-                "linear_value_head_dim": 32,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
                 "shared_expert_intermediate_size": 128,
             },
-            fallback=STATES,
+            options=BFLOAT16,
+            tokens=False,
+            states=2,
         ),
     )
 }
