@@ -34,11 +34,14 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
     """The reason why this engine must push whole requests, or None. Its scheduler and its workers find the same."""
     if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
-    for spec in (group.kv_cache_spec for group in side.kv_cache_config.transfer_groups):
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "none":
-            return f"states of Mamba layers are cached (mamba_cache_mode {spec.mamba_cache_mode})"
-        if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
-            return "Mamba layers have a state for each draft token"
+    if not side._has_mamba:
+        return None
+    states = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]
+    states = [spec for spec in states if isinstance(spec, MambaSpec)]
+    if any(spec.mamba_cache_mode != "none" for spec in states):
+        return "the states of Mamba layers are in the prefix cache"
+    if any(spec.num_speculative_blocks for spec in states):
+        return "the Mamba layers have a state for each draft token"
     return None
 
 
@@ -103,10 +106,16 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
     return States(tuple(layers), tuple(regions))
 
 
+def has_states(worker: NixlPushConnectorWorker) -> bool:
+    """Whether a layer has a state (Mamba, GDN) in place of KV."""
+    return bool(worker._has_mamba)
+
+
 def state_parts(worker: NixlPushConnectorWorker) -> list[tuple[int, int]]:
     """Offset and size in bytes of each part of a state in its block: those of the convolution, then the other state."""
-    if worker._conv_decomp is None:
+    if not worker._has_mamba:
         return []
+    assert worker._conv_decomp is not None
     return [*worker._conv_decomp.local_conv_offsets, worker._mamba_ssm_size]
 
 

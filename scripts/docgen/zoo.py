@@ -5,16 +5,18 @@ from __future__ import annotations
 from scripts.docgen.tables import table
 from tests.e2e.zoo import FAMILIES
 
+TEST = "tests/e2e/test_zoo.py"
+
 
 def architectures() -> str:
-    """One row each: its layers, how P pushes it, and what the test compares."""
+    """One row each: its layers, how P pushes it, and its test."""
     rows = [
         (
             f"`{name}`",
             family.attention,
             "by layer; states at the end" if family.states else "by layer",
-            "KV, tokens" if family.tokens else "KV",
+            f"`{TEST}`" if family.tokens else f"`{TEST}`: KV, not tokens",
         )
         for name, family in sorted(FAMILIES.items())
     ]
-    return table(("architecture", "layers", "P pushes", "compared"), rows)
+    return table(("architecture", "layers", "behaviour", "tested by"), rows)
