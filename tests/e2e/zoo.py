@@ -104,7 +104,6 @@ FAMILIES = {
             FULL,
             {"n_embd": 256, "n_head": 8, "n_layer": 4, "n_positions": 4096, "tie_word_embeddings": True},
         ),
-        Family("GPTNeoXForCausalLM", "gpt_neox", FULL),
         Family("StableLmForCausalLM", "stablelm", FULL),
         Family("Starcoder2ForCausalLM", "starcoder2", FULL, {"sliding_window": None}),
         Family("Glm4ForCausalLM", "glm4", FULL),
@@ -119,7 +118,14 @@ FAMILIES = {
             "Exaone4ForCausalLM", "exaone4", "full and sliding window", {"sliding_window": 200, "layer_types": WINDOWS}
         ),
         Family("DeepseekV2ForCausalLM", "deepseek_v2", "MLA, experts", MLA, BFLOAT16, tokens=False),
-        Family("DeepseekV3ForCausalLM", "deepseek_v3", "MLA, experts", MLA, BFLOAT16, tokens=False),
+        Family(
+            "DeepseekV3ForCausalLM",
+            "deepseek_v3",
+            "MLA, experts",
+            MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            BFLOAT16,
+            tokens=False,
+        ),
         Family(
             "GraniteMoeHybridForCausalLM",
             "granitemoehybrid",
