@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from layerpush.core.layout import CacheLayout, LayerCache, LayoutError, Region, match_layers, named_layers
+from layerpush.core.layout import (
+    NO_STATES,
+    CacheLayout,
+    LayerCache,
+    LayerSlots,
+    LayoutError,
+    Region,
+    States,
+    match_layers,
+    named_layers,
+)
 from layerpush.transport.nixl import SPLIT_AT
 
 if TYPE_CHECKING:
@@ -22,8 +34,14 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
     """The reason why this engine must push whole requests, or None. Its scheduler and its workers find the same."""
     if side.use_host_buffer:
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
-    if side._has_mamba:
-        return "the model has Mamba layers, whose state is not written block by block"
+    if not side._has_mamba:
+        return None
+    states = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]
+    states = [spec for spec in states if isinstance(spec, MambaSpec)]
+    if any(spec.mamba_cache_mode != "none" for spec in states):
+        return "the states of Mamba layers are in the prefix cache"
+    if any(spec.num_speculative_blocks for spec in states):
+        return "the Mamba layers have a state for each draft token"
     return None
 
 
@@ -61,9 +79,44 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
     caches = [
         LayerCache(name, groups[name], cache.data_ptr(), _span(cache), spec.page_size_bytes // pages)
         for name, cache in kv_caches.items()
-        if (spec := worker._layer_specs.get(name)) is not None
+        if (spec := worker._layer_specs.get(name)) is not None and not isinstance(spec, MambaSpec)
     ]
-    return match_layers(sorted(caches, key=_model_order), regions, pages)
+    return match_layers(sorted(caches, key=_model_order), regions, pages, _states(worker, kv_caches, len(regions)))
+
+
+def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor], first_slot: int) -> States:
+    """The layers with a state, as ``NixlBaseConnectorWorker._build_mamba_local`` describes them to NIXL.
+
+    Raises ``LayoutError`` for a state that has no region.
+    """
+    if not worker._has_mamba:
+        return NO_STATES
+    bases = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    shared = [bases[index] for index in worker._ssm_region_indices]
+    parts = state_parts(worker)
+    regions = [Region(base + offset, size, worker._logical_num_blocks) for base in shared for offset, size in parts]
+    layers = []
+    for name in sorted(kv_caches, key=_natural_order):
+        if isinstance(worker._layer_specs.get(name), MambaSpec):
+            if (start := kv_caches[name].data_ptr()) not in shared:
+                raise LayoutError(f"the state of layer {name} at {start:#x} lies in no registered region")
+            slot = first_slot + shared.index(start) * len(parts)
+            group = worker.kv_cache_config.transfer_group_index_by_layer[name]
+            layers.append(LayerSlots(name, group, tuple(range(slot, slot + len(parts))), is_state=True))
+    return States(tuple(layers), tuple(regions))
+
+
+def has_states(worker: NixlPushConnectorWorker) -> bool:
+    """Whether a layer has a state (Mamba, GDN) in place of KV."""
+    return bool(worker._has_mamba)
+
+
+def state_parts(worker: NixlPushConnectorWorker) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each part of a state in its block: those of the convolution, then the other state."""
+    if not worker._has_mamba:
+        return []
+    assert worker._conv_decomp is not None
+    return [*worker._conv_decomp.local_conv_offsets, worker._mamba_ssm_size]
 
 
 def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
@@ -102,13 +155,18 @@ def _span(cache: torch.Tensor) -> int:
 
 
 def _model_order(cache: LayerCache) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"(\d+)", cache.name)
+    return _natural_order(cache.name)
+
+
+def _natural_order(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
-    """Tokens per block of each transferable KV cache group."""
-    return tuple(group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups)
+    """Tokens per block of each transferable KV cache group. A state is one block, complete at the end of the prompt."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    return tuple(sys.maxsize if isinstance(spec, MambaSpec) else spec.block_size for spec in specs)
 
 
 def slot_views(worker: NixlPushConnectorWorker, kv_caches: dict[str, Any]) -> list[torch.Tensor]:

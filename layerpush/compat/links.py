@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMet
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
+from layerpush.compat.facts import state_parts
 from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 
@@ -44,7 +45,7 @@ def discover_link(
         Route(agent_name(agents[(0, spec.remote_rank)]), spec.remote_rank, local, remote)
         for spec, local, remote in targets
     )
-    return Link(engine_id, routes, tuple(worker.dst_region_num_blocks[engine_id]), share=_share(worker, engine_id))
+    return Link(engine_id, routes, _region_blocks(worker, engine_id), share=_share(worker, engine_id))
 
 
 def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
@@ -58,10 +59,21 @@ def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
             f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
             f"ours {worker._physical_blocks_per_logical_kv_block}"
         )
+    if worker._has_mamba and worker.transfer_topo.tp_ratio(remote.remote_tp_size) != 1:
+        return f"it splits states over {remote.remote_tp_size} ranks, we over {worker.transfer_tp_size}"
     local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
     if len(local) != len(theirs):
         return f"it registered {len(theirs)} regions, we {len(local)}"
     return None
+
+
+def _region_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> tuple[int, ...]:
+    """Its regions' sizes in descriptor order: kernel blocks of attention, then blocks of states."""
+    assert worker.transfer_topo is not None
+    remote = worker.transfer_topo.get_engine_info(engine_id)
+    states = worker.dst_num_blocks[engine_id] // remote.remote_physical_blocks_per_logical
+    parts = len(worker._ssm_region_indices) * len(state_parts(worker))
+    return (*worker.dst_region_num_blocks[engine_id], *parts * [states])
 
 
 def has_equal_blocks(worker: NixlPushConnectorWorker, engine_id: str) -> bool:

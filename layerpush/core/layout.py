@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,16 +51,34 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """The slots (indices of regions in descriptor order) that hold one layer."""
+    """The slots (indices of regions in descriptor order) that hold one layer.
+
+    A block of a layer with a state (Mamba, GDN) is the state after a whole prompt. It has no kernel blocks.
+    """
 
     name: str
     group: int
     slots: tuple[int, ...]
+    is_state: bool = False
+
+
+class States(NamedTuple):
+    """The layers with a state. Their slots are those of ``regions``, which follow attention's in descriptor order.
+
+    vLLM lays states and attention blocks of several layers over the same memory.
+    """
+
+    layers: tuple[LayerSlots, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+
+NO_STATES = States()
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Every layer's slots, in model order, and this engine's region sizes.
+    """Every layer's slots, and this engine's region sizes. Layers are in model order, but those with a state, which are
+    ready last, follow all others.
 
     ``kernel_blocks_per_block`` is the number of kernel blocks in one block of the scheduler's tables.
     """
@@ -77,7 +96,8 @@ class CacheLayout:
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of one scheduler block in each layer."""
         return tuple(
-            self.kernel_blocks_per_block * sum(self.regions[slot].block_bytes for slot in layer.slots)
+            (1 if layer.is_state else self.kernel_blocks_per_block)
+            * sum(self.regions[slot].block_bytes for slot in layer.slots)
             for layer in self.layers
         )
 
@@ -93,20 +113,23 @@ class CacheLayout:
         """Kernel blocks of each region, in descriptor order."""
         return tuple(region.blocks for region in self.regions)
 
-    def expand(self, blocks: tuple[int, ...]) -> BlockIds:
+    def expand(self, blocks: tuple[int, ...], *, states: bool = False) -> BlockIds:
         """Kernel block ids of scheduler blocks, int32 of shape ``(n,)``. If a scheduler block has two kernel blocks,
-        ``[2]`` becomes ``[4, 5]``.
+        ``[2]`` becomes ``[4, 5]``. Blocks of ``states`` stay as they are.
         """
         ids, kernel_blocks = np.asarray(blocks, dtype=np.int32), self.kernel_blocks_per_block
-        if kernel_blocks == 1:
+        if kernel_blocks == 1 or states:
             return ids
         return (ids[:, None] * kernel_blocks + np.arange(kernel_blocks, dtype=np.int32)).ravel()
 
 
 def match_layers(
-    caches: Sequence[LayerCache], regions: Sequence[Region], kernel_blocks_per_block: int = 1
+    caches: Sequence[LayerCache],
+    regions: Sequence[Region],
+    kernel_blocks_per_block: int = 1,
+    states: States = NO_STATES,
 ) -> CacheLayout:
-    """Find each layer's slots by address and check them.
+    """Find the slots of each layer of attention by address and check them.
 
     Raises ``LayoutError`` if a layer has no region of its own, if a region belongs to no layer, or if the blocks of a
     layer's regions do not add up to its page: for example, if one descriptor holds a row of all layers.
@@ -122,7 +145,8 @@ def match_layers(
                 f"hold {held} bytes a block"
             )
         layers.append(LayerSlots(cache.name, cache.group, slots))
-    return _checked(CacheLayout(tuple(layers), tuple(regions), kernel_blocks_per_block))
+    layout = CacheLayout((*layers, *states.layers), (*regions, *states.regions), kernel_blocks_per_block)
+    return _checked(layout)
 
 
 def named_layers(
@@ -151,7 +175,8 @@ def _checked(layout: CacheLayout) -> CacheLayout:
     if not layout.layers:
         raise LayoutError("no layer has a transferable KV cache")
     covered = {slot for layer in layout.layers for slot in layer.slots}
-    missing = sorted(set(range(len(layout.regions))) - covered)
+    states = {layout.regions[slot].base for layer in layout.layers if layer.is_state for slot in layer.slots}
+    missing = [slot for slot, region in enumerate(layout.regions) if slot not in covered and region.base not in states]
     if missing:
         raise LayoutError(f"regions {missing} belong to no known layer")
     return layout

@@ -69,16 +69,17 @@ class DirectPlanner:
             remote_offsets = self._remote_offsets[link.region_blocks] = descriptor_offsets(link.region_blocks)
         local, remote = [], []
         for part in write.segments:
-            slots = [slot for layer in self._layout.layers[part.layers] for slot in layer.slots]
-            source, target = self._expanded(part.source), self._expanded(part.target)
+            layers = self._layout.layers[part.layers]
+            slots, states = [slot for layer in layers for slot in layer.slots], layers[0].is_state  # of one group
+            source, target = self._expanded(part.source, states), self._expanded(part.target, states)
             _check("this engine", source, slots, self._layout.region_blocks)
             _check(f"decode engine {link.engine_id}", target, slots, link.region_blocks)
             local.append(descriptor_ids(self._local_offsets, slots, source.ids))
             remote.append(descriptor_ids(remote_offsets, slots, target.ids))
         return np.concatenate(local), np.concatenate(remote)
 
-    def _expand(self, blocks: tuple[int, ...]) -> _Blocks:
-        ids = self._layout.expand(blocks)
+    def _expand(self, blocks: tuple[int, ...], states: bool) -> _Blocks:
+        ids = self._layout.expand(blocks, states=states)
         return _Blocks(ids, int(ids.min(initial=0)), int(ids.max(initial=-1)))
 
 

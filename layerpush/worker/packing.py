@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerpush.compat.facts import engine_fallback, slot_views
+from layerpush.compat.facts import engine_fallback, has_states, slot_views
 from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
@@ -69,6 +69,9 @@ class WorkerPacking:
         """
         size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
         if self._config.packing == "off" or not self._config.layerwise or not size:
+            return
+        if has_states(self._worker):
+            logger.info("layerpush packs nothing: the model has layers with a state")
             return
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests

@@ -16,7 +16,7 @@ from bench.serve import page as serve
 from bench.writer import page as writer
 from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
-from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions
+from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions, zoo
 from scripts.docgen.markers import fill
 
 
@@ -78,6 +78,7 @@ SECTIONS: Mapping[str, Section] = {
     "limits-tables": Section((FAILURES,), lambda _: limits.tables()),
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
     "versions": Section((COMPATIBILITY,), versions.tables),
+    "zoo": Section((COMPATIBILITY,), lambda _: zoo.architectures()),
     "contributing": Section((CONTRIBUTING,), contributing.page),
 }
 

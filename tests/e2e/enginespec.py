@@ -5,7 +5,8 @@ import json
 from typing import Any, Literal
 
 Role = Literal["P", "D", "R"]
-ModelName = Literal["llama", "sliding", "hybrid", "mla"]
+ModelName = str
+"""A name in `tests.e2e.models`, or an architecture in `tests.e2e.zoo`."""
 FailedLoad = Literal["recompute", "fail"]
 
 LAYERWISE = "LayerwisePushConnector"

@@ -20,6 +20,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from layerpush.apps.demo.forkserver import fork_children
 from tests.e2e.enginespec import EngineSpec
@@ -66,8 +67,9 @@ class HostedEngine:
         self.watch: KvWatch | None = None
         if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes
             layers = watched_layers(self.llm.vllm_config, self.scheduler.kv_cache_config)
-            groups = self.scheduler.kv_cache_config.kv_cache_groups
-            block_size = groups[0].kv_cache_spec.block_size  # not what was asked for: some attention backends insist
+            specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
+            # Not what was asked for: some attention backends insist on a size. States have blocks of another one.
+            block_size = next(spec.block_size for spec in specs if not isinstance(spec, MambaSpec))
             self.watch = KvWatch(self.scheduler, layers, block_size)
         self._internal: dict[str, str] = {}
         self._ambiguous: set[str] = set()

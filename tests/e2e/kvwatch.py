@@ -7,6 +7,7 @@ Blocks that D is about to register are filled with a pattern first: stale but eq
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,19 @@ Tables = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class WatchedLayer:
-    """One layer's cache. `window` is the number of last tokens that its attention looks back at, None for all."""
+    """One layer's cache. `window` is the number of last tokens that its attention looks back at, None for all.
 
-    cache: torch.Tensor
+    Attention has one tensor. A layer with a state (Mamba, short convolution) has one for each part of the state, and a
+    request has one block there.
+    """
+
+    cache: torch.Tensor | Sequence[torch.Tensor]
     group: int
     window: int | None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [self.cache] if isinstance(self.cache, torch.Tensor) else self.cache
 
 
 def watched_layers(vllm_config: Any, kv_cache_config: Any) -> list[WatchedLayer]:
@@ -77,11 +86,16 @@ class KvWatch:
         elif scheduled and request_id not in self.digests:
             tables = self._block_tables(request_id)
             registered = self._registered.get(request_id, set())
-            self.digests[request_id] = self._digest(request.num_prompt_tokens, tables, registered)
+            # vLLM's P leaves a prompt's last token to D where a layer has a state, which cannot go back by one.
+            tokens = request.num_prompt_tokens - any(
+                not isinstance(layer.cache, torch.Tensor) for layer in self._layers
+            )
+            self.digests[request_id] = self._digest(tokens, tables, registered)
 
     def _poison(self, blocks: Tables) -> None:
         for layer in self._layers:
-            layer.cache[torch.tensor(blocks[layer.group], dtype=torch.long)] = POISON
+            for tensor in layer.tensors:
+                tensor[torch.tensor(blocks[layer.group], dtype=torch.long)] = POISON
 
     def _block_tables(self, request_id: str) -> Tables:
         return [list(table) for table in self._scheduler.kv_cache_manager.get_block_ids(request_id)]
@@ -96,6 +110,8 @@ class KvWatch:
         """One cell per block; None for blocks behind the layer's window, for those not in `only`, and for those that a
         prompt which is computed in several steps does not have yet.
         """
+        if not isinstance(layer.cache, torch.Tensor):
+            return (_hash(*(tensor[table[-1]] for tensor in layer.cache)),)
         size = self._block_size
         first = 0 if layer.window is None else max(0, tokens - layer.window) // size
         cells: list[bytes | None] = [None] * first
@@ -105,7 +121,10 @@ class KvWatch:
                 cells.append(None)
                 continue
             slots = layer.cache[table[block]].movedim(token_axis - 1, 0)[: tokens - block * size]
-            cells.append(
-                hashlib.blake2b(slots.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-            )
+            cells.append(_hash(slots))
         return tuple(cells)
+
+
+def _hash(*tensors: torch.Tensor) -> bytes:
+    data = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.blake2b(data, digest_size=8).digest()

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from layerpush.apps.demo.model import build_model
+from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
 
 LAYERS = 8
@@ -64,6 +65,9 @@ class ModelShelf:
         path = self._folder / name
         if not path.exists():
             path.mkdir()
+            if name in zoo.FAMILIES:
+                zoo.build(zoo.FAMILIES[name], path)
+                return path
             config = json.loads((llama / "config.json").read_text()) | CHANGES[name]
             (path / "config.json").write_text(json.dumps(config))
             (path / "model.safetensors").symlink_to(llama / "model.safetensors")

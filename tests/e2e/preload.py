@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL transfers Mamba layers in this layout only
 }
 os.environ.update(ENVIRONMENT)
 

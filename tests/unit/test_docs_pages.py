@@ -157,5 +157,5 @@ def test_every_fallback_of_an_engine_is_in_the_compatibility_tables() -> None:
     source = (ROOT / "layerpush/compat/facts.py").read_text()
     text = (ROOT / COMPATIBILITY).read_text()
     reasons = re.findall(r'return "((?:the|prefill|part) [^"]+)"', source)
-    assert len(reasons) == 5
+    assert len(reasons) == 6
     assert [reason for reason in reasons if f"`{reason}`" not in text] == []

@@ -13,6 +13,7 @@ from layerpush.core.layout import (
     LayerSlots,
     LayoutError,
     Region,
+    States,
     descriptor_ids,
     descriptor_offsets,
     match_layers,
@@ -69,6 +70,25 @@ def test_a_page_may_be_several_kernel_blocks() -> None:
     layout = match_layers([cache(0)], own_regions(1), kernel_blocks_per_block=4)
     assert layout.layer_bytes == (4 * PAGE,)
     assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+
+
+def test_states_follow_attention_in_its_memory() -> None:
+    """Two regions: attention and a state share the first, the second holds states only."""
+    attention = own_regions(2)
+    parts = [Region(region.base + offset, 8, 4) for region in attention for offset in (0, 8)]
+    states = States((LayerSlots("s.0", 1, (2, 3), True), LayerSlots("s.1", 1, (4, 5), True)), tuple(parts))
+    layout = match_layers([cache(0)], attention, 4, states)
+
+    assert [(layer.name, layer.slots) for layer in layout.layers] == [
+        ("layers.0", (0,)),
+        ("s.0", (2, 3)),
+        ("s.1", (4, 5)),
+    ]
+    assert layout.layer_bytes == (4 * PAGE, 16, 16)
+    assert layout.region_blocks == (BLOCKS, BLOCKS, 4, 4, 4, 4)
+    assert layout.expand((2, 0), states=True).tolist() == [2, 0]
+    with pytest.raises(LayoutError, match=r"regions \[1, 4, 5\] belong to no known layer"):
+        match_layers([cache(0)], attention, 4, States(states.layers[:1], states.regions))
 
 
 MIDDLE = cache(1, start=0x1000 + PAGE)

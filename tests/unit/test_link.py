@@ -57,6 +57,15 @@ def test_pairs_are_those_of_brute_force(case: tuple[CacheLayout, tuple[int, ...]
     assert list(zip(ours.tolist(), theirs.tolist(), strict=True)) == expected
 
 
+def test_a_state_has_no_kernel_blocks() -> None:
+    layers = (LayerSlots("a", 0, (0,)), LayerSlots("s", 1, (1, 2), is_state=True))
+    layout = CacheLayout(layers, (Region(0, 8, 8), Region(0, 2, 2), Region(2, 6, 2)), 4)
+    write = Write(0, 0, 0, 1, (Segment(slice(0, 1), 0, 0, 1, (1,), (0,)), Segment(slice(1, 2), 1, 0, 1, (1,), (2,))))
+    ours, theirs = DirectPlanner(layout).descriptors(write, Link("D", (), (12, 3, 3)))
+    assert ours.tolist() == [4, 5, 6, 7, 9, 11]
+    assert theirs.tolist() == [0, 1, 2, 3, 14, 17]
+
+
 @given(cases())
 def test_ids_can_be_read_in_place(case: tuple[CacheLayout, tuple[int, ...], Write]) -> None:
     layout, remote, write = case

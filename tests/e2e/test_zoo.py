@@ -1,0 +1,33 @@
+"""Every architecture of the zoo: D's KV bytes are P's, and D's tokens those of an engine without a transfer."""
+
+import pytest
+
+from tests.e2e import zoo
+from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Reference, introduce, prompt, send
+
+LENGTHS = (2, 33, 200, 256, 700)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", zoo.FAMILIES)
+def test_pushes(fleet: Fleet, architecture: str) -> None:
+    family = zoo.FAMILIES[architecture]
+    p, d = fleet.get(
+        EngineSpec(
+            "P-zoo", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), family.options, architecture
+        ),
+        EngineSpec("D-zoo", "D", transfer(LAYERWISE), family.options, architecture),
+    )
+    introduce(p, d)
+    plain = Reference(p)
+    for length in LENGTHS:
+        handoff = send(p, d, prompt(length, seed=120), "early")
+        outcome = handoff.outcome()
+        push = handoff.push()
+        assert (push.outcome, push.fallback) == ("completed", None)
+        assert push.swept_layers == family.states * len(push.chunks)
+        assert handoff.differing_cells() == []
+        if family.tokens:
+            assert outcome.d_tokens == plain.tokens(handoff.token_ids)
