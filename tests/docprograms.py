@@ -118,7 +118,7 @@ def _script(path: str, words: Words) -> None:
     """A script passes its arguments on to one command."""
     if not (ROOT / path).is_file():
         raise WrongCommandError(f"{path} does not exist")
-    runs = re.search(r'^(?:exec )?(\S.*) "\$@"$', (ROOT / path).read_text(), re.MULTILINE)
+    runs = re.search(r'^(?:exec )?(\S.*) "\$@"(?: \|\| checked=\$\?)?$', (ROOT / path).read_text(), re.MULTILINE)
     if runs is not None:
         program, *own = shlex.split(runs[1].replace('"$python"', "python"))
         check(Command((program, *own, *words), ()))
