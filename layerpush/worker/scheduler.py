@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.compat.facts import block_sizes, engine_fallback
+from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
@@ -16,6 +16,7 @@ from layerpush.compat.push_scheduler import StagedRegistration, VllmPushSchedule
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
+from layerpush.core.last_window import LastWindows
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
@@ -54,6 +55,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     answer_handshakes = staticmethod(listen)
     awaited: AwaitedPushes
+    last_windows: LastWindows
     first_tokens: FirstTokens | None
     """None: the requests of this engine compute their first tokens themselves."""
 
@@ -68,6 +70,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
             )
         self._block_sizes = block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
+        self._outlooks: dict[str, tuple[Request, list[range]]] = {}
+        """P's prompts whose last token needs blocks that vLLM drops, and those blocks."""
         self._prefix_hits = PrefixHits(self._block_sizes)
         self._prompt_digests: dict[str, str] = {}
         self._sampled: dict[str, Sampled] = {}
@@ -98,6 +102,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` owns the engine's KV cache blocks."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
+        self.last_windows = LastWindows(block_pool)
         watch_block_holds(self.metrics, self.awaited.block_holds)
 
     def on_new_request(self, request: Request) -> None:
@@ -108,10 +113,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Note the prefix-cache hit of a request, in tokens."""
+        """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
         self._prefix_hits.found(request.request_id, num_computed_tokens)
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found
+        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if loads and num_computed_tokens + tokens == request.num_tokens:
+            tokens = max(0, tokens_to_load(self.kv_cache_config, request.num_tokens) - num_computed_tokens)
+        return tokens, loads and tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
@@ -121,6 +128,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._await(request, staged)
         if not is_streamed(request):
             return
+        self.last_windows.release(request.request_id)  # the request may have been preempted
+        dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
+        if any(dropped):
+            self._outlooks[request.request_id] = request, dropped
         if not request.num_preemptions and (digest := self.prompt_digest(request)) is not None:
             self._prompt_digests[request.request_id] = digest
         known = self._prompts.get(request.request_id)
@@ -154,6 +165,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         headers, self._trace_headers = self._trace_headers, {}
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
+        self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
         return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, headers)
 
@@ -162,6 +174,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
+        for request_id in connector_output.finished_sending or ():
+            self.last_windows.release(request_id)
         received, now = connector_output.finished_recving or (), time.perf_counter()
         self.awaited.reported(received, report)
         if report is not None:
@@ -182,7 +196,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
+        if self._outlooks.pop(request.request_id, None) is not None:
+            block_ids = self.last_windows.restored(request.request_id, block_ids)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        if not outcome[0]:
+            self.last_windows.release(request.request_id)
         if outcome[0] and (sampled := self.sampled_token(request)) is not None:
             self._sampled[request.request_id] = sampled
         if never_registered:
@@ -231,6 +249,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 revoked.add(request_id)
             chunks.append(chunk)
         return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
+
+    def _hold_last_windows(self, output: SchedulerOutput) -> None:
+        for request_id, (request, dropped) in self._outlooks.items():
+            scheduled = output.num_scheduled_tokens.get(request_id, 0)
+            if request.num_computed_tokens < request.num_prompt_tokens <= request.num_computed_tokens + scheduled:
+                blocks = output.kv_connector_block_state
+                assert blocks is not None
+                self.last_windows.hold(request_id, dropped, blocks.get_block_ids(request_id))
 
     def _cached(self, output: SchedulerOutput) -> dict[str, int]:
         """Leading tokens in P's memory before the step, by request id. Empty if that matters to no push."""

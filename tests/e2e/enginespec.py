@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal
 
 Role = Literal["P", "D", "R"]
-ModelName = Literal["llama", "sliding", "hybrid", "mla"]
+ModelName = Literal["llama", "sliding", "hybrid", "chunked", "mla"]
 FailedLoad = Literal["recompute", "fail"]
 
 LAYERWISE = "LayerwisePushConnector"
