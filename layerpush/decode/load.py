@@ -94,6 +94,7 @@ class Load:
         if self.session.state is not State.REGISTERING:
             return
         engine_id, peers = self.address.engine_id, self._peers
+        error = error or peers.mismatch(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)

@@ -44,6 +44,9 @@ class LoadHost(Protocol):
     def keep_load(self, record: LoadRecord) -> None:
         """Take the record of a load that is reported now; once more when its parked blocks are free."""
 
+    def mismatch(self, engine_id: str) -> str | None:
+        """The reason why no push from a connected prefill engine can be right; None if one can."""
+
     def forget_prefill_engine(self, engine_id: str) -> bool:
         """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""
 

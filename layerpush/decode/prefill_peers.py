@@ -80,6 +80,10 @@ class PrefillPeers:
 
     # Connections.
 
+    def mismatch(self, engine_id: str) -> str | None:
+        """The reason why no push from a connected engine can be right; None if one can."""
+        return self._host.mismatch(engine_id)
+
     def drop(self, engine_id: str) -> bool:
         """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
         agents = self.connections.agents(engine_id)

@@ -119,11 +119,16 @@ class Engine:
         self.forget_prefill_engine = forget
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
+        self.misfit: str | None = None
         self.told: list[tuple[str, str]] = []
         self.on_told: Callable[[str, str], None] = lambda _, __: None
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.known
+
+    def mismatch(self, engine_id: str) -> str | None:
+        assert engine_id == "P"
+        return self.misfit
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
@@ -249,6 +254,18 @@ def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
     assert (world.loads.engines_in_use, len(world.loads), world.loads.is_waiting) == ({"P"}, 1, True)
     world.tick()
     assert world.told == []
+
+
+def test_a_prefill_engine_that_does_not_fit_gets_no_registration() -> None:
+    """So it writes nothing, and the blocks are free at once."""
+    world = World()
+    world.engine.misfit = "its block size is 64 tokens, ours 32"
+    world.awaits()
+    world.tick()
+    assert world.told == ["failed"]
+    assert world.sent() == []
+    assert world.engine.records[-1].reason == world.engine.misfit
+    assert world.is_over()
 
 
 def test_a_prefill_engine_that_cannot_be_reached_fails_the_load() -> None:

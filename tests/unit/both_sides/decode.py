@@ -138,6 +138,9 @@ class DecodeEngine(Process):
     def knows(self, request_id: str) -> bool:
         return request_id in self.loads
 
+    def mismatch(self, engine_id: str) -> None:
+        """The engines fit each other."""
+
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
         assert all(isinstance(message, Completion) for message in messages)
