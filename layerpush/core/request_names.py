@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from layerpush.core.wire import Registration
+from layerpush.core.wire import Decline, Registration
+
+Named = Registration | Decline
+"""A message that names a request of P, and may have a digest of its prompt."""
 
 _ANSWER = re.compile(r"^\d+_")
 _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
@@ -26,29 +29,29 @@ class RequestNames:
         self.base = base_id
         self._digests = digests
 
-    def bases(self, registration: Registration) -> list[str]:
+    def bases(self, registration: Named) -> list[str]:
         """The base ids of a registration's names."""
         return [self.base(name) for name in self._names(registration)]
 
-    def match(self, registration: Registration, candidates: Iterable[str]) -> str | None:
+    def match(self, registration: Named, candidates: Iterable[str]) -> str | None:
         """Find the request that a registration means: the one that it names exactly, else one with the same base id,
         else None.
         """
         meant = [candidate for candidate in candidates if self.is_for(registration, candidate)]
         return next((each for each in meant if each == registration.prefill_request_id), next(iter(meant), None))
 
-    def is_for(self, registration: Registration, request_id: str) -> bool:
+    def is_for(self, registration: Named, request_id: str) -> bool:
         """Whether the registration may mean this request: names agree, and prompts are equal as far as is known."""
         if self._prompts_differ(registration, request_id):
             return False
         return request_id in self._names(registration) or self.base(request_id) in self.bases(registration)
 
-    def is_misnamed(self, registration: Registration, request_id: str) -> bool:
+    def is_misnamed(self, registration: Named, request_id: str) -> bool:
         """Whether the registration names this very request, but has another prompt: no other request will come."""
         named = registration.prefill_request_id == request_id and request_id in self._names(registration)
         return named and self._prompts_differ(registration, request_id)
 
-    def _names(self, registration: Registration) -> tuple[str, ...]:
+    def _names(self, registration: Named) -> tuple[str, ...]:
         """The name that D was given, if any, and D's own.
 
         A router gives one name for all prompts of a request, so the given name is wrong for every prompt but one. It is
@@ -57,7 +60,7 @@ class RequestNames:
         own, given = registration.request_id, registration.prefill_request_id
         return (own,) if given is None or self._are_siblings(own, given) else (given, own)
 
-    def _prompts_differ(self, registration: Registration, request_id: str) -> bool:
+    def _prompts_differ(self, registration: Named, request_id: str) -> bool:
         digest = self._digests.get(request_id)
         return digest is not None and registration.prompt_digest not in (None, digest)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from layerpush.core import liveness, load_protocol
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch
-from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.core.wire import Decline, PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -69,6 +69,10 @@ class PrefillPeers:
             if agent not in reached:
                 self._watch.lost(agent, now)
         return reached
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report that this engine will not load a request, and has not registered it."""
+        self._host.decline(address, message)
 
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""

@@ -22,7 +22,19 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.request_names import RequestNames
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, FirstToken, Ping, Pong, Registration, Window, encode
+from layerpush.core.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Decline,
+    Fail,
+    FirstToken,
+    Ping,
+    Pong,
+    Registration,
+    Window,
+    encode,
+)
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -80,7 +92,7 @@ class Registrations:
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
-        self._cancelled_early: BoundedDict[Key, tuple[float, Registration]] = BoundedDict(REMEMBERED)
+        self._cancelled_early: BoundedDict[Key, tuple[float, Registration | Decline]] = BoundedDict(REMEMBERED)
         self._failures: dict[str, tuple[float, str]] = {}
 
     @property
@@ -93,6 +105,7 @@ class Registrations:
     def on_registration(self, sender: str, registration: Registration, now: float) -> None:
         """A ``PUSH_REG`` arrived."""
         key = registration.key
+        self.peers.note_contact(sender, registration)
         if self.peers.closing(registration.decode_engine_id) is not None:
             self.peers.hold(sender, registration)
             return
@@ -141,6 +154,14 @@ class Registrations:
             self._answers.note(key, Cancelled(message.request_id))
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
             self.peers.answer(address, Cancelled(message.request_id), now)
+
+    def on_decline(self, message: Decline, now: float) -> None:
+        """A decode engine will not load a request. If it has registered the request, the registration counts."""
+        if message.key in self._senders:
+            return
+        request_id = self._names.match(message, self._writer.waiting())
+        if request_id is None or not self._writer.decline(request_id):
+            self._cancelled_early.note(message.key, (now + KEPT_S, message))
 
     def on_ping(self, sender: str, message: Ping) -> None:
         """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""

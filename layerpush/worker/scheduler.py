@@ -21,7 +21,7 @@ from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
-from layerpush.core.wire import PROTOCOL_VERSION
+from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
@@ -29,6 +29,7 @@ from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
+from layerpush.transport.connections import Address
 from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
 from layerpush.worker.request_filter import RequestFilter
 from layerpush.worker.side_channel import listen
@@ -77,6 +78,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
+        self._declined: list[tuple[Address, Decline]] = []
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -126,6 +128,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
+        elif awaits_scheduling(request):
+            self._decline(request)
+            self.forget_receive(request)
         if not is_streamed(request):
             return
         self.last_windows.release(request.request_id)  # the request may have been preempted
@@ -146,6 +151,19 @@ class LayerwisePushScheduler(VllmPushScheduler):
             progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
             self._prompts[request.request_id] = (request, progress)
 
+    def _decline(self, request: Request) -> None:
+        """This engine computes the prompt itself: P's blocks need not wait for a registration."""
+        params = request.kv_transfer_params
+        address = Address(
+            params["remote_engine_id"],
+            params["remote_host"],
+            params["remote_port"],
+            params["tp_size"],
+            params.get("pp_size", 1),
+        )
+        names = request.request_id, self.engine_id, params["remote_request_id"]
+        self._declined.append((address, Decline(*names, self.prompt_digest(request))))
+
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
             layerpush=PROTOCOL_VERSION,
@@ -163,11 +181,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         cancelled = self.awaited.cancelled(time.perf_counter())
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
+        declined, self._declined = self._declined, []
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, headers)
+        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, declined, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of the workers on a step."""
@@ -196,6 +215,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
+        if never_registered:
+            self._decline(request)
         if self._outlooks.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
@@ -218,7 +239,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
+        pending = bool(super().has_pending_push_work()) or bool(self._declined)
+        return pending or self.awaited.needs_steps or self._workers_settle
 
     @property
     def _workers_settle(self) -> bool:

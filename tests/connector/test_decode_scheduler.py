@@ -482,3 +482,29 @@ def test_p_lets_go_of_a_last_window_with_its_request(decode: Build) -> None:
     p.step()
     assert p.free_blocks == IDLE
     assert len(p.scheduler.connector.connector_scheduler.last_windows) == 0
+
+
+def test_a_prompt_that_is_computed_here_is_declined(decode: Build) -> None:
+    """And P's lease gets no heartbeat."""
+    d = decode()
+    request = d.decode("r")
+    request.skip_reading_prefix_cache = True
+    d.step()
+    ((address, decline),) = d.metadata.declined
+    assert (address.engine_id, address.host, address.port, address.tp_size) == ("p", "127.0.0.1", 1, 1)
+    assert (decline.request_id, decline.prefill_request_id, len(decline.prompt_digest)) == ("r", "r-on-p", 32)
+    scheduler = d.scheduler.connector.connector_scheduler
+    assert scheduler._heartbeat_req_engine == {}
+    d.step()
+    assert d.metadata.declined == []
+    d.run("r")
+
+
+def test_a_request_that_is_aborted_in_the_queue_is_declined(decode: Build) -> None:
+    d = decode()
+    d.decode("r")
+    d.abort("r")
+    assert d.scheduler.has_requests(), "the workers must hear of it"
+    d.step()
+    assert [decline.request_id for _, decline in d.metadata.declined] == ["r"]
+    assert not d.scheduler.has_requests()
