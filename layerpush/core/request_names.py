@@ -10,7 +10,7 @@ from layerpush.core.wire import Decline, Registration
 Named = Registration | Decline
 """A message that names a request of P, and may have a digest of its prompt."""
 
-_ANSWER = re.compile(r"^\d+_")
+_ANSWER = re.compile(r"^(\d+)_")
 _PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
 """vLLM adds numbers to a router's id: the choice's in front, and, for completions, the prompt's at the end."""
 
@@ -30,8 +30,10 @@ class RequestNames:
         self._digests = digests
 
     def bases(self, registration: Named) -> list[str]:
-        """The base ids of a registration's names."""
-        return [self.base(name) for name in self._names(registration)]
+        """The base ids of a registration's names. D's first answer to a prompt may have the only one here."""
+        bases = [self.base(name) for name in self._names(registration)]
+        number, prompt = self._answer(registration)
+        return [*bases, prompt] if number == 0 else bases
 
     def match(self, registration: Named, candidates: Iterable[str]) -> str | None:
         """Find the request that a registration means: the one that it names exactly, else one with the same base id,
@@ -50,6 +52,21 @@ class RequestNames:
         """Whether the registration names this very request, but has another prompt: no other request will come."""
         named = registration.prefill_request_id == request_id and request_id in self._names(registration)
         return named and self._prompts_differ(registration, request_id)
+
+    def is_spare_answer(self, registration: Named, candidates: Iterable[str]) -> bool:
+        """Whether D computes several answers to a prompt and this engine one, which is among these requests, and the
+        registration is not for the first answer: no other request will come.
+        """
+        number, prompt = self._answer(registration)
+        return bool(number) and any(
+            prompt == self.base(each) and not self._prompts_differ(registration, each) for each in candidates
+        )
+
+    def _answer(self, registration: Named) -> tuple[int | None, str]:
+        """The number of the answer that D's own id has, if any, and the base id of its prompt."""
+        own = self.base(registration.request_id)
+        numbered = _ANSWER.match(own)
+        return (None, own) if numbered is None else (int(numbered[1]), own[numbered.end() :])
 
     def _names(self, registration: Named) -> tuple[str, ...]:
         """The name that D was given, if any, and D's own.

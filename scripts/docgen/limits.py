@@ -68,6 +68,7 @@ TABLES = (
         "forgotten",
     ),
     ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
+    ("P", "requests that ended", None, registrations.ENDED_S, "forgotten"),
     ("P", "registrations of a D that may have restarted", decode_peers.HELD, None, "the newest is dropped"),
     ("P", "agents of D to reach without a handshake", decode_peers.CONTACTS_KEPT, None, _FORGOTTEN),
     ("both", "agents that were notified without a handshake", nixl.MET_KEPT, None, "no more are notified so"),

@@ -205,6 +205,24 @@ def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogVie
     check_serves(p, d, reference, seed=361)
 
 
+def test_d_wants_more_answers(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P has one answer to the prompt, D computes two: the first one gets P's push, and the other load fails at once."""
+    p, d = fleet.get(engines.P, engines.D)
+    token_ids, request_id = prompt(LENGTH, seed=362), new_id()
+    only = Handoff(request_id, token_ids, p, d)
+    params = only.to_d().kv_transfer_params
+    d.add(*(Request(f"{number}_{request_id}", token_ids, params) for number in range(2)))
+    p.add(only.to_p())
+    for number in range(2):
+        output = d.wait_output(f"{number}_{request_id}", timeout=engines.GRACE_S)
+        assert output.token_ids == reference.tokens(token_ids)
+    log.check_none(d, f"0_{request_id}")
+    log.check_one(d, f"1_{request_id}", "wants several")
+    p.wait_output(request_id)
+    assert only.push().outcome == "completed"
+    check_idle_soon(p)
+
+
 @pytest.mark.parametrize("why", ["another model", "aborted in the queue"])
 def test_d_declines(fleet: Fleet, reference: Reference, log: LogView, why: str) -> None:
     """P's blocks do not wait for the lease."""

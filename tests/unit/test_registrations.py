@@ -26,7 +26,7 @@ from layerpush.core.wire import (
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations
+from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, SPARE_ANSWER, Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -93,6 +93,9 @@ class ScriptedWriter:
         self.unclaimed.remove(request_id)
         self.pushes.append((request_id, registration))
         self.live[registration.key] = request_id
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.live.values()
 
     def serving(self, key: tuple[str, str]) -> str | None:
         return self.live.get(key)
@@ -1070,3 +1073,52 @@ def test_a_decline_is_forgotten_in_time() -> None:
     world.registrations.on_decline(declined(), world.now)
     world.tick(KEPT_S)
     assert not world.is_unwanted()
+
+
+# A decode engine that computes several answers (``n``) to a prompt that has one on the prefill engine.
+
+
+def answers(count: int = 2, prefill: str = "chat-a") -> list[Registration]:
+    return [asks(f"{number}_chat-a/d", prefill=prefill) for number in range(count)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("told", ["chat-a", "chat-a/p"], ids=["at once", "one after the other"])
+def test_the_first_answer_gets_the_only_push(order: tuple[int, ...], told: str) -> None:
+    world, wanted = World("chat-a/p"), answers(3, told)
+    for number in order:
+        world.says(wanted[number])
+    assert world.pushes == {"chat-a/p": "0_chat-a/d"}
+    failures = [message for message in world.heard() if isinstance(message, Fail)]
+    assert failures == [Fail(wanted[each].request_id, 0, SPARE_ANSWER, True) for each in order if each]
+
+
+def test_spare_answers_fail_when_the_only_request_begins() -> None:
+    world, wanted = World(), answers()
+    for registration in wanted:
+        world.says(registration)
+    world.heard()
+    assert world.takes("chat-a/p") == wanted[0]
+    world.settle()
+    assert world.heard() == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    assert world.registrations.pending == 0
+
+
+def test_a_spare_answer_fails_a_while_after_the_only_request_has_ended() -> None:
+    world, (first, spare) = World("chat-a/p"), answers()
+    world.says(first)
+    world.closes(first)
+    world.ends("chat-a/p", None)
+    world.heard()
+    world.says(spare)
+    assert world.heard()[1:] == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    world.tick(ENDED_S)
+    world.says(asks("2_chat-a/d", prefill="chat-a"))
+    assert world.registrations.pending == 1
+
+
+def test_an_answer_to_another_prompt_is_no_spare_one() -> None:
+    world = World("chat-a/p", digests={"chat-a/p": "one"})
+    world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
+    assert world.heard() == [Accepted("1_chat-a/d")]
+    assert world.registrations.pending == 1
