@@ -58,8 +58,10 @@ def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     if remote.remote_block_size != worker.block_size:
         return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
     if worker._has_mamba and remote.remote_tp_size != topology.tp_size:
-        sizes = f"{remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size}"
-        return f"it has {sizes}, and a model with Mamba layers needs as many on both sides"
+        return (
+            f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
+            " and a model with Mamba layers needs as many on both sides"
+        )
     return None
 
 
