@@ -20,6 +20,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
+MAX_SEARCHING = 16
+"""No search is queued behind so many jobs: an engine that does not answer must not keep probes waiting."""
 NO_SUCH_RANK = b""
 """Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
@@ -186,9 +188,10 @@ class Prober:
 
     def search(self, host: str, port: int, tp_rank: int, on_contact: Callable[[bytes], None], pp_rank: int = 0) -> None:
         """Queue a search for the contact of a rank: NIXL's description of its agent. ``on_contact`` gets it on the
-        prober's thread. It is not called if the side channel has none, or if the queue is full.
+        prober's thread. It is not called if the side channel has none, or if too many jobs wait.
         """
-        self._queue(_Search(host, port, tp_rank, pp_rank, on_contact))
+        if self._jobs.qsize() < MAX_SEARCHING:
+            self._queue(_Search(host, port, tp_rank, pp_rank, on_contact))
 
     def _queue(self, job: _Job | _Search) -> bool:
         """False if the queue is full."""

@@ -86,6 +86,7 @@ TABLES = (
     ("D", "agents that speak layerpush", prefill_peers.IDENTIFIED_KEPT, None, _FORGOTTEN),
     ("D", "messages about requests before their registration", early_messages.KEPT, early_messages.KEPT_S, _DROPPED),
     ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
+    ("D", "declines that wait for P's address", side_channel_probe.MAX_SEARCHING, None, "dropped: P's lease ends"),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
     ("both", "geometry of disconnected engines", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),

@@ -392,3 +392,12 @@ def test_a_search_ends_with_the_contact_or_with_nothing(prober: Prober, monkeypa
         prober.search(HOST, port, 0, found.put)
         assert found.get(timeout=PATIENCE_S).endswith(NAME.encode() + b"|")
     assert found.empty()
+
+
+def test_searches_leave_room_for_probes(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldProbe(monkeypatch)
+    held.start(prober, 0)
+    for _ in range(2 * probe_module.MAX_SEARCHING):
+        prober.search(HOST, PORTS.take(), 0, lambda _: None)
+    assert prober._jobs.qsize() == probe_module.MAX_SEARCHING
+    held.let()
