@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 from layerpush.core.layout import (
     NO_STATES,
@@ -167,6 +167,39 @@ def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
     """Tokens per block of each transferable KV cache group. A state is one block, complete at the end of the prompt."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     return tuple(sys.maxsize if isinstance(spec, MambaSpec) else spec.block_size for spec in specs)
+
+
+def tokens_to_load(kv_cache_config: Any, tokens: int) -> int:
+    """How many of a prompt's tokens a decode engine loads. It may compute the last one again, to sample from it.
+
+    vLLM allocates the blocks of a load for the token that follows. If the last token attends to a block that vLLM
+    drops then, the engine loads all tokens but the last one. P's blocks are the same. 0: they would not be the same, so
+    the engine computes the prompt itself.
+    """
+    if not any(dropped_after(kv_cache_config, tokens)):
+        return tokens
+    return 0 if any((tokens - 1) % size == 0 for size in block_sizes(kv_cache_config)) else tokens - 1
+
+
+def dropped_after(kv_cache_config: Any, tokens: int) -> list[range]:
+    """For each KV cache group, the indices of the blocks that the last of a prompt's tokens attends to, and the token
+    after it does not.
+    """
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [getattr(spec, "first_spec", spec) for spec in groups]
+    return [
+        range(*(_first_attended(spec, position) // spec.block_size for position in (tokens - 1, tokens)))
+        for spec in specs
+    ]
+
+
+def _first_attended(spec: KVCacheSpec, position: int) -> int:
+    """The first token that the token at this position attends to in a layer."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return position - position % int(spec.attention_chunk_size)
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - int(spec.sliding_window) + 1)
+    return 0
 
 
 def slot_views(worker: NixlPushConnectorWorker, kv_caches: dict[str, Any]) -> list[torch.Tensor]:

@@ -164,6 +164,7 @@ class FirstTokens:
         return None
 
     def _start(self, scheduler: Scheduler, request: Request, token: int) -> EngineCoreOutput:
+        request.num_computed_tokens = request.num_prompt_tokens  # a load may leave out the last one, though P has it
         room = scheduler.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
         assert room is not None
         self._started[request.request_id] = token

@@ -48,12 +48,28 @@ def discover_link(
     return Link(engine_id, routes, _region_blocks(worker, engine_id), share=_share(worker, engine_id))
 
 
+def mismatch(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
+    """The reason why no push between this engine and a connected one can be right; None if one can.
+
+    vLLM's check of block sizes ends a decode engine, and it has none of tensor parallel sizes of models with Mamba.
+    """
+    topology = worker.transfer_topo
+    assert topology is not None
+    remote = topology.get_engine_info(engine_id)
+    if remote.remote_block_size != worker.block_size:
+        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
+    if worker._has_mamba and remote.remote_tp_size != topology.tp_size:
+        return (
+            f"it has {remote.remote_tp_size} tensor parallel ranks, we {topology.tp_size},"
+            " and a model with Mamba layers needs as many on both sides"
+        )
+    return None
+
+
 def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
     """The reason why a decode engine's blocks cannot be written layer by layer; None if they can."""
     assert worker.transfer_topo is not None
     remote = worker.transfer_topo.get_engine_info(engine_id)
-    if worker.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
-        return f"its block size is {remote.remote_block_size} tokens, ours {worker.block_size}"
     if remote.remote_physical_blocks_per_logical != worker._physical_blocks_per_logical_kv_block:
         return (
             f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "

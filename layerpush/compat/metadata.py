@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from layerpush.core.first_token import Sampled
 from layerpush.core.step_plan import StepPlan
+from layerpush.core.wire import Decline
+from layerpush.transport.connections import Address
 
 
 class LayerwiseMetadata(NixlConnectorMetadata):
@@ -21,6 +23,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """First tokens of the requests that this prefill engine has finished, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
     """Loads that this decode engine cancels: request id -> reason."""
+    declined: Sequence[tuple[Address, Decline]] = ()
+    """Requests that this decode engine computes itself although a prefill engine has them."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
@@ -32,6 +36,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         prompt_digests: Mapping[str, str],
         sampled: Mapping[str, Sampled],
         cancelled: Mapping[str, str],
+        declined: Sequence[tuple[Address, Decline]],
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         """vLLM's ``metadata`` and these fields. Copies no container."""
@@ -42,6 +47,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
             prompt_digests=prompt_digests,
             sampled=sampled,
             cancelled=cancelled,
+            declined=declined,
             trace_headers=trace_headers,
         )
         return extended

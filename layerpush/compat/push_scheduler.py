@@ -62,6 +62,11 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         ]
         return StagedRegistration(message, registered)
 
+    def forget_receive(self, request: Request) -> None:
+        """A request will not be registered: send P no heartbeats for it."""
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._stop_heartbeat(request.request_id)
+
     def cancel_receive(self, request_id: str) -> None:
         """Drop a receive that was never registered: vLLM's workers would wait for it forever."""
         self._reqs_need_recv.pop(request_id, None)

@@ -23,7 +23,7 @@ from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
-from layerpush.compat.links import RankTarget, agent_name, discover_link, refusal
+from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
@@ -309,6 +309,11 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def touch_engine(self, engine_id: str) -> None:
         """Note that the engine is in use, so that vLLM does not forget it as stale."""
         self._engine_last_active[engine_id] = time.perf_counter()
+
+    def mismatch(self, engine_id: str) -> str | None:
+        """The reason why no push between a connected engine and this one can be right; None if one can."""
+        reason = mismatch(self, engine_id)
+        return None if reason is None else f"engine {engine_id!r} does not fit: {reason}"
 
     def check_targets(self, engine_id: str, blocks: Sequence[Sequence[int]]) -> None:
         """Raises ``MismatchError`` for a block id that a connected decode engine does not have, in any group."""

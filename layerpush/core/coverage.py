@@ -24,6 +24,11 @@ def check_blocks(totals: Sequence[int], targets: Sequence[Sequence[int]]) -> Non
         raise MismatchError(f"the registration has {len(wanted)} KV cache groups, the prompt {len(totals)}")
     if any(count > total for count, total in zip(wanted, totals, strict=True)):
         raise MismatchError(f"the registration wants {wanted} blocks of a prompt of {list(totals)}")
+    if any(wanted) and any(total and not count for count, total in zip(wanted, totals, strict=True)):
+        raise MismatchError(
+            f"the registration wants {wanted} blocks of a prompt of {list(totals)}: without the last block of every"
+            " group the decode engine cannot compute the last token"
+        )
 
 
 class Coverage:

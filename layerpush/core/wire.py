@@ -39,6 +39,7 @@ MAX_ID_CHARS = 1024
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
+MAX_CONTACT_BYTES = 1 << 16
 MAX_RING_BYTES = 1 << 30
 """Bounds a table on P: it has one entry for each piece of D's ring."""
 NULL_BLOCK = 0
@@ -59,6 +60,7 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Reason = Annotated[str, Meta(max_length=4 * MAX_REASON_CHARS)]
 Block = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Contact = Annotated[bytes, Meta(min_length=1, max_length=MAX_CONTACT_BYTES)]
 Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
 Groups = Annotated[tuple[Blocks, ...], Meta(max_length=MAX_GROUPS)]
 
@@ -89,7 +91,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
     ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
     for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
-    digest of the request's sampling parameters, None if the worker does not ask.
+    digest of the request's sampling parameters, None if the worker does not ask. ``contact`` is the address of the
+    worker's NIXL agent: the prefill worker can report a failure there although no handshake with the decode engine
+    succeeds.
     """
 
     request_id: RequestId
@@ -103,6 +107,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_digest: Name | None = None
     window: Window | None = None
     sampling: Name | None = None
+    contact: Contact | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -116,8 +121,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of 16 bytes of all but ``window``: equal for the registrations of all ranks of one request."""
-        common = msgspec.structs.replace(self, window=None)
+        """A digest of 16 bytes of all but ``window`` and ``contact``: equal for the registrations of all ranks of one
+        request.
+        """
+        common = msgspec.structs.replace(self, window=None, contact=None)
         return hashlib.blake2b(msgspec.msgpack.encode(common), digest_size=16).digest()
 
 
@@ -190,6 +197,22 @@ class Cancelled(_PeerMessage, frozen=True):
     request_id: RequestId
 
 
+class Decline(_PeerMessage, frozen=True):
+    """D will not load this request, and has not registered it: P may free its blocks. The other fields are those of a
+    registration. P does not answer.
+    """
+
+    request_id: RequestId
+    decode_engine_id: Name
+    prefill_request_id: RequestId | None = None
+    prompt_digest: Name | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The decode engine's id, and the request's id there."""
+        return self.decode_engine_id, self.request_id
+
+
 class Ping(_PeerMessage, frozen=True):
     """Asks for a ``Pong`` with the same number."""
 
@@ -237,7 +260,7 @@ class Unpacked(_PeerMessage, frozen=True):
     done: bool
 
 
-PeerMessage = Accepted | FirstToken | Fail | Cancel | Cancelled | Ping | Pong | Unpack | Unpacked
+PeerMessage = Accepted | FirstToken | Fail | Cancel | Cancelled | Decline | Ping | Pong | Unpack | Unpacked
 Message = Registration | PeerMessage | Completion | Heartbeat
 
 _clean = re.compile(_CLEAN)
@@ -276,7 +299,8 @@ def encode_quietly(message: PeerMessage) -> bytes:
 
 def encode_registration(registration: Registration, **extra: object) -> bytes:
     """Encode a decode worker's registration, with ``extra`` keys for peers that know them. Raises ``WireError``."""
-    return _checked(REGISTRATION_PREFIX + _packed({**msgspec.to_builtins(registration), **extra}))
+    fields = msgspec.to_builtins(registration, builtin_types=(bytes,))
+    return _checked(REGISTRATION_PREFIX + _packed({**fields, **extra}))
 
 
 def encode_completion(decode_request_id: str, prefill_world_size: int) -> bytes:

@@ -13,7 +13,7 @@ from functools import partial
 from layerpush.core import load_protocol
 from layerpush.core.load_protocol import Action, Event, State
 from layerpush.core.load_session import LoadSession
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Fail, FirstToken, Registration
+from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Decline, Fail, FirstToken, Registration
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
@@ -94,6 +94,7 @@ class Load:
         if self.session.state is not State.REGISTERING:
             return
         engine_id, peers = self.address.engine_id, self._peers
+        error = error or peers.mismatch(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
@@ -130,9 +131,11 @@ class Load:
                 asked = self.registration.sampling is not None
                 self._outcomes.add(self._record, "loaded", None, now, self._completions, first_token if asked else None)
             case load_protocol.ReportFailed(reason):
+                self._decline_if_unregistered()
                 self._log(logging.WARNING, reason)
                 self._outcomes.add(self._record, "failed", reason, now)
             case load_protocol.ReportAborted(reason):
+                self._decline_if_unregistered()
                 self._log(logging.INFO, reason)
                 self._outcomes.add(self._record, "aborted", reason, now)
             case load_protocol.Park(reason):
@@ -141,6 +144,13 @@ class Load:
             case load_protocol.Clear():
                 logger.info("the blocks that were set aside for %s are free again", self.session.request_id)
                 self._outcomes.clear(self._record, now)
+
+    def _decline_if_unregistered(self) -> None:
+        """P's blocks need not wait for a registration that will not come."""
+        if self._record.t_registered is None:
+            mine = self.registration
+            names = mine.request_id, mine.decode_engine_id, mine.prefill_request_id, mine.prompt_digest
+            self._peers.decline(self.address, Decline(*names))
 
     def _log(self, level: int, reason: str) -> None:
         engine_id = self.address.engine_id

@@ -10,10 +10,12 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from layerpush.core.first_token import Missing
+from layerpush.core.wire import Decline
 from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
+from layerpush.transport.connections import Address
 
 Outcome = Literal["loaded", "failed", "parked", "aborted", "refused"]
 
@@ -43,6 +45,12 @@ class LoadHost(Protocol):
 
     def keep_load(self, record: LoadRecord) -> None:
         """Take the record of a load that is reported now; once more when its parked blocks are free."""
+
+    def mismatch(self, engine_id: str) -> str | None:
+        """The reason why no push from a connected prefill engine can be right; None if one can."""
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report to a prefill engine that this engine will not load a request. The engine need not be connected."""
 
     def forget_prefill_engine(self, engine_id: str) -> bool:
         """Drop the connection to an engine; False if WRITEs are on their way to it, and it has to stay for now."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from layerpush.core import liveness, load_protocol
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch
-from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.core.wire import Decline, PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -70,6 +70,10 @@ class PrefillPeers:
                 self._watch.lost(agent, now)
         return reached
 
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report that this engine will not load a request, and has not registered it."""
+        self._host.decline(address, message)
+
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
         self._watch.add(engine_id, agents, now, self._identified)  # the answer to the new registration may be lost
@@ -79,6 +83,10 @@ class PrefillPeers:
         self._watch.remove(engine_id, agents)
 
     # Connections.
+
+    def mismatch(self, engine_id: str) -> str | None:
+        """The reason why no push from a connected engine can be right; None if one can."""
+        return self._host.mismatch(engine_id)
 
     def drop(self, engine_id: str) -> bool:
         """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""

@@ -2,7 +2,8 @@
 
 The connection to a decode engine is *closing* when it was lost, or when the engine was restarted: its pushes fail, and
 it is dropped when no WRITE is on its way. Until then nothing new begins on it, and registrations are held. Answers to
-an engine whose connection was lost are kept for a while, in case it lives. Writer thread only.
+an engine whose connection was lost are kept for a while, in case it lives. An engine that was never connected gets the
+end of a push without a handshake, if its registration had a ``contact``. Writer thread only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from layerpush.transport.connections import Address, Connections, Probe
 HELD = 4096
 LOST_KEPT = 4096
 ANSWERS_KEPT_S = 60.0
+CONTACTS_KEPT = 4096
 
 Answer = Accepted | FirstToken | Fail | Cancelled
 
@@ -35,13 +37,33 @@ class DecodePeers:
         self._lost: BoundedDict[str, None] = BoundedDict(LOST_KEPT)
         self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
         self._held: dict[str, list[tuple[str, Registration]]] = {}
+        self._contacts: BoundedDict[tuple[str, str], bytes] = BoundedDict(CONTACTS_KEPT)
+        """By engine and agent."""
+
+    def note_contact(self, sender: str, registration: Registration) -> None:
+        """Remember how to reach the sender of a registration without a handshake."""
+        if registration.contact is not None:
+            self._contacts.note((registration.decode_engine_id, sender), registration.contact)
 
     def answer(self, address: Address, message: Answer, now: float) -> None:
         """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
         if address.engine_id in self._closing or address.engine_id in self._lost:
             self._withheld.setdefault(address.engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
-        else:
+        elif not self._ended_unconnected(address.engine_id, message):
             self._connections.broadcast(address, encode(message), now)
+
+    def _ended_unconnected(self, engine_id: str, message: Answer) -> bool:
+        """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary.
+
+        With ``allowed_hosts`` it is impossible: a contact may lead to any host.
+        """
+        if not isinstance(message, Fail | Cancelled) or self._connections.agents(engine_id):
+            return False
+        if not self._connections.allows_any_host:
+            return False
+        contacts = [contact for (engine, _), contact in self._contacts.items() if engine == engine_id]
+        reached = [self._connections.notify_unconnected(contact, encode(message)) for contact in contacts]
+        return any(reached)
 
     def found(self, engine_id: str, now: float) -> None:
         """A decode engine lives: send the answers that were kept for it, if need be over a new connection."""

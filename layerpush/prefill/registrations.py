@@ -11,7 +11,7 @@ another engine uses its name. It is held until the side channel of the connected
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,19 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.request_names import RequestNames
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, FirstToken, Ping, Pong, Registration, Window, encode
+from layerpush.core.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Decline,
+    Fail,
+    FirstToken,
+    Ping,
+    Pong,
+    Registration,
+    Window,
+    encode,
+)
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
@@ -35,6 +47,7 @@ ENDED_S = 60.0
 MAX_REASON = 400
 PROBES = 5
 NO_REQUEST = "no such request came to the prefill engine"
+SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 
 Key = tuple[str, str]
@@ -80,8 +93,10 @@ class Registrations:
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
-        self._cancelled_early: BoundedDict[Key, tuple[float, Registration]] = BoundedDict(REMEMBERED)
+        self._cancelled_early: BoundedDict[Key, tuple[float, Registration | Decline]] = BoundedDict(REMEMBERED)
         self._failures: dict[str, tuple[float, str]] = {}
+        self._ended: dict[str, float] = {}
+        """Requests that are over. The time at which they are forgotten."""
 
     @property
     def pending(self) -> int:
@@ -93,6 +108,7 @@ class Registrations:
     def on_registration(self, sender: str, registration: Registration, now: float) -> None:
         """A ``PUSH_REG`` arrived."""
         key = registration.key
+        self.peers.note_contact(sender, registration)
         if self.peers.closing(registration.decode_engine_id) is not None:
             self.peers.hold(sender, registration)
             return
@@ -115,6 +131,9 @@ class Registrations:
             return
         if any(self._names.is_misnamed(registration, candidate) for candidate in waiting):
             self._refuse(registration, OTHER_PROMPT, now)
+            return
+        if self._names.is_spare_answer(registration, self._known(waiting)):
+            self._refuse(registration, SPARE_ANSWER, now)
             return
         reason = self._failure_of(registration, now)
         if reason is not None and registration.layerpush:
@@ -142,6 +161,14 @@ class Registrations:
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
             self.peers.answer(address, Cancelled(message.request_id), now)
 
+    def on_decline(self, message: Decline, now: float) -> None:
+        """A decode engine will not load a request. If it has registered the request, the registration counts."""
+        if message.key in self._senders:
+            return
+        request_id = self._names.match(message, self._writer.waiting())
+        if request_id is None or not self._writer.decline(request_id):
+            self._cancelled_early.note(message.key, (now + KEPT_S, message))
+
     def on_ping(self, sender: str, message: Ping) -> None:
         """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""
         if sender in self._connections.agents(message.decode_engine_id):
@@ -154,6 +181,8 @@ class Registrations:
         self._failures.pop(self._names.base(request_id), None)
         for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id)):
             self._refuse(misnamed, OTHER_PROMPT, now)
+        for spare in self._pending.drop_if(lambda entry: self._names.is_spare_answer(entry, [request_id])):
+            self._refuse(spare, SPARE_ANSWER, now)
         registration = self._pending.take(request_id, now)
         if registration is not None:
             self._served.note(registration.key, request_id)
@@ -218,6 +247,8 @@ class Registrations:
         for key, (_, registration) in list(self._cancelled_early.items()):
             if self._names.is_for(registration, request_id):
                 del self._cancelled_early[key]
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = now + ENDED_S
         if failure is not None:
             base = self._names.base(request_id)
             self._failures.pop(base, None)
@@ -234,10 +265,18 @@ class Registrations:
             self._cancelled_early.popitem(last=False)
         while self._failures and next(iter(self._failures.values()))[0] <= now:
             del self._failures[next(iter(self._failures))]
+        while self._ended and next(iter(self._ended.values())) <= now:
+            del self._ended[next(iter(self._ended))]
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
         for engine_id in self.peers.tick(now):
             self._take_held(engine_id, now)
+
+    def _known(self, waiting: list[str]) -> Iterator[str]:
+        """Requests that have begun here, or have ended a short while ago."""
+        yield from waiting
+        yield from (request_id for request_id in self._served.values() if request_id in self._writer)
+        yield from self._ended
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):

@@ -308,6 +308,14 @@ class PushWriter:
         push.handle(CancelledByD())
         return False
 
+    def decline(self, request_id: str) -> bool:
+        """No decode engine will register this request of ``waiting``. False if its prefill has not ended."""
+        push = self._pushes[request_id]
+        if push.session.accepts(CancelledByD):
+            push.handle(CancelledByD())
+            return True
+        return False
+
     def evicted(self, request_id: str) -> None:
         """The main thread has reported the request as sent, or its lease is over."""
         push = self._pushes.get(request_id)

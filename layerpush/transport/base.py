@@ -79,5 +79,11 @@ class Transport(Protocol):
     def notify(self, agent: str, payload: bytes) -> None:
         """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
 
+    def contact(self) -> bytes:
+        """The address of this agent. Another agent that has ``meet`` it can notify this one without a handshake."""
+
+    def meet(self, contact: bytes) -> str:
+        """Prepare for notifications to the agent of this contact. Returns its name. Raises ``TransportError``."""
+
     def notifications(self) -> list[tuple[str, bytes]]:
         """Take the notifications since the last call: ``(sender's agent name, payload)``, in order for each sender."""

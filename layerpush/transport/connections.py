@@ -105,6 +105,11 @@ class Connections:
         return self._network.rank_of(engine_id, agent)
 
     @property
+    def allows_any_host(self) -> bool:
+        """Whether any host may be connected to."""
+        return self._allowed_hosts is None
+
+    @property
     def addresses(self) -> list[Address]:
         """Every engine that was reached and has not been forgotten."""
         return list(self._addresses.values())
@@ -155,6 +160,14 @@ class Connections:
                 self.on_lost(address.engine_id)
 
         self.reach(address, send, now, tries=1)
+
+    def notify_unconnected(self, contact: bytes, payload: bytes) -> bool:
+        """Send to an agent without a handshake; False if that is impossible."""
+        try:
+            return self.notify(self._transport.meet(contact), payload)
+        except TransportError as error:
+            logger.debug("cannot notify an agent without a handshake: %s", error)
+            return False
 
     def notify(self, agent: str, payload: bytes) -> bool:
         """Send to one agent; False if its connection is gone, or we never had one."""

@@ -43,6 +43,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SPLIT_AT = 1024
 """Number of descriptors from which on NIXL spreads a WRITE over its pool's threads; each has its own endpoint."""
 FENCE_RETRY_S = 1.0
+MET_KEPT = 256
 
 _STATES = {"DONE": WriteState.LANDED, "PROC": WriteState.PENDING}
 
@@ -110,6 +111,7 @@ class NixlTransport:
         self._errors = _errors_of(agent)
         self._live: dict[Any, _Posted] = {}
         self._torn: dict[Any, _Torn] = {}
+        self._met: set[str] = set()
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
@@ -167,6 +169,25 @@ class NixlTransport:
             self._agent.send_notif(agent, payload)
         except self._errors as error:
             raise _translated(error, f"cannot notify {agent}") from error
+
+    def contact(self) -> bytes:
+        """The address of this agent: NIXL's connection data, without any memory."""
+        bindings = _bindings_of(self._agent)
+        nothing = bindings.nixlRegDList(bindings.DRAM_SEG)
+        contact: bytes = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
+        return contact
+
+    def meet(self, contact: bytes) -> str:
+        """Prepare for notifications to an agent. NIXL keeps its address, so there is a limit to such agents."""
+        if len(self._met) >= MET_KEPT:
+            raise TransportError(f"{MET_KEPT} agents were met already")
+        try:
+            name = self._agent.add_remote_agent(contact)
+        except self._errors as error:
+            raise _translated(error, "cannot use the address of an agent") from error
+        agent: str = name.decode() if isinstance(name, bytes) else name
+        self._met.add(agent)
+        return agent
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Take the notifications that have arrived: sender by sender, each in order of arrival."""
@@ -235,14 +256,18 @@ class NixlTransport:
 
 
 def _errors_of(agent: Any) -> tuple[type[Exception], ...]:
-    """The exceptions of this agent's bindings: each NIXL build (CUDA 12, 13, ROCm) has classes of its own."""
+    exported = vars(_bindings_of(agent)).values()
+    return tuple(value for value in exported if isinstance(value, type) and issubclass(value, Exception))
+
+
+def _bindings_of(agent: Any) -> Any:
+    """The bindings of this agent: each NIXL build (CUDA 12, 13, ROCm) has classes of its own."""
     if isinstance(agent, LockedAgent):
         agent = agent.unlocked
     for base in type(agent).__mro__:
         bindings = getattr(sys.modules.get(base.__module__), "nixlBind", None)
         if bindings is not None:
-            exported = vars(bindings).values()
-            return tuple(value for value in exported if isinstance(value, type) and issubclass(value, Exception))
+            return bindings
     raise TypeError(f"{agent!r} is not a NIXL agent")
 
 

@@ -1,6 +1,6 @@
 """Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
-    from D     ``Registration``, ``Cancel``, ``Ping``                                  ``Registrations``
+    from D     ``Registration``, ``Cancel``, ``Decline``, ``Ping``                     ``Registrations``
                ``Unpacked``                                                            the packer of pushes
                ``Heartbeat``                                                           vLLM's inbox, as it came
     from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``       ``Loads``
@@ -24,6 +24,7 @@ from layerpush.core.wire import (
     Cancel,
     Cancelled,
     Completion,
+    Decline,
     Fail,
     FirstToken,
     Heartbeat,
@@ -91,6 +92,8 @@ class Dispatcher:
                 self._registrations.on_registration(agent, message, now)
             case Cancel():
                 self._registrations.on_cancel(agent, message, now)
+            case Decline():
+                self._registrations.on_decline(message, now)
             case Ping():
                 self._registrations.on_ping(agent, message)
             case Unpacked():

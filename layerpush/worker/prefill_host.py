@@ -138,7 +138,9 @@ class WorkerHost:
         closing = self.registrations.peers.closing(registration.decode_engine_id)
         if closing is not None:
             return closing
-        return None if self.registrations.is_current(registration) else RESTARTED
+        if not self.registrations.is_current(registration):
+            return RESTARTED
+        return self._worker.mismatch(registration.decode_engine_id)
 
     def _push_whole(self, push: Push, registration: Registration) -> None:
         targets = registration.local_block_ids

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.compat.facts import block_sizes, engine_fallback
+from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
@@ -16,11 +16,12 @@ from layerpush.compat.push_scheduler import StagedRegistration, VllmPushSchedule
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
+from layerpush.core.last_window import LastWindows
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
-from layerpush.core.wire import PROTOCOL_VERSION
+from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
@@ -28,6 +29,7 @@ from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
+from layerpush.transport.connections import Address
 from layerpush.worker.metric_sources import watch_block_holds, watch_peer_errors
 from layerpush.worker.request_filter import RequestFilter
 from layerpush.worker.side_channel import listen
@@ -54,6 +56,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     answer_handshakes = staticmethod(listen)
     awaited: AwaitedPushes
+    last_windows: LastWindows
     first_tokens: FirstTokens | None
     """None: the requests of this engine compute their first tokens themselves."""
 
@@ -68,11 +71,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
             )
         self._block_sizes = block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
+        self._outlooks: dict[str, tuple[Request, list[range]]] = {}
+        """P's prompts whose last token needs blocks that vLLM drops, and those blocks."""
         self._prefix_hits = PrefixHits(self._block_sizes)
         self._prompt_digests: dict[str, str] = {}
         self._sampled: dict[str, Sampled] = {}
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
+        self._declined: list[tuple[Address, Decline]] = []
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -98,6 +104,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` owns the engine's KV cache blocks."""
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
+        self.last_windows = LastWindows(block_pool)
         watch_block_holds(self.metrics, self.awaited.block_holds)
 
     def on_new_request(self, request: Request) -> None:
@@ -108,10 +115,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Note the prefix-cache hit of a request, in tokens."""
+        """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
         self._prefix_hits.found(request.request_id, num_computed_tokens)
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found
+        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if loads and num_computed_tokens + tokens == request.num_tokens:
+            tokens = max(0, tokens_to_load(self.kv_cache_config, request.num_tokens) - num_computed_tokens)
+        return tokens, loads and tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
@@ -119,8 +128,15 @@ class LayerwisePushScheduler(VllmPushScheduler):
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
+        elif awaits_scheduling(request):
+            self._decline(request)
+            self.forget_receive(request)
         if not is_streamed(request):
             return
+        self.last_windows.release(request.request_id)  # the request may have been preempted
+        dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
+        if any(dropped):
+            self._outlooks[request.request_id] = request, dropped
         if not request.num_preemptions and (digest := self.prompt_digest(request)) is not None:
             self._prompt_digests[request.request_id] = digest
         known = self._prompts.get(request.request_id)
@@ -134,6 +150,19 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if streams or watched or chosen is not None:
             progress = PromptProgress(request.request_id, self._block_sizes, streams, chosen)
             self._prompts[request.request_id] = (request, progress)
+
+    def _decline(self, request: Request) -> None:
+        """This engine computes the prompt itself: P's blocks need not wait for a registration."""
+        params = request.kv_transfer_params
+        address = Address(
+            params["remote_engine_id"],
+            params["remote_host"],
+            params["remote_port"],
+            params["tp_size"],
+            params.get("pp_size", 1),
+        )
+        names = request.request_id, self.engine_id, params["remote_request_id"]
+        self._declined.append((address, Decline(*names, self.prompt_digest(request))))
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
@@ -152,16 +181,20 @@ class LayerwisePushScheduler(VllmPushScheduler):
         cancelled = self.awaited.cancelled(time.perf_counter())
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
+        declined, self._declined = self._declined, []
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
+        self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, headers)
+        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, declined, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of the workers on a step."""
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, DecodeReport)
+        for request_id in connector_output.finished_sending or ():
+            self.last_windows.release(request_id)
         received, now = connector_output.finished_recving or (), time.perf_counter()
         self.awaited.reported(received, report)
         if report is not None:
@@ -182,7 +215,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
         never_registered = awaits_scheduling(request)
+        if never_registered:
+            self._decline(request)
+        if self._outlooks.pop(request.request_id, None) is not None:
+            block_ids = self.last_windows.restored(request.request_id, block_ids)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        if not outcome[0]:
+            self.last_windows.release(request.request_id)
         if outcome[0] and (sampled := self.sampled_token(request)) is not None:
             self._sampled[request.request_id] = sampled
         if never_registered:
@@ -200,7 +239,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        return bool(super().has_pending_push_work()) or self.awaited.needs_steps or self._workers_settle
+        pending = bool(super().has_pending_push_work()) or bool(self._declined)
+        return pending or self.awaited.needs_steps or self._workers_settle
 
     @property
     def _workers_settle(self) -> bool:
@@ -231,6 +271,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 revoked.add(request_id)
             chunks.append(chunk)
         return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
+
+    def _hold_last_windows(self, output: SchedulerOutput) -> None:
+        for request_id, (request, dropped) in self._outlooks.items():
+            scheduled = output.num_scheduled_tokens.get(request_id, 0)
+            if request.num_computed_tokens < request.num_prompt_tokens <= request.num_computed_tokens + scheduled:
+                blocks = output.kv_connector_block_state
+                assert blocks is not None
+                self.last_windows.hold(request_id, dropped, blocks.get_block_ids(request_id))
 
     def _cached(self, output: SchedulerOutput) -> dict[str, int]:
         """Leading tokens in P's memory before the step, by request id. Empty if that matters to no push."""

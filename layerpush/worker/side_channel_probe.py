@@ -1,4 +1,4 @@
-"""The probe: asks an engine's side channel whether the process that owned a NIXL agent still lives."""
+"""The probe: asks an engine's side channel whether the process of a NIXL agent lives, or for the agent's address."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
+MAX_SEARCHING = 16
+"""No search is queued behind so many jobs: an engine that does not answer must not keep probes waiting."""
 NO_SUCH_RANK = b""
 """Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
@@ -32,8 +34,28 @@ def probe(
 
     It sends vLLM's handshake query, which a stock engine answers, too. Any thread.
     """
+    try:
+        name = agent_name.encode()
+    except UnicodeEncodeError:
+        name = b""
+    if not name:
+        return Verdict.UNKNOWN
+    answer = _query(host, port, tp_rank, pp_rank, timeout_s)
+    if isinstance(answer, Verdict):
+        return answer
+    return Verdict.ALIVE if name in answer else Verdict.ENDED
+
+
+def contact_of(host: str, port: int, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S) -> bytes | None:
+    """NIXL's description of the agent of a rank; None if there is none to be had. Otherwise as ``probe``."""
+    answer = _query(host, port, tp_rank, pp_rank, timeout_s)
+    return None if isinstance(answer, Verdict) else answer
+
+
+def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -> bytes | Verdict:
+    """NIXL's description of the agent of a rank. ENDED: there is no such rank, or no engine. UNKNOWN: no answer."""
     deadline = time.monotonic() + timeout_s
-    if not 0 < port < 1 << 16 or not agent_name:
+    if not 0 < port < 1 << 16:
         return Verdict.UNKNOWN
     try:
         connection = _connect(host, port, deadline)
@@ -46,12 +68,9 @@ def probe(
             parts = ask(connection, handshake_query(pp_rank, tp_rank), deadline, MAX_ANSWER_BYTES)
         if parts == [NO_SUCH_RANK]:
             return Verdict.ENDED
-        if len(parts) != 2:
-            return Verdict.UNKNOWN
-        named = agent_name.encode() in agent_of_handshake(parts[0])
+        return agent_of_handshake(parts[0]) if len(parts) == 2 else Verdict.UNKNOWN
     except (OSError, ZmtpError, ValueError, RecursionError):
         return Verdict.UNKNOWN
-    return Verdict.ALIVE if named else Verdict.ENDED
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
@@ -112,7 +131,10 @@ class _Job:
     pp_rank: int
     on_verdict: Callable[[Any, Verdict], None]
 
-    def verdict(self) -> Verdict:
+    def run(self) -> None:
+        self.on_verdict(self.key, self._verdict())
+
+    def _verdict(self) -> Verdict:
         try:
             return probe(self.host, self.port, self.agent_name, self.tp_rank, self.pp_rank)
         except Exception:  # a defect costs this verdict; the caller needs one, and the next probe asks again
@@ -120,11 +142,29 @@ class _Job:
             return Verdict.UNKNOWN
 
 
+@dataclass(frozen=True, slots=True)
+class _Search:
+    host: str
+    port: int
+    tp_rank: int
+    pp_rank: int
+    on_contact: Callable[[bytes], None]
+
+    def run(self) -> None:
+        try:
+            contact = contact_of(self.host, self.port, self.tp_rank, self.pp_rank)
+        except Exception:  # a defect costs this contact: nobody waits for it
+            logger.exception("layerpush: the search for the contact of %s:%d failed", self.host, self.port)
+            return
+        if contact is not None:
+            self.on_contact(contact)
+
+
 class Prober:
-    """Runs probes one after another on a thread of its own, which the first probe starts. Any thread may call it."""
+    """Runs probes and searches one by one, on a thread of its own that the first one starts. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(MAX_PENDING)
+        self._jobs: queue.Queue[_Job | _Search | None] = queue.Queue(MAX_PENDING)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -143,19 +183,29 @@ class Prober:
 
         If the queue is full, it is called at once, with UNKNOWN.
         """
-        job = _Job(key, host, port, agent_name, tp_rank, pp_rank, on_verdict)
+        if not self._queue(_Job(key, host, port, agent_name, tp_rank, pp_rank, on_verdict)):
+            on_verdict(key, Verdict.UNKNOWN)
+
+    def search(self, host: str, port: int, tp_rank: int, on_contact: Callable[[bytes], None], pp_rank: int = 0) -> None:
+        """Queue a search for the contact of a rank: NIXL's description of its agent. ``on_contact`` gets it on the
+        prober's thread. It is not called if the side channel has none, or if too many jobs wait.
+        """
+        if self._jobs.qsize() < MAX_SEARCHING:
+            self._queue(_Search(host, port, tp_rank, pp_rank, on_contact))
+
+    def _queue(self, job: _Job | _Search) -> bool:
+        """False if the queue is full."""
         with self._lock:
             if self._closed:
-                return
+                return True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
                 self._thread.start()
             try:
                 self._jobs.put_nowait(job)
-                return
             except queue.Full:
-                pass
-        on_verdict(key, Verdict.UNKNOWN)
+                return False
+            return True
 
     def close(self) -> None:
         """Drop queued probes. The one under way may still report its verdict; this does not wait for it."""
@@ -167,4 +217,4 @@ class Prober:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.on_verdict(job.key, job.verdict())
+            job.run()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,11 +23,12 @@ from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Missing
+from layerpush.core.hosts import host_allowed
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
-from layerpush.core.wire import Registration, WireError
+from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.decode.report import ABORTED, DecodeReport
@@ -135,6 +137,7 @@ class LayerwisePushWorker(VllmPushWorker):
             ),
         )
         self.writer, self.registrations = self._host.writer, self._host.registrations
+        self._contact = self.transport.contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
             self.engine_id,
@@ -211,6 +214,8 @@ class LayerwisePushWorker(VllmPushWorker):
         for request_id, blocks in metadata.push_finished_blocks.items():
             self.step_events.finish(request_id, blocks, metadata.sampled.get(request_id))
         metadata.push_registrations, metadata.push_finished_blocks = {}, {}
+        for address, decline in metadata.declined:
+            self.task(partial(self.decline, address, decline))
         if metadata.cancelled:
             self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
@@ -278,6 +283,7 @@ class LayerwisePushWorker(VllmPushWorker):
                 notify_only=only_decodes(self.vllm_config) or data.get("remote_pp_size", 1) > 1,
             )
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
+            extra["contact"] = self._contact
             self.loads.register(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)
@@ -321,6 +327,25 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(lambda: on_verdict(verdict, time.perf_counter()))
 
         self._prober.start((address.engine_id, agent), address.host, address.port, agent, tp_rank, asked, pp_rank)
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """Report to every rank of a prefill engine. If it cannot be reached, its lease ends."""
+        if self.tp_rank or not host_allowed(address.host, self._config.allowed_hosts):
+            return
+        try:
+            payload = encode_quietly(message)
+        except WireError as error:  # P could not read the request's name
+            logger.warning("layerpush: cannot decline %s: %s", message.request_id, error)
+            return
+
+        def found(contact: bytes) -> None:
+            self.task(partial(notify, contact))
+
+        def notify(contact: bytes) -> None:
+            self._connections.notify_unconnected(contact, payload)
+
+        for pp_rank, tp_rank in product(range(address.pp_size), range(address.tp_size)):
+            self._prober.search(address.host, address.port, tp_rank, found, pp_rank)
 
     def _peer_lost(self, engine_id: str) -> None:
         self.loads.peers.connection_lost(self.agents_of(engine_id), time.perf_counter())

@@ -8,6 +8,7 @@ from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
 from layerpush.telemetry.metrics import tally
+from layerpush.transport import nixl
 from layerpush.transport.packing import unpacker
 from layerpush.worker import side_channel, side_channel_probe, worker
 from scripts.docgen.tables import table
@@ -23,6 +24,7 @@ MESSAGES = (
     ("KV cache groups of a registration", wire.MAX_GROUPS, "", _DROPPED),
     ("ids of a heartbeat", wire.MAX_HEARTBEAT_IDS, "", _DROPPED),
     ("parts of an `Unpack`", wire.MAX_PARTS, "", _DROPPED),
+    ("a registration's `contact`", wire.MAX_CONTACT_BYTES, "bytes", _DROPPED),
     ("a staging ring", wire.MAX_RING_BYTES, "bytes", _DROPPED),
     ("a `Fail`'s reason", wire.MAX_REASON_CHARS, "characters", "cut"),
     ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
@@ -66,7 +68,10 @@ TABLES = (
         "forgotten",
     ),
     ("P", "reasons of requests that ended without a completion", None, registrations.ENDED_S, "forgotten"),
+    ("P", "requests that ended", None, registrations.ENDED_S, "forgotten"),
     ("P", "registrations of a D that may have restarted", decode_peers.HELD, None, "the newest is dropped"),
+    ("P", "agents of D to reach without a handshake", decode_peers.CONTACTS_KEPT, None, _FORGOTTEN),
+    ("both", "agents that were notified without a handshake", nixl.MET_KEPT, None, "no more are notified so"),
     ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, None, _FORGOTTEN),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
@@ -81,6 +86,7 @@ TABLES = (
     ("D", "agents that speak layerpush", prefill_peers.IDENTIFIED_KEPT, None, _FORGOTTEN),
     ("D", "messages about requests before their registration", early_messages.KEPT, early_messages.KEPT_S, _DROPPED),
     ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
+    ("D", "declines that wait for P's address", side_channel_probe.MAX_SEARCHING, None, "dropped: P's lease ends"),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
     ("both", "geometry of disconnected engines", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),

@@ -21,6 +21,7 @@ OURS: dict[type[msgspec.Struct], str] = {
     wire.Fail: FROM_P,
     wire.Cancel: FROM_D,
     wire.Cancelled: FROM_P,
+    wire.Decline: FROM_D,
     wire.Ping: FROM_D,
     wire.Pong: FROM_P,
     wire.Unpack: FROM_P,

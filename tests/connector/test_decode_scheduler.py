@@ -9,7 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -25,10 +25,14 @@ OTHERS = range(50_000, 60_000)
 """Token ids that no awaited prompt has."""
 
 
-def windowed_config() -> Any:
-    """Half of the layers attend to a sliding window only."""
+Attention = Literal["full", "window", "chunk"]
+
+
+def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
+    """Half of the layers attend to a sliding window only, or to their own chunk of the prompt."""
     import torch
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -39,12 +43,17 @@ def windowed_config() -> Any:
     shape: dict[str, Any] = {
         "block_size": BLOCK_SIZE, "num_kv_heads": HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32,
     }  # fmt: skip
-    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(sliding_window=WINDOW, **shape)
+    full = FullAttentionSpec(**shape)
+    part = (
+        SlidingWindowSpec(sliding_window=window, **shape)
+        if attention == "window"
+        else ChunkedLocalAttentionSpec(attention_chunk_size=window, **shape)
+    )
     page = full.page_size_bytes
     tensor = KVCacheTensor(
         size=2 * page * BLOCKS, layers=NAMES[:2], offset=0, layer_stride=page * BLOCKS, block_stride=page
     )
-    groups = [KVCacheGroupSpec(NAMES[:2], full), KVCacheGroupSpec(NAMES[2:], window)]
+    groups = [KVCacheGroupSpec(NAMES[:2], full), KVCacheGroupSpec(NAMES[2:], part)]
     return KVCacheConfig(BLOCKS, [tensor], groups, kv_cache_layout="LBHNC")
 
 
@@ -85,7 +94,13 @@ class Decode:
         }  # fmt: skip
         return self.add(request_id, list(range(3, 3 + tokens)), params)
 
-    def step(self, *received: str, failed: tuple[str, ...] = (), report: DecodeReport | None = None) -> Any:
+    def step(
+        self,
+        *received: str,
+        failed: tuple[str, ...] = (),
+        report: DecodeReport | None = None,
+        sent: tuple[str, ...] = (),
+    ) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         output = self.scheduler.schedule()
@@ -97,7 +112,7 @@ class Decode:
             req_id_to_index={one: index for index, one in enumerate(ids)},
             sampled_token_ids=[[7] if ready else [] for ready in done],
             kv_connector_output=KVConnectorOutput(
-                finished_sending=set(),
+                finished_sending=set(sent),
                 finished_recving={*received, *failed},
                 failed_recving=set(failed),
                 kv_connector_worker_meta=report,
@@ -159,7 +174,8 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         role: str = "kv_consumer",
         policy: str = "recompute",
         caching: bool = False,
-        windowed: bool = False,
+        attention: Attention = "full",
+        window: int = WINDOW,
     ) -> Decode:
         port = PORTS.take()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
@@ -168,7 +184,8 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             max_num_batched_tokens=1024, disable_hybrid_kv_cache_manager=False,
         )  # fmt: skip
         config.kv_transfer_config.kv_load_failure_policy = policy
-        engines.append(Decode(config, windowed_config() if windowed else cache_config()))
+        caches = cache_config() if attention == "full" else windowed_config(attention, window)
+        engines.append(Decode(config, caches))
         return engines[-1]
 
     yield build
@@ -185,7 +202,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 def waiting(request: pytest.FixtureRequest, decode: Build, policy: str) -> tuple[Decode, set[int]]:
     """An engine that awaits "r", and the blocks that it registered for it."""
     hit = "hit" in request.param
-    d = decode(policy=policy, caching=hit, windowed="window" in request.param)
+    d = decode(policy=policy, caching=hit, attention="window" if "window" in request.param else "full")
     if hit:
         d.add("warm", list(range(3, 3 + CACHED)))
         d.run("warm")
@@ -395,3 +412,99 @@ def test_both_sides_digest_a_prompt_alike(decode: Build) -> None:
     assert p.metadata.prompt_digests == {"r": registration["prompt_digest"]}
     p.step()
     assert p.metadata.prompt_digests == {}
+
+
+@pytest.mark.parametrize(
+    ("attention", "tokens", "first"),
+    [
+        ("chunk", 255, 192),
+        ("chunk", 256, 192),
+        ("chunk", 257, 256),
+        ("window", 94, 0),
+        ("window", 95, 0),
+        ("window", 96, 32),
+    ],
+)
+@pytest.mark.parametrize("first_token", [None, 9])
+def test_the_last_token_finds_all_that_it_attends_to(
+    decode: Build, attention: Attention, tokens: int, first: int, first_token: int | None
+) -> None:
+    """D may compute the last token again. Its layers look at tokens from ``first`` on: D registers their blocks."""
+    d = decode(attention=attention)
+    d.decode("r", tokens)
+    d.step()
+    (registration,) = d.metadata.push_registrations.values()
+    end = -(-tokens // BLOCK_SIZE)
+    assert list(map(len, registration["local_block_ids"])) == [end, end - first // BLOCK_SIZE]
+    d.step("r", report=DecodeReport(first_tokens={} if first_token is None else {"r": first_token}))
+    scheduled = d.step().scheduled_new_reqs[0]
+    assert scheduled.num_computed_tokens == (tokens - 1 if first_token is None else tokens)
+    if first_token is None:
+        assert all(scheduled.block_ids[1][first // BLOCK_SIZE : end]), "the null block holds nobody's tokens"
+    d.run("r")
+
+
+def test_a_prompt_whose_blocks_p_would_count_differently_is_computed(decode: Build) -> None:
+    """The last token's window begins a block earlier than the next one's, and the last token has a block for itself."""
+    d = decode(attention="window", window=WINDOW + 2)
+    d.decode("r", 3 * BLOCK_SIZE + 1)
+    output = d.step()
+    assert output.num_scheduled_tokens == {"r": 3 * BLOCK_SIZE + 1}
+    assert d.metadata.push_registrations == {}
+    d.run("r")
+
+
+@pytest.mark.parametrize(("attention", "tokens", "first"), [("chunk", 256, 192), ("window", 95, 0)])
+def test_p_keeps_all_that_the_last_token_attends_to(
+    decode: Build, attention: Attention, tokens: int, first: int
+) -> None:
+    """vLLM drops the blocks that only a next token would not need. D has registered them."""
+    p = decode(role="kv_producer", attention=attention)
+    p.add("r", list(range(3, 3 + tokens)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+    p.step()
+    p.step()
+    end = -(-tokens // BLOCK_SIZE)
+    blocks = p.metadata.push_finished_blocks["r"]
+    assert all(blocks[0][-end:])
+    assert all(blocks[1][-(end - first // BLOCK_SIZE) :])
+    assert p.free_blocks == IDLE - len(set(blocks[0] + blocks[1]) - {0})
+    p.step(sent=("r",))
+    assert p.free_blocks == IDLE
+    assert len(p.scheduler.connector.connector_scheduler.last_windows) == 0
+
+
+def test_p_lets_go_of_a_last_window_with_its_request(decode: Build) -> None:
+    p = decode(role="kv_producer", attention="chunk")
+    p.add("r", list(range(3, 259)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=2)
+    p.step()
+    assert len(p.scheduler.connector.connector_scheduler.last_windows) == 1
+    p.abort("r")
+    p.step()
+    assert p.free_blocks == IDLE
+    assert len(p.scheduler.connector.connector_scheduler.last_windows) == 0
+
+
+def test_a_prompt_that_is_computed_here_is_declined(decode: Build) -> None:
+    """And P's lease gets no heartbeat."""
+    d = decode()
+    request = d.decode("r")
+    request.skip_reading_prefix_cache = True
+    d.step()
+    ((address, decline),) = d.metadata.declined
+    assert (address.engine_id, address.host, address.port, address.tp_size) == ("p", "127.0.0.1", 1, 1)
+    assert (decline.request_id, decline.prefill_request_id, len(decline.prompt_digest)) == ("r", "r-on-p", 32)
+    scheduler = d.scheduler.connector.connector_scheduler
+    assert scheduler._heartbeat_req_engine == {}
+    d.step()
+    assert d.metadata.declined == []
+    d.run("r")
+
+
+def test_a_request_that_is_aborted_in_the_queue_is_declined(decode: Build) -> None:
+    d = decode()
+    d.decode("r")
+    d.abort("r")
+    assert d.scheduler.has_requests(), "the workers must hear of it"
+    d.step()
+    assert [decline.request_id for _, decline in d.metadata.declined] == ["r"]
+    assert not d.scheduler.has_requests()

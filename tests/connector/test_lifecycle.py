@@ -352,3 +352,33 @@ def test_the_main_thread_never_calls_nixl(engine: Build) -> None:
         called = {name for thread, name in note.calls if thread == threading.main_thread().name}
         assert called == set()
         assert note.calls
+
+
+LONG_LEASE = {"kv_lease_duration": 480}
+
+
+@pytest.mark.parametrize("order", ["P first", "D first"])
+@pytest.mark.parametrize("why", ["no handshake", "a misfit", "not loaded"])
+def test_ps_blocks_wait_for_no_load_that_will_not_come(engine: Build, why: str, order: str) -> None:
+    """Neither for a load that D refuses, nor for one that vLLM does not want: the prompt's log probabilities."""
+    p, d = engine("kv_producer", LONG_LEASE), engine("kv_consumer")
+    worker = d.worker.connector_worker
+    if order == "P first":
+        p.prefill("r-1", TOKENS)
+        run(p, STEPS + 1)
+        assert p.finished == ["r-1"]
+    request = d.decode_from(p, "r-1", TOKENS)
+    if why == "no handshake":
+        worker.compat_hash = "of another model"
+    elif why == "a misfit":
+        worker.block_size = 2 * worker.block_size
+    else:
+        request.skip_reading_prefix_cache = True
+    d.step()
+    if order == "D first":
+        registrations = p.worker.connector_worker.registrations
+        step_until(p, d, done=lambda: registrations._cancelled_early)
+        p.prefill("r-1", TOKENS)
+    step_until(p, d, done=lambda: p.sent == ["r-1"])
+    assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
+    assert d.failed == ([] if why == "not loaded" else ["r-1"])

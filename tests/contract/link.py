@@ -52,6 +52,14 @@ class Link(abc.ABC):
     def notify_from_peer(self, payload: bytes) -> None: ...
 
     @abc.abstractmethod
+    def stranger(self) -> Transport:
+        """Another transport, to which D is unknown."""
+
+    @abc.abstractmethod
+    def peer_contact(self) -> bytes:
+        """D's contact."""
+
+    @abc.abstractmethod
     def snapshot_at(self, payload: bytes) -> None:
         """Have D copy its memory at the very moment that this notification arrives."""
 
@@ -97,6 +105,12 @@ class FakeLink(Link):
 
     def notify_from_peer(self, payload: bytes) -> None:
         self.peer.notify("P", payload)
+
+    def stranger(self) -> Transport:
+        return self.fabric.endpoint("S")
+
+    def peer_contact(self) -> bytes:
+        return self.peer.contact()
 
     def snapshot_at(self, payload: bytes) -> None:
         self._awaited = payload
@@ -168,6 +182,15 @@ class NixlLink(Link):
 
     def notify_from_peer(self, payload: bytes) -> None:
         self._ask("notify", "P", payload)
+
+    def stranger(self) -> Transport:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        return NixlTransport(nixl_agent("S", nixl_agent_config(enable_prog_thread=False)))
+
+    def peer_contact(self) -> bytes:
+        contact: bytes = self._ask("contact")
+        return contact
 
     def snapshot_at(self, payload: bytes) -> None:
         self._ask("snapshot at", payload)

@@ -49,6 +49,8 @@ def main(commands: Connection, size: int, threads: int) -> None:
             case ("notify", agent_name, payload):
                 transport.notify(agent_name, payload)
                 commands.send(None)
+            case ("contact",):
+                commands.send(transport.contact())
             case ("snapshot at", payload):
                 awaited, snapshot = payload, None
                 commands.send(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerpush.transport.base import PeerLostError, TransportError
+from layerpush.transport.base import PeerLostError, Transport, TransportError
 from tests.contract.link import COUNT, Link, Pieces, source_pieces
 from tests.contract.waiting import land, until
 
@@ -81,3 +81,33 @@ def test_an_unknown_agent_is_an_error_but_no_lost_peer(link: Link) -> None:
     with pytest.raises(TransportError) as refusal:
         link.transport.notify("nobody", b"x")
     assert not isinstance(refusal.value, PeerLostError)
+
+
+def test_a_contact_is_enough_to_notify(link: Link) -> None:
+    """No handshake, no memory. It is harmless where there was one: WRITEs go on."""
+    assert len(link.peer_contact()) < 4096
+    agent = link.transport.meet(link.peer_contact())
+    link.transport.notify(agent, b"met")
+    assert arrived(link, 1) == [("P", b"met")]
+    ids = np.arange(COUNT, dtype=np.int32)
+    land(link.transport, link.transport.post_write(link.route, ids, ids))
+    np.testing.assert_array_equal(link.memory(), source_pieces())
+
+
+def test_a_stranger_needs_the_contact_only(link: Link) -> None:
+    """A third agent, which has never had D's memory described."""
+    stranger = link.stranger()
+    stranger.notify(stranger.meet(link.peer_contact()), b"hello")
+    assert [payload for _, payload in arrived_from(stranger, link)] == [b"hello"]
+
+
+def arrived_from(stranger: Transport, link: Link) -> list[tuple[str, bytes]]:
+    taken: list[tuple[str, bytes]] = []
+
+    def look() -> bool:
+        stranger.notifications()
+        taken.extend(link.inbox())
+        return bool(taken)
+
+    until(look)
+    return taken

@@ -12,6 +12,8 @@ LAYERS = 8
 WINDOW = 200
 EVERY_OTHER = ["full_attention", "sliding_attention"] * (LAYERS // 2)
 
+ATTENTION_CHUNK = 128
+
 # What changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
 CHANGES: dict[ModelName, dict[str, Any]] = {
     "sliding": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
@@ -20,6 +22,15 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "model_type": "mistral",
         "sliding_window": WINDOW,
         "layer_types": EVERY_OTHER,
+    },
+    "chunked": {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "attention_chunk_size": ATTENTION_CHUNK,
+        "interleave_moe_layer_step": 0,
+        "intermediate_size_mlp": 512,
+        "moe_layers": [],
+        "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -70,5 +81,15 @@ class ModelShelf:
                 return path
             config = json.loads((llama / "config.json").read_text()) | CHANGES[name]
             (path / "config.json").write_text(json.dumps(config))
-            (path / "model.safetensors").symlink_to(llama / "model.safetensors")
+            if name == "chunked":
+                _rename_weights(llama / "model.safetensors", path / "model.safetensors", ".mlp.", ".feed_forward.")
+            else:
+                (path / "model.safetensors").symlink_to(llama / "model.safetensors")
         return path
+
+
+def _rename_weights(source: pathlib.Path, target: pathlib.Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = {name.replace(old, new): weight for name, weight in load_file(source).items()}
+    save_file(weights, target, metadata={"format": "pt"})

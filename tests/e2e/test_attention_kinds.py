@@ -29,6 +29,23 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
     assert not ours or order != "late" or started_on_p(d), "no answer has started with P's token"
 
 
+@pytest.mark.parametrize(("p_mode", "order"), [("layer", "early"), ("layer", "late"), ("whole", "together")])
+def test_chunked_attention(fleet: Fleet, p_mode: str, order: Order) -> None:
+    """Llama-4's local layers look at their own chunk of the prompt only. D lacks no block of the last token's chunk."""
+    modes = {"layer": {"granularity": "layer"}, "whole": {"layerwise": False}}
+    p, d, plain = fleet.get(
+        EngineSpec(f"P-chunked-{p_mode}", "P", transfer(LAYERWISE, trace_dir=TRACE, **modes[p_mode]), model="chunked"),
+        EngineSpec("D-chunked", "D", transfer(LAYERWISE), model="chunked"),
+        EngineSpec("R-chunked", "R", None, model="chunked"),
+    )
+    reference = Reference(plain)
+    for length in (1, 127, 128, 129, 256, 257, 700, 1024):
+        for max_tokens in (1, 8):  # D computes an only token itself
+            handoff = send(p, d, prompt(length, seed=112), order, max_tokens=max_tokens)
+            check(handoff.outcome(), reference)
+            assert handoff.push().outcome == "completed"
+
+
 @pytest.mark.parametrize("order", ["early", "late"])
 def test_latent_attention(fleet: Fleet, order: Order) -> None:
     """MLA keeps one vector per token. KV bytes only: vLLM's CPU prefill and decode paths round it differently."""

@@ -429,6 +429,12 @@ def fail_handshakes(host: HostedEngine, count: int) -> None:
         worker._nixl_handshake = handshake
 
 
+def claim_another_model(host: HostedEngine, on: bool) -> None:
+    """The worker's configuration differs from its peers', as far as handshakes show."""
+    worker = _worker()
+    worker.compat_hash = ("not " if on else "") + worker.compat_hash.removeprefix("not ")
+
+
 def forget_peers(host: HostedEngine) -> None:
     """Drop the worker's connections, so that the next request shakes hands again."""
     worker = _worker()

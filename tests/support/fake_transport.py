@@ -242,6 +242,12 @@ class FakeTransport:
             place = 0 if number in faults.reorder_notifications else len(inbox)
             inbox[place:place] = [_Notification(self.name, payload, looks_in_vain) for _ in range(copies)]
 
+    def contact(self) -> bytes:
+        return self.name.encode()
+
+    def meet(self, contact: bytes) -> str:
+        return contact.decode()
+
     def notifications(self) -> list[tuple[str, bytes]]:
         with self.fabric.lock:
             self._require_running()

@@ -75,16 +75,27 @@ class FakeMail:
 
     def __init__(self, connected: Callable[[], Iterable[str]]) -> None:
         self._connected = connected
+        self._met: set[str] = set()
         self.sent: list[tuple[str, bytes]] = []
         self.lost: set[str] = set()
         self.unknown: set[str] = set()
 
     def notify(self, agent: str, payload: bytes) -> None:
-        if agent in self.unknown or agent not in self._connected():
+        if agent in self.unknown or agent not in {*self._connected(), *self._met}:
             raise TransportError(f"no agent {agent}")
         if agent in self.lost:
             raise PeerLostError(f"agent {agent} is dead")
         self.sent.append((agent, payload))
+
+    def contact(self) -> bytes:
+        raise NotImplementedError
+
+    def meet(self, contact: bytes) -> str:
+        if not contact.startswith(b"contact of "):
+            raise TransportError("garbage")
+        agent = contact.removeprefix(b"contact of ").decode()
+        self._met.add(agent)
+        return agent
 
     def taken(self) -> list[tuple[str, Message]]:
         """What was sent since the last look."""

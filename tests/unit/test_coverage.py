@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.core.coverage import Coverage, CoverageError
+from layerpush.core.coverage import Coverage, CoverageError, MismatchError, check_blocks
 
 Cell = tuple[int, int]
 Box = tuple[int, int, int, int]
@@ -47,3 +47,15 @@ def test_it_counts_like_sets(case: tuple[list[int], list[tuple[str, Box]]]) -> N
             with pytest.raises(CoverageError):
                 (coverage.post if kind == "post" else coverage.land)(*arguments)
         assert coverage.full == (landed == everything)
+
+
+@pytest.mark.parametrize("targets", [[(1, 2), ()], [(), (7,)]])
+def test_a_group_without_the_last_block_is_refused(targets: list[tuple[int, ...]]) -> None:
+    """A stock decode engine wants none if attention chunks divide the prompt evenly. Its answer would be wrong."""
+    with pytest.raises(MismatchError, match="cannot compute the last token"):
+        check_blocks([2, 2], targets)
+
+
+def test_a_group_that_has_no_block_wants_none() -> None:
+    check_blocks([2, 0], [(1, 2), ()])
+    check_blocks([2, 2], [(), ()])

@@ -16,6 +16,7 @@ from layerpush.core.wire import (
     Cancel,
     Cancelled,
     Completion,
+    Decline,
     Fail,
     FirstToken,
     Heartbeat,
@@ -119,11 +120,21 @@ class Engine:
         self.forget_prefill_engine = forget
         self.records: list[LoadRecord] = []
         self.known: set[str] = set()
+        self.misfit: str | None = None
+        self.declined: list[Decline] = []
         self.told: list[tuple[str, str]] = []
         self.on_told: Callable[[str, str], None] = lambda _, __: None
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.known
+
+    def mismatch(self, engine_id: str) -> str | None:
+        assert engine_id == "P"
+        return self.misfit
+
+    def decline(self, address: Address, message: Decline) -> None:
+        assert address == P
+        self.declined.append(message)
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]
@@ -249,6 +260,19 @@ def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
     assert (world.loads.engines_in_use, len(world.loads), world.loads.is_waiting) == ({"P"}, 1, True)
     world.tick()
     assert world.told == []
+
+
+def test_a_prefill_engine_that_does_not_fit_gets_no_registration() -> None:
+    """So it writes nothing, and the blocks are free at once."""
+    world = World()
+    world.engine.misfit = "its block size is 64 tokens, ours 32"
+    world.awaits()
+    world.tick()
+    assert world.told == ["failed"]
+    assert world.sent() == []
+    assert world.engine.records[-1].reason == world.engine.misfit
+    assert world.engine.declined == [Decline("r", "D")]
+    assert world.is_over()
 
 
 def test_a_prefill_engine_that_cannot_be_reached_fails_the_load() -> None:
@@ -994,3 +1018,36 @@ def test_peers_that_are_given_up_are_counted() -> None:
     world.awaiting("p-0", "p-1")
     world.orders(liveness.ReportSilent("p-0", "nothing came"), liveness.ReportGone("p-1", "it ended"))
     assert counted(world)[1] == {"silent": 1, "gone": 1}
+
+
+# Loads that are declined.
+
+
+def test_a_load_that_was_not_registered_is_declined() -> None:
+    """P's blocks need not wait for it."""
+    world = World()
+    world.network.listening = {}
+    world.awaits()
+    for _ in range(TRIES):
+        world.network.reject("P", OSError("no route"))
+        world.tick()
+        world.tick(RETRY_S)
+    assert world.told == ["failed"]
+    assert world.engine.declined == [Decline("r", "D")]
+
+
+def test_a_load_that_is_aborted_before_its_registration_is_declined() -> None:
+    world = World()
+    world.network.listening = {}
+    world.awaits()
+    world.loads.abort("r", "aborted", world.now)
+    assert world.engine.declined == [Decline("r", "D")]
+
+
+def test_a_registered_load_is_cancelled_and_not_declined() -> None:
+    world = World()
+    world.awaiting("p-0")
+    world.loads.abort("r", "aborted", world.now)
+    world.hears(Cancelled("r"))
+    assert world.told == ["failed"]
+    assert world.engine.declined == []

@@ -19,7 +19,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from layerpush.core.liveness import Verdict
 from layerpush.worker import side_channel_probe as probe_module
 from layerpush.worker import zmtp
-from layerpush.worker.side_channel_probe import Prober, probe
+from layerpush.worker.side_channel_probe import Prober, contact_of, probe
 from tests.contract.waiting import until
 
 PORTS = PortAllocator(range(27000, 27100))
@@ -375,3 +375,29 @@ def test_closing_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     held.let()
     until(lambda: not probing())
     assert [key for key, _ in held.heard] == [0]
+
+
+def test_a_contact_is_nixls_description_of_the_agent() -> None:
+    with listening(says(GOOD)) as port:
+        assert contact_of(HOST, port, 0) == b"nixlSerDes|Agent$" + NAME.encode() + b"|"
+    with listening(says(answer(b"", b""))) as port:
+        assert contact_of(HOST, port, 0) is None
+    assert contact_of(HOST, PORTS.take(), 0) is None
+
+
+def test_a_search_ends_with_the_contact_or_with_nothing(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    with listening(says(GOOD)) as port:
+        prober.search(HOST, PORTS.take(), 0, found.put)
+        prober.search(HOST, port, 0, found.put)
+        assert found.get(timeout=PATIENCE_S).endswith(NAME.encode() + b"|")
+    assert found.empty()
+
+
+def test_searches_leave_room_for_probes(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldProbe(monkeypatch)
+    held.start(prober, 0)
+    for _ in range(2 * probe_module.MAX_SEARCHING):
+        prober.search(HOST, PORTS.take(), 0, lambda _: None)
+    assert prober._jobs.qsize() == probe_module.MAX_SEARCHING
+    held.let()

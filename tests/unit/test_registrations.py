@@ -11,10 +11,22 @@ import pytest
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Fail, FirstToken, Message, Ping, Pong, Registration, Window
+from layerpush.core.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Decline,
+    Fail,
+    FirstToken,
+    Message,
+    Ping,
+    Pong,
+    Registration,
+    Window,
+)
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, Registrations
+from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, SPARE_ANSWER, Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -33,6 +45,7 @@ def asks(
     host: str = "10.0.0.7",
     blocks: tuple[int, ...] = (1, 2),
     sampling: str | None = None,
+    contact: bytes | None = None,
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -45,6 +58,7 @@ def asks(
         prefill_request_id=prefill,
         prompt_digest=digest,
         sampling=sampling,
+        contact=contact,
     )
 
 
@@ -69,6 +83,8 @@ class ScriptedWriter:
         self.failed: list[tuple[str, str]] = []
         self.live: dict[tuple[str, str], str] = {}
         """Which request serves a registration."""
+        self.finished: set[str] = set()
+        self.declined: list[str] = []
 
     def waiting(self) -> list[str]:
         return self.unclaimed
@@ -78,12 +94,20 @@ class ScriptedWriter:
         self.pushes.append((request_id, registration))
         self.live[registration.key] = request_id
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.live.values()
+
     def serving(self, key: tuple[str, str]) -> str | None:
         return self.live.get(key)
 
     def cancel(self, request_id: str, key: tuple[str, str]) -> bool:
         self.cancelled.append((request_id, key))
         return request_id not in self.on_the_wire
+
+    def decline(self, request_id: str) -> bool:
+        if request_id in self.finished:
+            self.declined.append(request_id)
+        return request_id in self.finished
 
     def fail_engine(self, engine_id: str, reason: str) -> None:
         self.failed.append((engine_id, reason))
@@ -92,8 +116,10 @@ class ScriptedWriter:
 class World(Town):
     """Engine D has two ranks, engine E has one. ``begun`` requests wait for a registration."""
 
-    def __init__(self, *begun: str, digests: dict[str, str] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, *begun: str, digests: dict[str, str] | None = None, allowed_hosts: tuple[str, ...] | None = None
+    ) -> None:
+        super().__init__(allowed_hosts)
         self.writer = ScriptedWriter()
         self.writer.unclaimed = list(begun)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
@@ -939,3 +965,160 @@ def test_an_engine_that_others_connected_to_is_asked_where_it_says_it_is() -> No
     world.probe.answer(Verdict.ENDED)
     world.tick()
     assert world.writer.pushes == [("n/p", asks("n/d"))]
+
+
+# Decode engines that cannot be connected.
+
+
+def unreached(world: World, *ranks: str) -> Registration:
+    """A request whose decode engine no handshake reaches, although its ranks have registered."""
+    world.network.listening = {}
+    world.writer.unclaimed.append("a/p")
+    for rank in ranks:
+        world.says(asks(contact=f"contact of {rank}".encode()), rank)
+        world.network.reject("D", OSError("connection refused"))
+        world.settle()
+    assert world.mail.taken() == []
+    return world.writer.pushes[0][1]
+
+
+def test_a_failed_handshake_is_reported_without_one() -> None:
+    """Else D would take this engine for a stock one, and wait for its own deadline."""
+    world = World()
+    served = unreached(world, "d-0", "d-1")
+    world.fails(served, "no handshake")
+    assert world.heard() == [failure("no handshake")]
+    assert world.network.handshakes[2:] == [], "no further try delays it"
+
+
+def test_a_cancelled_registration_of_an_engine_out_of_reach_is_answered() -> None:
+    world = World()
+    served = unreached(world, "d-0")
+    world.cancels(served)
+    assert world.heard("d-0") == [Cancelled("a/d")]
+
+
+def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
+    world = World()
+    served = world.served(asks(contact=b"contact of somebody else"))
+    world.fails(served, "aborted")
+    assert world.heard() == [failure("aborted")]
+
+
+@pytest.mark.parametrize("hosts", [None, ("10.0.0.7",)])
+def test_an_engine_without_a_usable_contact_gets_a_handshake(hosts: tuple[str, ...] | None) -> None:
+    """With ``allowed_hosts`` no contact is usable: it may lead anywhere."""
+    world = World(allowed_hosts=hosts)
+    world.network.listening = {}
+    world.writer.unclaimed.append("a/p")
+    world.says(asks(contact=b"contact of d-0" if hosts else b"garbage"))
+    world.network.reject("D", OSError("connection refused"))
+    world.settle()
+    world.fails(world.writer.pushes[0][1], "no handshake")
+    assert world.mail.taken() == []
+    assert len(world.network.handshakes) == 2
+
+
+def test_every_rank_has_a_contact_of_its_own() -> None:
+    """The registrations of two ranks are one all the same."""
+    world = World()
+    for rank in ("d-0", "d-1"):
+        world.says(asks(contact=rank.encode()), rank)
+    assert world.registrations.pending == 1
+    assert len({asks(contact=rank).fingerprint for rank in (None, b"d-0", b"d-1")}) == 1
+
+
+# Requests that a decode engine declines.
+
+
+def declined(request_id: str = "a/d", prefill: str | None = None, digest: str | None = None) -> Decline:
+    return Decline(request_id, "D", prefill, digest)
+
+
+def test_a_finished_request_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    world = World("a/p")
+    world.writer.finished = {"a/p"}
+    world.registrations.on_decline(declined(), world.now)
+    assert world.writer.declined == ["a/p"]
+    assert not world.is_unwanted()
+    assert world.heard() == [], "D does not wait for an answer"
+
+
+@pytest.mark.parametrize("begun", [["a/p"], []])
+def test_a_request_that_is_not_finished_is_let_go_later(begun: list[str]) -> None:
+    world = World(*begun)
+    world.registrations.on_decline(declined(), world.now)
+    assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
+
+
+def test_another_prompt_of_the_same_id_is_kept() -> None:
+    world = World("a/p", digests={"a/p": "one"})
+    world.writer.finished = {"a/p"}
+    world.registrations.on_decline(declined(digest="other"), world.now)
+    assert world.writer.declined == []
+    assert not world.is_unwanted()
+
+
+def test_a_registration_outweighs_a_decline() -> None:
+    """A decode engine that has registered cancels, and waits for the answer."""
+    world = World()
+    world.says(asks())
+    world.registrations.on_decline(declined(), world.now)
+    assert not world.is_unwanted()
+    assert world.takes() == asks()
+
+
+def test_a_decline_is_forgotten_in_time() -> None:
+    world = World()
+    world.registrations.on_decline(declined(), world.now)
+    world.tick(KEPT_S)
+    assert not world.is_unwanted()
+
+
+# A decode engine that computes several answers (``n``) to a prompt that has one on the prefill engine.
+
+
+def answers(count: int = 2, prefill: str = "chat-a") -> list[Registration]:
+    return [asks(f"{number}_chat-a/d", prefill=prefill) for number in range(count)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("told", ["chat-a", "chat-a/p"], ids=["at once", "one after the other"])
+def test_the_first_answer_gets_the_only_push(order: tuple[int, ...], told: str) -> None:
+    world, wanted = World("chat-a/p"), answers(3, told)
+    for number in order:
+        world.says(wanted[number])
+    assert world.pushes == {"chat-a/p": "0_chat-a/d"}
+    failures = [message for message in world.heard() if isinstance(message, Fail)]
+    assert failures == [Fail(wanted[each].request_id, 0, SPARE_ANSWER, True) for each in order if each]
+
+
+def test_spare_answers_fail_when_the_only_request_begins() -> None:
+    world, wanted = World(), answers()
+    for registration in wanted:
+        world.says(registration)
+    world.heard()
+    assert world.takes("chat-a/p") == wanted[0]
+    world.settle()
+    assert world.heard() == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    assert world.registrations.pending == 0
+
+
+def test_a_spare_answer_fails_a_while_after_the_only_request_has_ended() -> None:
+    world, (first, spare) = World("chat-a/p"), answers()
+    world.says(first)
+    world.closes(first)
+    world.ends("chat-a/p", None)
+    world.heard()
+    world.says(spare)
+    assert world.heard()[1:] == [Fail("1_chat-a/d", 0, SPARE_ANSWER, True)]
+    world.tick(ENDED_S)
+    world.says(asks("2_chat-a/d", prefill="chat-a"))
+    assert world.registrations.pending == 1
+
+
+def test_an_answer_to_another_prompt_is_no_spare_one() -> None:
+    world = World("chat-a/p", digests={"chat-a/p": "one"})
+    world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
+    assert world.heard() == [Accepted("1_chat-a/d")]
+    assert world.registrations.pending == 1

@@ -104,11 +104,12 @@ def test_a_chunk_out_of_order_is_an_error() -> None:
 def shapes(draw: st.DrawFn) -> Shape:
     tokens = draw(st.integers(1, 200))
     sizes = tuple(draw(st.lists(st.sampled_from([4, 16, 32]), min_size=1, max_size=2)))
+    least = draw(st.sampled_from([0, 1, 1, 1]))
     return Shape(
         tokens,
         layer_groups=tuple(draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=5))),
         block_sizes=sizes,
-        wanted=tuple(draw(st.integers(0, blocks_of(tokens, size))) for size in sizes),
+        wanted=tuple(draw(st.integers(1, blocks_of(tokens, size))) if least else 0 for size in sizes),
         policy=Policy(
             draw(st.booleans()), draw(st.sampled_from([0, 1, 25, 1000])), draw(st.sampled_from([1, 2, 8, 100]))
         ),

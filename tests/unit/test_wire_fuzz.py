@@ -20,6 +20,7 @@ from layerpush.core.wire import (
     Cancel,
     Cancelled,
     Completion,
+    Decline,
     Fail,
     FirstToken,
     Heartbeat,
@@ -103,6 +104,7 @@ SOUND: dict[str, Callable[[Any], bool]] = {
     "prefill_request_id": lambda text: text is None or is_request(text),
     "prompt_digest": lambda text: text is None or is_clean(text),
     "sampling": lambda text: text is None or is_clean(text),
+    "contact": lambda contact: contact is None or (type(contact) is bytes and 1 <= len(contact) <= 2**16),
     "token": lambda token: token is None or is_count(token, 0, 2**31 - 1),
     "first_token": lambda value: type(value) is bool,
     "epoch": is_count,
@@ -185,6 +187,7 @@ registrations = st.builds(
     prompt_digest=st.none() | names,
     window=st.none() | windows,
     sampling=st.none() | names,
+    contact=st.none() | st.binary(min_size=1, max_size=300),
 )
 peer_messages = st.one_of(
     st.builds(Accepted, request_ids, st.booleans()),
@@ -192,6 +195,7 @@ peer_messages = st.one_of(
     st.builds(Fail, request_ids, counts, reasons, st.booleans()),
     st.builds(Cancel, request_ids, names, names, ports, sizes),
     st.builds(Cancelled, request_ids),
+    st.builds(Decline, request_ids, names, st.none() | request_ids, st.none() | names),
     st.builds(Ping, names, counts),
     st.builds(Pong, counts),
     st.builds(Unpack, request_ids, counts, counts, parts),

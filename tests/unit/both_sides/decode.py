@@ -15,12 +15,14 @@ from layerpush.core.wire import (
     Accepted,
     Cancelled,
     Completion,
+    Decline,
     Fail,
     FirstToken,
     Message,
     Pong,
     Registration,
     Unpack,
+    encode_quietly,
     read,
 )
 from layerpush.decode.loads import Loads
@@ -119,10 +121,16 @@ class DecodeEngine(Process):
             prefill_request_id=prefill_request_id,
             prompt_digest=prompt.text,
             sampling=sampling,
+            contact=self.name.encode(),
         )
         address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
         return load
+
+    def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
+        """A request for a prompt computes it here."""
+        names = self.world.new_id(prompt.base), self.engine_id, prefill_request_id, prompt.text
+        self.task(lambda: self.decline(Address("P", "host-of-P", 5000, self.world.ranks), Decline(*names)))
 
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker has said how the load ended."""
@@ -137,6 +145,14 @@ class DecodeEngine(Process):
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.loads
+
+    def mismatch(self, engine_id: str) -> None:
+        """The engines fit each other."""
+
+    def decline(self, address: Address, message: Decline) -> None:
+        """It goes to whoever is the prefill engine now, whether it is connected or not."""
+        for process in self.world.prefill.processes if self.world.prefill is not None else ():
+            self.peers.notify_unconnected(process.name.encode(), encode_quietly(message))
 
     def loaded(self, completions: Sequence[bytes]) -> None:
         messages = [read(completion) for completion in completions]

@@ -92,6 +92,14 @@ def ask_decode_later(world: World, pick: Pick) -> None:
     pick(_decoding(world)).load(prompt, pick([None, *same]), 0)
 
 
+@move(1, lambda world: bool(_decoding(world)) and bool(world.prompts))
+def decline(world: World, pick: Pick) -> None:
+    """D computes a prompt itself. Another D may want it from P all the same."""
+    prompt = pick(world.prompts)
+    same = [request.request_id for request in world.requests if request.prompt is prompt]
+    pick(_decoding(world)).refuse(prompt, pick([None, *same]))
+
+
 @move(14, lambda world: _between_steps(world) and bool(_to_compute(world)))
 def begin_step(world: World, pick: Pick) -> None:
     _prefill(world).begin_step(pick(_to_compute(world)), pick([2, 4, 8, 16]), cached=pick([0, 0, 1, 3]))

@@ -87,13 +87,18 @@ class Asked:
 
 
 class Mail:
-    """Notifications of a process. As in NIXL, they go to agents that it is connected to and to no others."""
+    """Notifications of a process. As in NIXL, they go to agents that it is connected to or has met."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._met: set[str] = set()
+
+    def meet(self, contact: bytes) -> str:
+        self._met.add(contact.decode())
+        return contact.decode()
 
     def notify(self, agent: str, payload: bytes) -> None:
-        if not any(agent in agents for agents in self._process.connected.values()):
+        if agent not in self._met and not any(agent in agents for agents in self._process.connected.values()):
             raise TransportError(f"{self._process.name} is not connected to {agent}")
         self._process.transport.notify(agent, payload)
 
