@@ -125,8 +125,12 @@ class StepEvents:
         self.dropped = 0
 
     def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
-        """Announce a step, and the requests that lose their blocks in it, before its first layer runs. Main thread."""
+        """Announce a step, and the requests that lose their blocks in it, before its first layer runs. Main thread.
+
+        Ends the step before if vLLM has not: in a pipeline with a drafter, only the last rank's runner does.
+        """
         self.revoke(plan.preempted, aborted)
+        self.sweep()
         self._step += 1
         self._armed = bool(plan.chunks)
         self._to_come = self._layers
