@@ -202,7 +202,7 @@ class StepEvents:
         self._put(event, self._wake if self._to_come <= 0 else self._wake_lazily)
 
     def sweep(self) -> None:
-        """The step's forward is over: covers every layer that no hook reported. Main thread."""
+        """The step's forward is over: covers every layer that no hook reported. Later calls do nothing. Main thread."""
         if self._armed:
             self._armed = False
             self._put(StepEnded(), self._wake)
@@ -227,6 +227,11 @@ class StepEvents:
     def pending(self) -> bool:
         """Whether events wait to be taken. Any thread."""
         return bool(self._queue)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the layers' hooks count."""
+        return bool(self._layer_saved)
 
     @property
     def has_fences(self) -> bool:

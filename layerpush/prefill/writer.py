@@ -48,6 +48,7 @@ from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
 from layerpush.prefill.step_events import LayerSaved, RequestFinished, StepEvents, StepStarted
 from layerpush.prefill.step_schedule import StepSchedule
+from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
@@ -92,6 +93,7 @@ class PushWriter:
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._layer_interval = LayerInterval()
         self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
+        self._unhooked = UnhookedLayers(identity.model, layout)
         self._shared = Shared(
             self._writes,
             transport,
@@ -136,11 +138,7 @@ class PushWriter:
             elif isinstance(event, StepStarted):
                 self._begin_step(event, at)
             else:
-                self._schedule.step_ended(len(self._step_layers))
-                for layer in range(len(self._layer_groups)):
-                    if layer not in self._step_layers:
-                        self._layer_ready(layer, at, hooked=False)
-                self._step, self._swept = [], self._current
+                self._end_step(at)
         for done in self._step_events.finished(self._swept):
             if not self._step_events.is_void(done.request_id, done.step):
                 self._finished(done)
@@ -184,6 +182,16 @@ class PushWriter:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
                     push.register(registration)
+
+    def _end_step(self, at: float) -> None:
+        swept = [layer for layer in range(len(self._layer_groups)) if layer not in self._step_layers]
+        self._schedule.step_ended(len(self._step_layers))
+        if swept and self._step_events.is_hooked:
+            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.streams_by_layer]
+            self._unhooked.step_ended(swept, max(tokens, default=0))
+        for layer in swept:
+            self._layer_ready(layer, at, hooked=False)
+        self._step, self._swept = [], self._current
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
@@ -262,7 +270,7 @@ class PushWriter:
     def _next_layer_poll(self) -> float | None:
         if not self._step or len(self._step_layers) >= len(self._layer_groups):
             return None
-        if not any(push.session.policy.streams and push.session.policy.by_layer for push, _ in self._step):
+        if not any(push.session.policy.streams_by_layer for push, _ in self._step):
             return LONGEST_S
         every, look = self._layer_interval.seconds, self._schedule.next_look
         if every is None or look is None or not self._layer_interval.is_measured:

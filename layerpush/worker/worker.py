@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from layerpush.compat.facts import cache_layout, device_of, only_decodes, runs_in_microbatches, worker_fallback
+from layerpush.compat.facts import (
+    cache_layout,
+    device_of,
+    drafts,
+    only_decodes,
+    runs_in_microbatches,
+    worker_fallback,
+)
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
@@ -87,6 +94,8 @@ class LayerwisePushWorker(VllmPushWorker):
         self._spans = Spans(emit_span, REQUEST_ID)
         self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
         self._packing = WorkerPacking(self, config)
+        self.drafts = drafts(vllm_config)
+        """Whether a drafter may compute layers of its own after the model's forward."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Builds everything that the hooks and the writer thread use, and starts the writer's loop. Main thread."""
@@ -168,7 +177,7 @@ class LayerwisePushWorker(VllmPushWorker):
     def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
         config = self._config
         return PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback, self.vllm_config.model_config.model),
             layout,
             Policy(
                 by_layer=config.granularity != "chunk",

@@ -16,7 +16,7 @@ from bench.serve import page as serve
 from bench.writer import page as writer
 from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
-from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions
+from scripts.docgen import contributing, figures, hooks, limits, messages, metrics, options, protocol, soakrun, versions
 from scripts.docgen.markers import fill
 
 
@@ -77,6 +77,7 @@ SECTIONS: Mapping[str, Section] = {
     "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
     "limits-tables": Section((FAILURES,), lambda _: limits.tables()),
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
+    "unhooked-layers": Section((COMPATIBILITY,), hooks.layers),
     "versions": Section((COMPATIBILITY,), versions.tables),
     "contributing": Section((CONTRIBUTING,), contributing.page),
 }

@@ -81,7 +81,7 @@ class V2Runner:
     ) -> None:
         self._connector, self._config, self._caches = connector, config, caches
         self._drafted, self._saves_last = drafted, saves_last
-        self.before_draft: Callable[[], None] = lambda: None
+        self.after_forward: Callable[[], None] = lambda: None
         layers = config.compilation_config.static_forward_context
         layers.update({name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()})
         with self._as_group():
@@ -100,6 +100,7 @@ class V2Runner:
                 self.driver.pre_forward(output, batch)
                 forward(name for name in self._caches if name not in self._drafted)
             self.driver.finish_forward()
+            self.after_forward()
             if self._saves_last:
                 return self._draft_after_results(output, forward)
             self._draft(forward)
@@ -126,7 +127,6 @@ class V2Runner:
         return result
 
     def _draft(self, forward: Forward) -> None:
-        self.before_draft()
         for _ in range(self.DRAFT_TOKENS if self._drafted else 0):
             with self._forward_context():
                 forward(self._drafted)

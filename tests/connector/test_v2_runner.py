@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,13 @@ DRAFTED = NAMES[-1:]
 BY_LAYER = {"granularity": "layer"}
 
 
-def pair(engine: Build, *, saves_last: bool = False, drafted: list[str] = []) -> tuple[Engine, Engine]:  # noqa: B006
+def pair(
+    engine: Build, *, saves_last: bool = False, drafted: Sequence[str] = (), **options: Any
+) -> tuple[Engine, Engine]:
     runner = partial(V2Runner, drafted=tuple(drafted), saves_last=saves_last)
-    return engine("kv_producer", BY_LAYER, runner=runner), engine("kv_consumer", runner=V2Runner)
+    p, d = engine("kv_producer", BY_LAYER, runner=runner, **options), engine("kv_consumer", runner=V2Runner)
+    p.worker.connector_worker.drafts = bool(drafted)
+    return p, d
 
 
 def runner_of(engine: Engine) -> V2Runner:
@@ -63,11 +68,28 @@ def test_a_drafted_layer_is_not_pushed_before_it_is_computed(engine: Build, save
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
     events = p.worker.connector_worker.step_events
-    runner_of(p).before_draft = lambda: until(lambda: not events.pending and p.writer._step)
+    runner_of(p).after_forward = lambda: until(lambda: not events.pending and p.writer._step)
     for hooks in (NAMES, [], NAMES, []):
         p.step(hooks=hooks)
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)
+
+
+def test_layers_that_call_no_hook_leave_before_the_step_samples(
+    engine: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last two layers are of a model with an attention operation of its own."""
+    p, d = pair(engine, max_num_batched_tokens=512)
+    blocks = asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    runner_of(p).after_forward = lambda: until(lambda: holds_prompt(d, blocks, TOKENS))
+    p.step(hooks=NAMES[:2])
+    runner_of(p).after_forward = lambda: None
+    ends_well(p, d)
+    assert (p.totals.hooked_layers, p.totals.swept_layers) == (2, 2)
+    (record,) = [one for one in caplog.records if "called no hook" in one.getMessage()]
+    assert f"2 of 4 layers of model {p.config.model_config.model}" in record.getMessage()
+    assert record.getMessage().endswith(": " + ", ".join(NAMES[2:]))
 
 
 def test_preempted_it_starts_again(engine: Build) -> None:
