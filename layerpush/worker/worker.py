@@ -48,6 +48,7 @@ from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord, clock_name
+from layerpush.transport import cuda
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
@@ -143,6 +144,7 @@ class LayerwisePushWorker(VllmPushWorker):
                 writer, self._connections, self._probe_peer, peer_errors, get_base_request_id, self._digests
             ),
         )
+        self._cuda = cuda.runtime(device)
         self.writer, self.registrations = self._host.writer, self._host.registrations
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
@@ -156,7 +158,13 @@ class LayerwisePushWorker(VllmPushWorker):
             recorder,
         )
         dispatcher = Dispatcher(
-            self.transport, self.registrations, self.loads, packing.unpacked, self.pass_on, peer_errors
+            self.transport,
+            self.registrations,
+            self.loads,
+            packing.unpacked,
+            self.pass_on,
+            peer_errors,
+            cuda.rdma_flush(self._cuda, device),
         )
         watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
         watch_writer(self.metrics, self.writer, self.registrations, self.step_events, self._trace)
@@ -263,6 +271,12 @@ class LayerwisePushWorker(VllmPushWorker):
     def engines_in_use(self) -> set[str]:
         """Engines whose connections must stay: pushes, loads or a calibration need them."""
         return self.writer.engines_in_use | self._packing.engines_in_flight | self.loads.engines_in_use
+
+    # Writer thread: its loop.
+
+    def use_device(self) -> None:
+        super().use_device()
+        cuda.allow_captures(self._cuda)
 
     # Writer thread: P's side.
 
