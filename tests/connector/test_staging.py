@@ -13,6 +13,7 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
+from layerpush.transport.packing import tensor_memory
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.tensor_memory import TensorStaging
 from layerpush.worker import packing
@@ -233,7 +234,7 @@ def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: py
     assert not place.packs()
 
 
-@pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory"])
+@pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory", "pinned memory"])
 def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(*_: Any) -> Any:
         raise RuntimeError(f"no {lacks}")
@@ -245,6 +246,8 @@ def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.Monk
         place.nixl.broken.add("prep_xfer_dlist")
     elif lacks == "a compiler":
         monkeypatch.setattr(TensorStaging, "copy_costs", unable)
+    elif lacks == "pinned memory":
+        monkeypatch.setattr(tensor_memory, "BlockIdBuffer", unable)
     else:  # on CPUs torch has no error of its own for that
         monkeypatch.setattr("layerpush.worker.packing.staging_memory", unable)
     place.start()
