@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,8 @@ class Nixl:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.prepared: list[str] = []
+        self.rows: list[list[list[int]]] = []
+        """Of the prepared lists: address, bytes, device, stride and count of blocks."""
         self.released: list[Any] = []
         self.broken: set[str] = set()
         self.devices: set[int] = set()
@@ -47,14 +50,14 @@ class Nixl:
         self.devices |= {int(row[2]) for row in rows}
         return rows, memory
 
-    def get_xfer_descs(self, rows: Any, memory: str) -> Any:
-        return rows, memory
-
     def register_memory(self, *_: Any, **__: Any) -> None:
         self._called("register_memory")
 
-    def prep_xfer_dlist(self, agent: str, _: Any) -> str:
+    def prep_xfer_dlist(self, agent: str, rows: Any, memory: str) -> str:
         self._called("prep_xfer_dlist")
+        assert memory == "DRAM"
+        assert rows.dtype == np.uint64
+        self.rows.append(rows.tolist())
         self.prepared.append(agent)
         return f"list {len(self.prepared)}"
 
@@ -115,6 +118,9 @@ def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.Monkey
     assert staging.unpacker is not None
     offer = staging.unpacker.offer("d-1")
     assert offer is not None
+    for ((base, length, device, stride, count),), size in zip(place.nixl.rows, (BLOCK_BYTES, PIECE_BYTES), strict=True):
+        assert (base, length, device, stride) == (offer.ring, size, 0, size)
+        assert count * size == offer.ring_size
     assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
     (ring,) = staging.rings
     assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
