@@ -49,11 +49,8 @@ class End:
         after the other, or the first ones of ``every`` so many bytes.
         """
         every = every or element
-        rows = np.empty((size // every, 3), dtype=np.uint64)
-        rows[:, 0] = base + every * np.arange(size // every, dtype=np.uint64)
-        rows[:, 1] = element
-        rows[:, 2] = device_id
-        return self.agent.prep_xfer_dlist(agent, self.agent.get_xfer_descs(rows, self._memory_type))
+        rows = np.asarray([[base, element, device_id, every, size // every]], dtype=np.uint64)
+        return self.agent.prep_xfer_dlist(agent, rows, self._memory_type)
 
     def release(self, descriptors: Any) -> None:
         self.agent.release_dlist_handle(descriptors)

@@ -23,6 +23,7 @@ from layerpush.core.config import ConfigError
 
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
+NIXL_FROM = (1, 5)
 FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
 PROBE_TIMEOUT_S = 60
 
@@ -137,8 +138,9 @@ def check_plugin() -> Result:
 
 
 def check_nixl() -> Result:
+    wanted = f"pip install 'nixl>={NIXL_FROM[0]}.{NIXL_FROM[1]}'"
     if not find_spec("nixl"):
-        return _fail("not installed", "pip install 'nixl>=1.5'")
+        return _fail("not installed", wanted)
     try:
         probe = _run_python(_NIXL_PROBE)
     except subprocess.TimeoutExpired:
@@ -155,6 +157,9 @@ def check_nixl() -> Result:
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if "UCX" not in answer["plugins"]:
         return _fail(f"{answer['version']} without its UCX plugin", "unset NIXL_PLUGIN_DIR, or reinstall nixl")
+    match = re.match(r"(\d+)\.(\d+)", answer["version"])
+    if match is None or (int(match[1]), int(match[2])) < NIXL_FROM:
+        return _fail(answer["version"], wanted)
     return _ok(f"{answer['version']}, created an agent with UCX")
 
 

@@ -124,6 +124,11 @@ def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.parallel_config.use_ubatching)
 
 
+def drafts(vllm_config: VllmConfig) -> bool:
+    """Whether a drafter may compute layers of its own after the model's forward."""
+    return vllm_config.speculative_config is not None
+
+
 def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
     """NIXL may spread a WRITE of so many descriptors, or more, over several endpoints. ``inf``: it never does.
 

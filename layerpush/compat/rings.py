@@ -40,8 +40,6 @@ def release_ring(worker: NixlPushConnectorWorker, handle: Any) -> None:
 
 
 def _prepared(worker: NixlPushConnectorWorker, agent: str, base: int, size: int, element: int, device: int) -> Any:
-    rows = np.empty((size // element, 3), dtype=np.uint64)
-    rows[:, 0] = base + element * np.arange(size // element, dtype=np.uint64)
-    rows[:, 1] = element
-    rows[:, 2] = device
-    return worker.nixl_wrapper.prep_xfer_dlist(agent, worker.nixl_wrapper.get_xfer_descs(rows, worker.nixl_memory_type))
+    # NIXL's strided form: one row of address, bytes, device, stride and count
+    rows = np.asarray([[base, element, device, element, size // element]], dtype=np.uint64)
+    return worker.nixl_wrapper.prep_xfer_dlist(agent, rows, worker.nixl_memory_type)

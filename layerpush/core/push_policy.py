@@ -23,3 +23,8 @@ class Policy:
     scheduled: bool = False
     max_in_flight: int = 8
     streams: bool = True
+
+    @property
+    def streams_by_layer(self) -> bool:
+        """Whether layers may leave before their chunk is computed."""
+        return self.streams and self.by_layer

@@ -62,10 +62,11 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class Identity:
     """The rank that writes, for records. ``mode`` is the configured one; a request may choose another. ``fallback`` is
-    the reason why this engine cannot push by layer or chunk.
+    the reason why this engine cannot push by layer or chunk. ``model`` is the model's name.
     """
 
     engine_id: str
     rank: int
     mode: str
     fallback: str | None = None
+    model: str = ""

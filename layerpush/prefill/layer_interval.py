@@ -36,6 +36,12 @@ class LayerInterval:
             return (self.last - self._first) / self._after_first
         return self._earlier
 
+    def expected(self, layers: int) -> float | None:
+        """When so many more layers should be ready, by the running step's own layers; None until it has had two."""
+        if self.last is None or self.layer_s is None or not self.is_measured:
+            return None
+        return self.last + layers * self.layer_s
+
     def layer_ready(self, at: float) -> None:
         """A layer was ready at ``at``; the times ascend. Layers that one poll has found have the same time."""
         if self._first is None:

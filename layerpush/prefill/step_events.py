@@ -125,8 +125,12 @@ class StepEvents:
         self.dropped = 0
 
     def arm(self, plan: StepPlan, aborted: Iterable[str] = ()) -> None:
-        """Announce a step, and the requests that lose their blocks in it, before its first layer runs. Main thread."""
+        """Announce a step, and the requests that lose their blocks in it, before its first layer runs. Main thread.
+
+        Ends the step before if vLLM has not: in a pipeline with a drafter, only the last rank's runner does.
+        """
         self.revoke(plan.preempted, aborted)
+        self.sweep()
         self._step += 1
         self._armed = bool(plan.chunks)
         self._to_come = self._layers
@@ -198,7 +202,7 @@ class StepEvents:
         self._put(event, self._wake if self._to_come <= 0 else self._wake_lazily)
 
     def sweep(self) -> None:
-        """The step's forward is over: covers every layer that no hook reported. Main thread."""
+        """The step's forward is over: covers every layer that no hook reported. Later calls do nothing. Main thread."""
         if self._armed:
             self._armed = False
             self._put(StepEnded(), self._wake)
@@ -223,6 +227,11 @@ class StepEvents:
     def pending(self) -> bool:
         """Whether events wait to be taken. Any thread."""
         return bool(self._queue)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the layers' hooks count."""
+        return bool(self._layer_saved)
 
     @property
     def has_fences(self) -> bool:

@@ -23,6 +23,7 @@ stay in the table for a moment.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,7 @@ from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
 from layerpush.prefill.step_events import LayerSaved, RequestFinished, StepEvents, StepStarted
 from layerpush.prefill.step_schedule import StepSchedule
+from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import PushRecord
@@ -92,6 +94,7 @@ class PushWriter:
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._layer_interval = LayerInterval()
         self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
+        self._unhooked = UnhookedLayers(identity.model, layout)
         self._shared = Shared(
             self._writes,
             transport,
@@ -136,11 +139,7 @@ class PushWriter:
             elif isinstance(event, StepStarted):
                 self._begin_step(event, at)
             else:
-                self._schedule.step_ended(len(self._step_layers))
-                for layer in range(len(self._layer_groups)):
-                    if layer not in self._step_layers:
-                        self._layer_ready(layer, at, hooked=False)
-                self._step, self._swept = [], self._current
+                self._end_step(at)
         for done in self._step_events.finished(self._swept):
             if not self._step_events.is_void(done.request_id, done.step):
                 self._finished(done)
@@ -184,6 +183,16 @@ class PushWriter:
                 registration = self._host.take_registration(push.request_id)
                 if registration is not None:
                     push.register(registration)
+
+    def _end_step(self, at: float) -> None:
+        swept = [layer for layer in range(len(self._layer_groups)) if layer not in self._step_layers]
+        self._schedule.step_ended(len(self._step_layers))
+        if swept and self._step_events.is_hooked:
+            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.streams_by_layer]
+            self._unhooked.step_ended(swept, max(tokens, default=0))
+        for layer in swept:
+            self._layer_ready(layer, at, hooked=False)
+        self._step, self._swept = [], self._current
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)
@@ -243,16 +252,15 @@ class PushWriter:
         if any(push.dirty and push.session.state is State.STREAMING for push in self._pushes.values()):
             return 0.0  # it began to stream after the turn
         layers = self.layer_poll_timeout
-        measured = layers is not None and self._layer_interval.is_measured
-        if self._step_events.pending and not (measured and self._schedule.next_look is not None):
+        if self._step_events.pending and (layers is None or not self._layer_interval.is_measured):
             return FENCE_POLL_S
         timeouts = [] if layers is None else [layers]
         if any(push.in_flight for push in self._pushes.values()):
-            if layers is None or self._has_urgent_writes:
-                return WRITE_POLL_S
-            timeouts.append(min(max(WRITE_POLL_S, self._schedule.landing_poll_s(time.perf_counter())), LONGEST_S))
+            urgent = layers is None or self._has_urgent_writes
+            landing = 0.0 if urgent else min(self._schedule.landing_poll_s(time.perf_counter()), LONGEST_S)
+            timeouts.append(max(WRITE_POLL_S, landing))
         elif self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
-            return WRITE_POLL_S
+            timeouts.append(WRITE_POLL_S)
         if any(push.awaits_peer for push in self._pushes.values()):
             timeouts.append(PEER_POLL_S)
         if not timeouts and self._writes.has_leftovers:
@@ -260,19 +268,29 @@ class PushWriter:
         return min(timeouts, default=None)
 
     def _next_layer_poll(self) -> float | None:
-        if not self._step or len(self._step_layers) >= len(self._layer_groups):
+        missing = len(self._layer_groups) - len(self._step_layers)
+        if not self._step or not missing:
             return None
-        if not any(push.session.policy.streams and push.session.policy.by_layer for push, _ in self._step):
-            return LONGEST_S
-        every, look = self._layer_interval.seconds, self._schedule.next_look
-        if every is None or look is None or not self._layer_interval.is_measured:
+        interval, look, now = self._layer_interval, self._schedule.next_look, time.perf_counter()
+        if not any(push.session.policy.streams_by_layer for push, _ in self._step):
+            return min(LONGEST_S, self._fence_poll(interval.expected(missing), now))
+        every = interval.seconds
+        if every is None or not interval.is_measured:
             return every
         streaming = [push for push, _ in self._step if push.session.state is State.STREAMING]
-        if not all(self._schedule.waits(push) for push in streaming):
-            return every
-        halfway = 0.5 * (look - time.perf_counter())  # a layer may take less time than the first ones
-        # Nothing wakes the writer for a fence, and the last one may pass earlier than expected.
-        return min(max(FENCE_POLL_S, halfway), LONGEST_S) if self._step_events.has_fences else max(every, halfway)
+        if look is None or not all(self._schedule.waits(push) for push in streaming):
+            return min(every, self._fence_poll(interval.expected(1), now))
+        # A layer may take less time than the first ones.
+        halfway = max(every, 0.5 * (look - now))
+        return min(LONGEST_S, self._fence_poll(look, now)) if self._step_events.has_fences else halfway
+
+    def _fence_poll(self, expected: float | None, now: float) -> float:
+        """Half of the time until a fence is expected: nothing wakes the writer for it, and a few such sleeps find it in
+        time. Infinite where there are no fences.
+        """
+        if not self._step_events.has_fences:
+            return math.inf
+        return FENCE_POLL_S if expected is None else max(FENCE_POLL_S, 0.5 * (expected - now))
 
     def polls_layers(self, poll_timeout: float) -> bool:
         """Whether a sleep of so many seconds is short enough for the layers of the running step."""

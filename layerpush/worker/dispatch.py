@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from layerpush.core.wire import (
     Accepted,
@@ -46,7 +46,10 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Dispatcher:
-    """``unpacked`` takes the answers of decode ranks that unpack, ``heartbeat`` those notifications as they came."""
+    """``unpacked`` takes the answers of decode ranks that unpack, ``heartbeat`` those notifications as they came.
+
+    ``flush`` makes WRITEs visible to our device that landed before a notification: see ``transport.cuda``.
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Dispatcher:
         unpacked: Callable[[str, Unpacked], None],
         heartbeat: Callable[[bytes], None],
         peer_errors: PeerErrors,
+        flush: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._registrations = registrations
@@ -63,20 +67,26 @@ class Dispatcher:
         self._unpacked = unpacked
         self._heartbeat = heartbeat
         self._peer_errors = peer_errors
+        self._flush = flush
 
     def deliver(self) -> None:
         """Hand over everything that has arrived."""
-        for agent, payload in self._arrived():
-            now = time.perf_counter()
-            try:
-                message = read(payload)
-            except WireError as error:
-                self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
-                continue
+        arrived = list(self._read())
+        if any(isinstance(message, Completion | Unpack) for _, message, _, _ in arrived):
+            self._flush()
+        for agent, message, payload, now in arrived:
             try:
                 self._dispatch(agent, message, payload, now)
             except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
+
+    def _read(self) -> Iterator[tuple[str, Message, bytes, float]]:
+        for agent, payload in self._arrived():
+            now = time.perf_counter()
+            try:
+                yield agent, read(payload), payload, now
+            except WireError as error:
+                self._peer_errors.add("bad notification", f"a message that agent {agent} sent is dropped: {error}", now)
 
     def deliver_answers(self) -> None:
         """Hand over the answers of decode ranks that unpack, and nothing else: no push begins at shutdown."""

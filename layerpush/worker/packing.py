@@ -96,6 +96,9 @@ class WorkerPacking:
         except (LayoutError, ValueError) as error:
             logger.info("layerpush packs nothing: %s", error)
             return
+        except RuntimeError as error:  # torch.OutOfMemoryError, or memory that cannot be pinned
+            logger.warning("layerpush packs nothing: no memory for the block ids of copies: %s", error)
+            return
         try:
             copy_s, byte_s = staging.copy_costs()
         except Exception as error:  # noqa: BLE001  Triton's or a device's: without copies there is no packing

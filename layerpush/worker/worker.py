@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from layerpush.compat.facts import cache_layout, device_of, only_decodes, runs_in_microbatches, worker_fallback
+from layerpush.compat.facts import (
+    cache_layout,
+    device_of,
+    drafts,
+    only_decodes,
+    runs_in_microbatches,
+    worker_fallback,
+)
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
@@ -43,6 +50,7 @@ from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord, clock_name
+from layerpush.transport import cuda
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
@@ -89,6 +97,8 @@ class LayerwisePushWorker(VllmPushWorker):
         self._spans = Spans(emit_span, REQUEST_ID)
         self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
         self._packing = WorkerPacking(self, config)
+        self.drafts = drafts(vllm_config)
+        """Whether a drafter may compute layers of its own after the model's forward."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Builds everything that the hooks and the writer thread use, and starts the writer's loop. Main thread."""
@@ -136,6 +146,7 @@ class LayerwisePushWorker(VllmPushWorker):
                 writer, self._connections, self._probe_peer, peer_errors, get_base_request_id, self._digests
             ),
         )
+        self._cuda = cuda.runtime(device)
         self.writer, self.registrations = self._host.writer, self._host.registrations
         self._contact = self.transport.contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
@@ -150,7 +161,13 @@ class LayerwisePushWorker(VllmPushWorker):
             recorder,
         )
         dispatcher = Dispatcher(
-            self.transport, self.registrations, self.loads, packing.unpacked, self.pass_on, peer_errors
+            self.transport,
+            self.registrations,
+            self.loads,
+            packing.unpacked,
+            self.pass_on,
+            peer_errors,
+            cuda.rdma_flush(self._cuda, device),
         )
         watch_worker(self.metrics, self.vllm_config.parallel_config.world_size, self.loads, peer_errors)
         watch_writer(self.metrics, self.writer, self.registrations, self.step_events, self._trace)
@@ -171,7 +188,7 @@ class LayerwisePushWorker(VllmPushWorker):
     def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
         config = self._config
         return PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.mode, fallback),
+            Identity(self.engine_id, self.tp_rank, config.mode, fallback, self.vllm_config.model_config.model),
             layout,
             Policy(
                 by_layer=config.granularity != "chunk",
@@ -259,6 +276,12 @@ class LayerwisePushWorker(VllmPushWorker):
     def engines_in_use(self) -> set[str]:
         """Engines whose connections must stay: pushes, loads or a calibration need them."""
         return self.writer.engines_in_use | self._packing.engines_in_flight | self.loads.engines_in_use
+
+    # Writer thread: its loop.
+
+    def use_device(self) -> None:
+        super().use_device()
+        cuda.allow_captures(self._cuda)
 
     # Writer thread: P's side.
 

@@ -16,7 +16,19 @@ from bench.serve import page as serve
 from bench.writer import page as writer
 from layerpush.core.config import documentation_table
 from layerpush.telemetry.metrics.catalog import Side
-from scripts.docgen import contributing, figures, limits, messages, metrics, options, protocol, soakrun, versions, zoo
+from scripts.docgen import (
+    contributing,
+    figures,
+    hooks,
+    limits,
+    messages,
+    metrics,
+    options,
+    protocol,
+    soakrun,
+    versions,
+    zoo,
+)
 from scripts.docgen.markers import fill
 
 
@@ -77,6 +89,7 @@ SECTIONS: Mapping[str, Section] = {
     "metrics-buckets": Section((METRICS,), lambda _: metrics.buckets()),
     "limits-tables": Section((FAILURES,), lambda _: limits.tables()),
     "proxy-options": Section((PROXY,), lambda _: options.proxy()),
+    "unhooked-layers": Section((COMPATIBILITY,), hooks.layers),
     "versions": Section((COMPATIBILITY,), versions.tables),
     "zoo": Section((COMPATIBILITY,), lambda _: zoo.architectures()),
     "contributing": Section((CONTRIBUTING,), contributing.page),

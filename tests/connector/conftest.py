@@ -65,8 +65,8 @@ def engine(world: None, model: Path) -> Iterator[Callable[..., Any]]:
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
-        port, layout = PORTS.take(), options.pop("layout", "LBHNC")
-        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, layout))
+        port, made = PORTS.take(), {name: options.pop(name) for name in ("layout", "runner") if name in options}
+        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, **made))
         return engines[-1]
 
     cores = os.sched_getaffinity(0)

@@ -1,14 +1,15 @@
 """A vLLM engine without a model: the real scheduler, the real connector in both roles, KV caches filled by hand.
 
-The order of calls is the model runner's. "Computing" a token of a layer writes a pattern of (layer, token, position)
-into the cache, so that what arrives elsewhere can be checked byte by byte.
+A model runner of ``runners`` calls the connector. "Computing" a token of a layer writes a pattern of (layer, token,
+position) into the cache, so that what arrives elsewhere can be checked byte by byte.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.connector.runners import Runner, V1Runner
 from tests.support.totals import Totals
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 4, 2, 32, 32, 40
@@ -83,7 +85,13 @@ def allocate(layout: str) -> dict[str, torch.Tensor]:
 class Engine:
     """``step`` is one iteration of the engine's loop. ``hooks`` may name the layers whose hook is called."""
 
-    def __init__(self, config: VllmConfig, port: int, layout: str = "LBHNC") -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        port: int,
+        layout: str = "LBHNC",
+        runner: Callable[[Any, VllmConfig, dict[str, torch.Tensor]], Runner] = V1Runner,
+    ) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         self.config, self.port = config, port
         caches = cache_config(layout)
@@ -92,7 +100,7 @@ class Engine:
         self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.caches = allocate(layout)
-        self.worker.register_kv_caches(self.caches)
+        self.runner = runner(self.worker, config, self.caches)
         self.totals = Totals(self.writer._shared.meter)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.requests: dict[str, Request] = {}
@@ -150,27 +158,28 @@ class Engine:
 
     def step(self, hooks: list[str] | None = None, between: Callable[[str], None] | None = None) -> SchedulerOutput:
         output = self.scheduler.schedule()
-        if output.preempted_req_ids:
-            self.worker.handle_preemptions(output.kv_connector_metadata)
-        self.worker.bind_connector_metadata(output.kv_connector_metadata)
-        for name in NAMES if output.total_num_scheduled_tokens else ():
+        forward = partial(self._forward, output, hooks, between) if output.total_num_scheduled_tokens else None
+        result = self.runner.run(output, forward)
+        assert not result.invalid_block_ids
+        self.sent += sorted(result.finished_sending or ())
+        self.received += sorted((result.finished_recving or set()) - result.failed_recving)
+        self.failed += sorted(result.failed_recving)
+        self._update(output, result)
+        return output
+
+    def _forward(
+        self,
+        output: SchedulerOutput,
+        hooks: list[str] | None,
+        between: Callable[[str], None] | None,
+        layers: Iterable[str],
+    ) -> None:
+        for name in layers:
             self._compute(name, output)
             if hooks is None or name in hooks:
-                self.worker.save_kv_layer(name, self.caches[name], None)
+                self.runner.attended(name)
             if between is not None:
                 between(name)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(output.finished_req_ids)
-        assert self.worker.get_block_ids_with_load_errors() == set()
-        stats = self.worker.get_kv_connector_stats()
-        report = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.sent += sorted(results.finished_sending)
-        self.received += sorted(results.finished_recving - results.failed_recving)
-        self.failed += sorted(results.failed_recving)
-        self._update(output, results, report, stats)
-        return output
 
     def _compute(self, name: str, output: SchedulerOutput) -> None:
         layer = NAMES.index(name)
@@ -181,20 +190,14 @@ class Engine:
                 value = pattern(layer, request.prompt_token_ids[position], position)
                 self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
 
-    def _update(self, output: SchedulerOutput, results: Any, report: Any, stats: Any) -> None:
+    def _update(self, output: SchedulerOutput, result: KVConnectorOutput) -> None:
         ids = list(output.num_scheduled_tokens)
         done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
         runner = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={one: index for index, one in enumerate(ids)},
             sampled_token_ids=[[7] if ready else [] for ready in done],
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_worker_meta=report,
-                kv_connector_stats=stats,
-            ),
+            kv_connector_output=result,
         )
         for outputs in self.scheduler.update_from_output(output, runner).values():
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:

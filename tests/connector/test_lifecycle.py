@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from layerpush.compat import engine_wake
+from layerpush.transport import cuda
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
 from tests.contract.waiting import until
+from tests.support.cudart import FakeRuntime
 
 Build = Callable[..., Engine]
 TOKENS = 200  # seven blocks, the last one partly filled; four steps
@@ -382,3 +384,21 @@ def test_ps_blocks_wait_for_no_load_that_will_not_come(engine: Build, why: str, 
     step_until(p, d, done=lambda: p.sent == ["r-1"])
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1
     assert d.failed == ([] if why == "not loaded" else ["r-1"])
+
+
+def test_only_d_flushes_writes_into_its_device(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that does not order them. The runtime is a fake, and its device the CPU."""
+    runtimes = [FakeRuntime(), FakeRuntime()]
+    made = iter(runtimes)
+    monkeypatch.setattr(cuda, "runtime", lambda _: next(made))
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    ends_well(p, d)
+    ours, theirs = runtimes
+    assert ours.flushes == []
+    assert theirs.flushes
+    assert threading.main_thread().name not in theirs.threads
+    for runtime in runtimes:
+        assert set(runtime.modes) == {"nixl-push-writer"}, "only the writer queries events while others capture graphs"

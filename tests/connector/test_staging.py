@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
+from layerpush.transport.packing import tensor_memory
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.tensor_memory import TensorStaging
 from layerpush.worker import packing
@@ -32,6 +34,8 @@ class Nixl:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.prepared: list[str] = []
+        self.rows: list[list[list[int]]] = []
+        """Of the prepared lists: address, bytes, device, stride and count of blocks."""
         self.released: list[Any] = []
         self.broken: set[str] = set()
         self.devices: set[int] = set()
@@ -46,14 +50,14 @@ class Nixl:
         self.devices |= {int(row[2]) for row in rows}
         return rows, memory
 
-    def get_xfer_descs(self, rows: Any, memory: str) -> Any:
-        return rows, memory
-
     def register_memory(self, *_: Any, **__: Any) -> None:
         self._called("register_memory")
 
-    def prep_xfer_dlist(self, agent: str, _: Any) -> str:
+    def prep_xfer_dlist(self, agent: str, rows: Any, memory: str) -> str:
         self._called("prep_xfer_dlist")
+        assert memory == "DRAM"
+        assert rows.dtype == np.uint64
+        self.rows.append(rows.tolist())
         self.prepared.append(agent)
         return f"list {len(self.prepared)}"
 
@@ -114,6 +118,9 @@ def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.Monkey
     assert staging.unpacker is not None
     offer = staging.unpacker.offer("d-1")
     assert offer is not None
+    for ((base, length, device, stride, count),), size in zip(place.nixl.rows, (BLOCK_BYTES, PIECE_BYTES), strict=True):
+        assert (base, length, device, stride) == (offer.ring, size, 0, size)
+        assert count * size == offer.ring_size
     assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
     (ring,) = staging.rings
     assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
@@ -233,7 +240,7 @@ def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: py
     assert not place.packs()
 
 
-@pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory"])
+@pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory", "pinned memory"])
 def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(*_: Any) -> Any:
         raise RuntimeError(f"no {lacks}")
@@ -245,6 +252,8 @@ def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.Monk
         place.nixl.broken.add("prep_xfer_dlist")
     elif lacks == "a compiler":
         monkeypatch.setattr(TensorStaging, "copy_costs", unable)
+    elif lacks == "pinned memory":
+        monkeypatch.setattr(tensor_memory, "BlockIdBuffer", unable)
     else:  # on CPUs torch has no error of its own for that
         monkeypatch.setattr("layerpush.worker.packing.staging_memory", unable)
     place.start()

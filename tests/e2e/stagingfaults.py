@@ -67,17 +67,27 @@ def plans_under_way(host: HostedEngine) -> list[str]:
 
 
 def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
-    """After `first` copies, the next `count` of several layers cannot be made."""
+    """After `first` copies, the next `count` of several layers begin, and fail."""
     copies, numbers, failing = _staging(), iter(range(1 << 30)), iter(range(count))
     real = getattr(copies, copying)
 
     def fails(layers: slice, *args: Any) -> Any:
         late_enough = next(numbers) >= first
         if late_enough and layers.stop - layers.start > 1 and next(failing, None) is not None:
-            raise RuntimeError(f"scripted: this {copying} cannot be made")
+            return BrokenCopy(copying)
         return real(layers, *args)
 
     setattr(copies, copying, fails)
+
+
+class BrokenCopy:
+    """The device fails after the copy has begun. A copy that it does not begin would only make P write directly."""
+
+    def __init__(self, copying: Copying) -> None:
+        self._copying = copying
+
+    def is_over(self) -> bool:
+        raise RuntimeError(f"scripted: this {self._copying} fails")
 
 
 def damage(host: HostedEngine, copying: Copying, number: int) -> None:

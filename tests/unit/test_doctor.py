@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -121,6 +122,12 @@ def test_nixl_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run_python", answers(stdout='log line\n{"version": "1.5.1", "plugins": ["POSIX"]}\n'))
     expect(doctor.check_nixl(), FAIL, "without its UCX plugin", "NIXL_PLUGIN_DIR")
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("1.4.9", FAIL), ("0.10.0", FAIL), ("1.5.0", OK), ("1.10", OK)])
+def test_nixl_that_is_too_old(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_run_python", answers(0, json.dumps({"version": version, "plugins": ["UCX"]})))
+    expect(doctor.check_nixl(), verdict, version, "nixl>=1.5" if verdict is FAIL else "")
 
 
 def test_real_nixl(monkeypatch: pytest.MonkeyPatch) -> None:

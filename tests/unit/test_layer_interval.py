@@ -86,3 +86,8 @@ def test_by_chunk_it_need_not_look_at_layers() -> None:
     seen: list[float | None] = []
     rig.step((prompt, 22), between=lambda: seen.append(rig.writer.layer_poll_timeout))
     assert seen == [LONGEST_S] * (len(seen) - 1) + [None]
+
+
+def test_it_expects_layers_after_the_last() -> None:
+    assert paced(LAYER_S, 1).expected(1) is None
+    assert paced(LAYER_S, 2).expected(3) == pytest.approx(100.0 + 4 * LAYER_S)

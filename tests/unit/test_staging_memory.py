@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.layout import CacheLayout, LayerSlots, LayoutError, Region
+from layerpush.transport.packing import tensor_memory
 from layerpush.transport.packing.memory import PIECE_BYTES, Staging, whole_pieces
 from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
 from tests.support.fake_transport import Bytes
@@ -90,6 +92,57 @@ def test_scatter(made_by: Make, case: tuple[list[int], slice, int]) -> None:
     for index in untouched:
         part = slice(index, index + 1)
         assert np.array_equal(packed(cache, blocks, part), packed(before, blocks, part))
+
+
+class OpenEvent:
+    """An event that the device has passed."""
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[TensorStaging, list[torch.Tensor]]:
+    """Staging memory that takes the CPU for a GPU, on which nothing can be allocated; and the ids of its copies."""
+
+    def unable(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    staging, _ = real(cache_of(5))
+    assert isinstance(staging, TensorStaging)
+    staging._ids._device = torch.empty_like(staging._ids._host)
+    ids: list[torch.Tensor] = []
+    monkeypatch.setattr(staging, "_stream", object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", OpenEvent)
+    for copy, place in (("gather_blocks", 1), ("scatter_blocks", 1)):
+        monkeypatch.setattr(tensor_memory, copy, lambda *args, place=place, **_: ids.append(args[place]))
+    for allocating in ("pin_memory", "to", "clone"):
+        monkeypatch.setattr(torch.Tensor, allocating, unable)
+    return staging, ids
+
+
+def test_copies_on_a_gpu_allocate_nothing(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
+    staging, ids = gpu
+    blocks = np.asarray([7, 1, 4], np.int32)
+    assert staging.gather(slice(0, 1), blocks, 0).is_over()
+    assert staging.scatter(slice(0, 3), blocks, PIECE_BYTES).is_over()
+    assert [one.tolist() for one in ids] == [[7, 1, 4]] * 2
+
+
+def test_copies_under_way_keep_their_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
+    """Their spans lie one behind the other: the first bytes of the second need not be a multiple of a block's."""
+    staging, ids = gpu
+    begun = [np.arange(count, dtype=np.int32)[::-1] for count in (3, 12, 1, 5)]
+    offset = 16
+    for blocks in begun:
+        staging.gather(slice(1, 2), blocks, offset)
+        offset += len(blocks) * 2 * BLOCK_BYTES
+    staging.gather(slice(0, 1), np.asarray([9], np.int32), RING - 2 * BLOCK_BYTES)
+    assert [one.tolist() for one in ids] == [*[blocks.tolist() for blocks in begun], [9]]
 
 
 def test_regions_that_differ_cannot_be_packed() -> None:

@@ -69,6 +69,15 @@ def test_events_come_in_order_and_end_with_the_first_sweep() -> None:
     assert not source.pending
 
 
+@pytest.mark.parametrize("following", [PLAN, StepPlan()], ids=["prefill", "nothing to push"])
+def test_the_next_step_ends_a_step_that_vllm_has_not_ended(following: StepPlan) -> None:
+    source = StepEvents(NAMES, Wakes(), None)
+    source.arm(PLAN)
+    source.layer_saved("layers.0")
+    source.arm(following)
+    assert kinds(taken(source)) == [StepStarted, 0, StepEnded, *[StepStarted for _ in following.chunks]]
+
+
 def test_cached_blocks_wait_for_the_steps_before() -> None:
     """The device may still compute them."""
     device = SlowDevice()

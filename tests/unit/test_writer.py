@@ -168,6 +168,41 @@ def test_layers_without_a_hook_are_swept() -> None:
     assert (rig.totals.hooked_layers, rig.totals.swept_layers) == (1, 2)
 
 
+LONG = 100  # tokens: too many for a decode graph
+
+
+@pytest.mark.parametrize(
+    ("hooked", "named"),
+    [((), "3 of 3 layers of model m called no hook in a step of 100 tokens"), ((0, 2), "1 of 3 layers of model m")],
+    ids=["none", "all but one"],
+)
+def test_layers_that_call_no_hook_are_logged_once(
+    hooked: tuple[int, ...], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(engine=Identity("P", 0, "layer", model="m"))
+    for number in range(2):
+        prompt = Prompt(f"p-{number}", LONG, list(range(1, 1 + LONG // 4)))
+        rig.step((prompt, LONG), hooked=hooked)
+    (record,) = [one for one in caplog.records if "called no hook" in one.getMessage()]
+    assert named in record.getMessage()
+    assert "layers.1" in record.getMessage()
+    assert ("layers.0" in record.getMessage()) == (0 not in hooked)
+
+
+@pytest.mark.parametrize(
+    ("hooked", "tokens", "policy"),
+    [((0, 1, 2), LONG, Policy()), ((), 22, Policy()), ((), LONG, Policy(by_layer=False))],
+    ids=["all hooked", "as few tokens as in a graph", "by chunk"],
+)
+def test_layers_that_are_swept_for_a_reason_are_not_logged(
+    hooked: tuple[int, ...], tokens: int, policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, prompt = Rig(policy=policy), Prompt("p-1", tokens, list(range(1, 1 + -(-tokens // 4))))
+    rig.step((prompt, tokens), hooked=hooked)
+    assert rig.writer._pushes["p-1"].record.swept_layers == 3 - len(hooked)
+    assert "called no hook" not in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["auto", "layer", "chunk"])
 def test_a_cached_prefix_goes_before_the_first_layer(mode: PushMode) -> None:
     rig, prompt = Rig(), Prompt("p-1", TOKENS, list(range(1, 9)), mode)

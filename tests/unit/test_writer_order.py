@@ -74,6 +74,24 @@ def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens:
     rig.assert_clean()
 
 
+def test_a_request_whose_last_step_vllm_has_not_ended_is_sent_when_the_next_step_begins() -> None:
+    """As a rank of a pipeline, but for the last, sees it in vLLM's V1 runner with a drafter."""
+    rig, prompt = rig_of()
+    wanted = rig.host.pending[prompt.name]
+    chunk = prompt.chunk(TOKENS)
+    rig.capture.arm(StepPlan((chunk,)))
+    for layer in range(rig.layers):
+        rig._compute(prompt, chunk, layer)
+    rig.finish(prompt)
+    rig.settle()
+    assert rig.host.released == []
+    rig.capture.arm(StepPlan())
+    rig.settle()
+    assert rig.host.released == ["p-1"]
+    assert rig.decoders["D"].holds(prompt, wanted, rig.layers)
+    rig.assert_clean()
+
+
 @pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
 @pytest.mark.parametrize("seen", [False, True], ids=["abort first", "step first"])
 def test_an_abort_does_not_overtake_its_own_step(wait: bool, seen: bool) -> None:

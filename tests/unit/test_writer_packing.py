@@ -196,8 +196,7 @@ def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) 
     rig.assert_unpacked(decoder)
 
 
-@pytest.mark.parametrize("fate", ["refused", "broken"])
-@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize(("side", "fate"), [("P", "broken"), ("D", "refused"), ("D", "broken")])
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> None:
     rig, prompt, decoder, wanted = story()
@@ -210,6 +209,27 @@ def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> No
     reason, drained, _ = rig.host.reported_failures()[-1]
     assert drained
     assert ("gathered" if side == "P" else "did not unpack") in reason
+    over(rig, prompt, decoder, wanted)
+
+
+@pytest.mark.parametrize("packing", ["gather", "packed"])
+def test_a_write_whose_copy_does_not_begin_goes_directly(
+    packing: Literal["gather", "packed"], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, prompt, decoder, wanted = story(packing)
+    rig.staging.fates.extend(["refused", "refused"])
+    rig.step((prompt, 9))
+    rig.settle()
+    rig.step((prompt, 13))
+    rig.settle()
+    rig.finish(prompt)
+    rig.settle()
+    rig.assert_delivered(prompt, wanted)
+    (record,) = rig.trace.records
+    assert [write.plan for write in record.writes][:2] == ["direct", "direct"]
+    assert {write.plan for write in record.writes[2:]} == {"gathered" if packing == "gather" else "packed"}
+    (line,) = [one for one in caplog.records if "WRITEs go directly" in one.getMessage()]
+    assert "RuntimeError: no memory for block ids" in line.getMessage()
     over(rig, prompt, decoder, wanted)
 
 

@@ -25,10 +25,13 @@ class Copy(Protocol):
 
 
 class Copies:
-    """Copies that belong together. ``failure`` is the error of the first that failed, else None."""
+    """Copies that belong together. ``failure`` is the error of the first that failed, else None. ``have_begun``:
+    whether one of them was started.
+    """
 
     def __init__(self) -> None:
         self.failure: str | None = None
+        self.have_begun = False
         self._running: list[Copy] = []
 
     def begin(self, start: Callable[[], Copy]) -> None:
@@ -37,6 +40,7 @@ class Copies:
             return
         try:
             self._running.append(start())
+            self.have_begun = True
         except Exception as error:  # noqa: BLE001  an error of the device or its driver: earlier copies still run
             self._fail(error)
 

@@ -114,8 +114,10 @@ class StagedWrite(Transfer):
             self.window.spans.give(self.theirs)
             self.theirs = None
 
-    def begin(self, write: Write) -> StagedWrite:
-        """Start the copies into our ring."""
+    def begin(self, write: Write) -> StagedWrite | None:
+        """Start the copies into our ring. None if none could be started: then nothing is held, and the WRITE may go
+        directly.
+        """
         assert self.ours is not None
         packer, offset = self.packer, self.ours
         self.began_at = time.perf_counter()
@@ -123,6 +125,10 @@ class StagedWrite(Transfer):
             blocks = packer.expand(part.source)
             self.copies.begin(partial(packer.staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
+        if self.copies.failure is not None and not self.copies.have_begun:
+            packer.log_refusal(self.copies.failure)
+            self.release()
+            return None
         try:
             self._post_if_gathered()  # on a CPU the copies are over, and the writer's next turn may be late
         except BaseException:  # no caller would give the ring's span back
@@ -189,10 +195,13 @@ class Packer:
         self.clock = clock
         self.expand = lru_cache(maxsize=64)(layout.expand)
         self._numbers = 0
+        self._refusal = ""
         self.unpacking: dict[int, StagedWrite] = {}
 
     def gather(self, write: Write, route: Route, remote: DescriptorIds, record: WriteRecord) -> StagedWrite | None:
-        """Begin a gathered WRITE of ``write`` to ``remote``, the decode engine's blocks; None if there is no room."""
+        """Begin a gathered WRITE of ``write`` to ``remote``, the decode engine's blocks. None: it cannot be begun now,
+        for lack of room or because the device refuses the copy.
+        """
         size = len(remote) * self.block_bytes
         span = self.staging.ring.take(size, self.block_bytes)
         if span is None:
@@ -202,7 +211,7 @@ class Packer:
         return self._staged(Plan.GATHERED, record, route=route, local=local, remote=remote, ours=span).begin(write)
 
     def pack(self, write: Write, window: PushWindow, size: int, record: WriteRecord) -> StagedWrite | None:
-        """Begin a packed WRITE of ``write``, ``size`` bytes, to a window; None if there is no room."""
+        """Begin a packed WRITE of ``write``, ``size`` bytes, to a window. None: as ``gather``."""
         held = whole_pieces(size)
         theirs = window.spans.take(held, PIECE_BYTES)
         if theirs is None:
@@ -238,6 +247,12 @@ class Packer:
         del self.unpacking[number]
         staged.stage, staged.refused = Stage.OVER, not done
         return staged
+
+    def log_refusal(self, reason: str) -> None:
+        """The device did not begin a copy: log the reason, unless it is the same as the last time."""
+        if reason != self._refusal:
+            logger.warning("layerpush: WRITEs go directly, because no copy into staging memory can begin: %s", reason)
+        self._refusal = reason
 
     def _staged(self, plan: Plan, record: WriteRecord, **details: Any) -> StagedWrite:
         self._numbers += 1

@@ -49,16 +49,17 @@ class TensorStaging:
         ends = np.cumsum([0, *(len(layer.slots) for layer in layout.layers)]).tolist()
         self._rows = [slice(start, end) for start, end in pairwise(ends)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ids = BlockIdBuffer(memory.numel() // self.block_bytes, device)
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
         gather_blocks(table, ids, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._started(ids)
+        return self._started()
 
     def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
         scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._started(ids)
+        return self._started()
 
     def copy_costs(self) -> tuple[float, float]:
         """Measure the cost of a copy between cache and ring: seconds for any size, and seconds per byte.
@@ -92,7 +93,7 @@ class TensorStaging:
         cool()
         start = time.perf_counter()
         gather_blocks(self._table[0:1], wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        copy = self._started(wanted)
+        copy = self._started()
         while not copy.is_over():
             time.sleep(0)
         return time.perf_counter() - start
@@ -101,18 +102,39 @@ class TensorStaging:
         rows = slice(self._rows[layers.start].start, self._rows[layers.stop - 1].stop)
         table = self._table[rows]
         packed = self._memory[offset:][: len(table) * len(blocks) * self.block_bytes]
-        ids = torch.from_numpy(np.ascontiguousarray(blocks))
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                ids = ids.pin_memory().to(table.device, non_blocking=True)
-        return table, ids, packed
+        # A copy holds its span of the ring until it is over, so the span's place in the buffer is free as well.
+        return table, self._ids.put(blocks, offset // self.block_bytes, self._stream), packed
 
-    def _started(self, ids: torch.Tensor) -> Copy:
+    def _started(self) -> Copy:
         if self._stream is None:
             return _FinishedCopy()
         event = torch.cuda.Event()
         event.record(self._stream)
-        return _StreamCopy(event, ids)
+        return _StreamCopy(event)
+
+
+class BlockIdBuffer:
+    """Memory for the block ids of copies, on the host and on ``device``, made once: a copy allocates nothing.
+
+    It holds ``size`` ids. Raises ``RuntimeError`` or ``torch.OutOfMemoryError`` if there is no memory.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=not on_host)
+        self._device = self._host if on_host else torch.empty(size, dtype=torch.int32, device=device)
+
+    def put(self, ids: BlockIds, at: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """Copy ids into the buffer from place ``at`` on. Returns them on the device, once ``stream`` has come so far.
+
+        They must stay until the copy that reads them is over.
+        """
+        place = slice(at, at + len(ids))
+        self._host[place].numpy()[:] = ids
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self._device[place].copy_(self._host[place], non_blocking=True)
+        return self._device[place]
 
 
 class _FinishedCopy:
@@ -121,11 +143,10 @@ class _FinishedCopy:
 
 
 class _StreamCopy:
-    """A copy on a stream. It keeps the block ids alive while the stream reads them."""
+    """A copy on a stream, up to an event."""
 
-    def __init__(self, event: torch.cuda.Event, ids: torch.Tensor) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
-        self._ids = ids
 
     def is_over(self) -> bool:
         return bool(self._event.query())

@@ -1,0 +1,42 @@
+"""Logs which layers of a model call no hook. Writer thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from layerpush.core.layout import CacheLayout
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+GRAPH_TOKENS = 64
+"""A prompt with more tokens in a step is in no decode graph. A graph that is replayed calls no hook of any model."""
+NAMED = 4
+
+
+class UnhookedLayers:
+    """Logs one warning for an engine. The tokens are right all the same, so nothing else shows the lost overlap."""
+
+    def __init__(self, model: str, layout: CacheLayout) -> None:
+        self._model = model
+        self._names = [layer.name for layer in layout.layers]
+        self._is_logged = False
+
+    def step_ended(self, swept: Sequence[int], tokens: int) -> None:
+        """In a step no hook reported the layers ``swept``, indices in model order. ``tokens`` is the largest number of
+        tokens that the step computed of one prompt that is pushed by layer.
+        """
+        if self._is_logged or tokens <= GRAPH_TOKENS:
+            return
+        self._is_logged = True
+        names = ", ".join(self._names[layer] for layer in swept[:NAMED])
+        logger.warning(
+            "layerpush: %d of %d layers of model %s called no hook in a step of %d tokens: the KV of these layers is "
+            "pushed by chunk, after the forward pass: %s%s",
+            len(swept),
+            len(self._names),
+            self._model,
+            tokens,
+            names,
+            ", ..." if len(swept) > NAMED else "",
+        )

@@ -1,0 +1,40 @@
+"""A CUDA runtime that has no device: answers what a test says, and notes the calls."""
+
+from __future__ import annotations
+
+import threading
+from ctypes import c_int
+from typing import Any
+
+from layerpush.transport.cuda import FLUSH_OPTIONS, RDMA_SUPPORTED, WRITES_ORDERING
+
+
+class FakeRuntime:
+    """``cudart`` of a GPU with these attributes of GPUDirect RDMA. ``error`` is the result of every later call."""
+
+    def __init__(self, supported: int = 1, options: int = 1, ordering: int = 0) -> None:
+        self._attributes = {RDMA_SUPPORTED: supported, FLUSH_OPTIONS: options, WRITES_ORDERING: ordering}
+        self.error = 0
+        self.flushes: list[tuple[int, int]] = []
+        self.threads: list[str] = []
+        self.modes: dict[str, int] = {}
+        """The mode for captures of other threads, by thread."""
+
+    def cudaDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        assert device == 0
+        _int_of(value).value = self._attributes[attribute]
+        return self.error
+
+    def cudaDeviceFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:
+        self.flushes.append((target, scope))
+        self.threads.append(threading.current_thread().name)
+        return self.error
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.modes[threading.current_thread().name] = _int_of(mode).value
+        return self.error
+
+
+def _int_of(reference: Any) -> c_int:
+    found: c_int = reference._obj
+    return found

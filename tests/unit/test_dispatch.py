@@ -1,0 +1,72 @@
+"""Notifications on their way to the two sides of a worker: D's device must see the bytes that they announce."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from layerpush.core.wire import Completion, FirstToken, Part, Ping, Unpack, encode
+from layerpush.telemetry.peer_errors import PeerErrors
+from layerpush.transport.base import Transport
+from layerpush.transport.cuda import CudaError
+from layerpush.worker.dispatch import Dispatcher, logger
+
+COMPLETION, PACKED = b"r-1:2", encode(Unpack("r-1", 1, 0, (Part(0, 1, 0, 0, 1),)))
+OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]
+
+
+class Calls:
+    """A transport with these notifications, and all that a dispatcher hands them to. Notes the calls, in order."""
+
+    def __init__(self, *payloads: bytes) -> None:
+        self._payloads = payloads
+        self.made: list[str] = []
+        parts = cast(Any, self)
+        self.dispatcher = Dispatcher(
+            cast(Transport, self), parts, parts, parts, parts, PeerErrors(logger), lambda: self.made.append("flush")
+        )
+        self.peers = self
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        return [("P", payload) for payload in self._payloads]
+
+    def on_message(self, agent: str, message: object, *_: object) -> None:
+        assert agent == "P"
+        self.made.append(type(message).__name__)
+
+    def on_ping(self, agent: str, message: object) -> None:
+        self.on_message(agent, message)
+
+
+@pytest.mark.parametrize("payload", [COMPLETION, PACKED], ids=["in the cache", "in the ring"])
+def test_bytes_that_have_landed_are_flushed_before_they_are_used(payload: bytes) -> None:
+    calls = Calls(*OTHERS, payload)
+    calls.dispatcher.deliver()
+    assert calls.made[0] == "flush"
+    assert calls.made.count("flush") == 1
+    assert len(calls.made) == 4
+
+
+def test_several_completions_need_one_flush() -> None:
+    calls = Calls(COMPLETION, PACKED, COMPLETION)
+    calls.dispatcher.deliver()
+    assert calls.made == ["flush", Completion.__name__, Unpack.__name__, Completion.__name__]
+
+
+def test_other_notifications_need_no_flush() -> None:
+    calls = Calls(*OTHERS)
+    calls.dispatcher.deliver()
+    assert calls.made == ["Ping", "FirstToken"]
+
+
+def test_no_completion_is_passed_on_after_a_flush_that_failed() -> None:
+    calls = Calls(COMPLETION)
+
+    def fail() -> None:
+        raise CudaError("the device is lost")
+
+    calls.dispatcher._flush = fail
+    with pytest.raises(CudaError):
+        calls.dispatcher.deliver()
+    assert calls.made == []
