@@ -75,8 +75,6 @@ def refusal(worker: NixlPushConnectorWorker, engine_id: str) -> str | None:
             f"its blocks are {remote.remote_physical_blocks_per_logical} kernel blocks, "
             f"ours {worker._physical_blocks_per_logical_kv_block}"
         )
-    if worker._has_mamba and worker.transfer_topo.tp_ratio(remote.remote_tp_size) != 1:
-        return f"it splits states over {remote.remote_tp_size} ranks, we over {worker.transfer_tp_size}"
     local, theirs = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine_id]
     if len(local) != len(theirs):
         return f"it registered {len(theirs)} regions, we {len(local)}"
