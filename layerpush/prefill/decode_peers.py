@@ -9,6 +9,7 @@ end of a push without a handshake, if its registration had a ``contact``. Writer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
@@ -47,10 +48,12 @@ class DecodePeers:
 
     def answer(self, address: Address, message: Answer, now: float) -> None:
         """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
-        if address.engine_id in self._closing or address.engine_id in self._lost:
-            self._withheld.setdefault(address.engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
-        elif not self._ended_unconnected(address.engine_id, message):
-            self._connections.broadcast(address, encode(message), now)
+        engine_id = address.engine_id
+        end_unconnected = partial(self._ended_unconnected, engine_id, message)
+        if engine_id in self._closing or engine_id in self._lost:
+            self._withheld.setdefault(engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
+        elif self._connections.is_connecting(engine_id) or not end_unconnected():
+            self._connections.broadcast(address, encode(message), now, end_unconnected)
 
     def _ended_unconnected(self, engine_id: str, message: Answer) -> bool:
         """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary.

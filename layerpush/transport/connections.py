@@ -104,6 +104,10 @@ class Connections:
         """The agent's rank in a connected engine; None if it is not one of its agents."""
         return self._network.rank_of(engine_id, agent)
 
+    def is_connecting(self, engine_id: str) -> bool:
+        """Whether a handshake with the engine runs."""
+        return engine_id in self._handshakes
+
     @property
     def allows_any_host(self) -> bool:
         """Whether any host may be connected to."""
@@ -145,14 +149,19 @@ class Connections:
 
         pending.add_done_callback(done)
 
-    def broadcast(self, address: Address, payload: bytes, now: float) -> None:
+    def broadcast(
+        self, address: Address, payload: bytes, now: float, otherwise: Callable[[], bool] = lambda: False
+    ) -> None:
         """Send a notification to every rank of an engine, connecting first if need be.
 
         If the connection turns out to be gone, ``on_lost`` is called. The peer repeats its message if it still waits.
+        If no handshake succeeds, ``otherwise`` may send the notification. It returns whether it has.
         """
 
         def send(error: str | None, _: float) -> None:
             if error is not None:
+                if otherwise():
+                    return
                 logger.warning("cannot answer engine %s: %s", address.engine_id, error)
                 return
             reached = [self.notify(agent, payload) for agent in self.agents(address.engine_id)]

@@ -998,6 +998,22 @@ def test_a_cancelled_registration_of_an_engine_out_of_reach_is_answered() -> Non
     assert world.heard("d-0") == [Cancelled("a/d")]
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_an_answer_overtakes_no_other_one_while_a_handshake_runs(reached: bool) -> None:
+    world = World("a/p")
+    world.network.listening = {}
+    world.says(asks(contact=b"contact of d-0"))
+    (_, served), *_ = world.writer.pushes
+    world.fails(served, "aborted")
+    assert world.mail.taken() == []
+    if reached:
+        world.network.answer("D", "d-0")
+    else:
+        world.network.reject("D", OSError("connection refused"))
+    world.settle()
+    assert world.heard("d-0") == [Accepted("a/d"), failure("aborted")][0 if reached else 1 :]
+
+
 def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
     world = World()
     served = world.served(asks(contact=b"contact of somebody else"))
