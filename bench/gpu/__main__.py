@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from bench.gpu.host import ROOT, HostError, environment, gpu_mib, missing_modules
+from bench.gpu.host import ROOT, HostError, check_compiler, environment, gpu_mib, missing_modules
 from bench.gpu.parts import PARTS, Room, Step, TooSmallError, steps_of
 from bench.gpu.running import Ending, Ran, Runner
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
@@ -67,7 +67,7 @@ def main(
     Each part leaves its JSON, pictures and logs in the folder. gpu-bench.json there has the commands, their exit
     statuses and the versions. At its time limit the bench stops a part with all its processes and begins the next.
 
-    Exit status: 0, or 1 if a part failed or ran out of time, or 2 if there is no GPU here or a module is missing.
+    Exit status: 0, or 1 if a part failed or ran out of time, or 2 without a GPU, a module or a C compiler.
 
     - scripts/gpu-bench kernels --out results
 
@@ -88,6 +88,7 @@ def main(
         steps = {part: steps_of(part, out, room, more.get(part, [])) for part in wanted}
         if not dry_run:
             _check_modules(wanted)
+            check_compiler()
     except (HostError, TooSmallError) as error:
         typer.echo(f"gpu-bench: {error}", err=True)
         raise typer.Exit(BROKEN) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -42,6 +43,17 @@ def missing_modules(parts: Iterable[str]) -> dict[str, list[str]]:
     """Missing modules of this interpreter, by part."""
     found = {part: [name for name in NEEDED_MODULES[part] if find_spec(name) is None] for part in parts}
     return {part: names for part, names in found.items() if names}
+
+
+def check_compiler() -> None:
+    """Raises ``HostError`` without the C compiler by which Triton builds its launchers: ``CC``, gcc or clang."""
+    chosen = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
+        raise HostError(
+            f"no C compiler here: CC={chosen} is not there"
+            if chosen
+            else "no C compiler here: Triton needs gcc or clang"
+        )
 
 
 def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:

@@ -115,7 +115,17 @@ def steps_of(part: str, out: Path, room: Room, options: Sequence[str]) -> list[S
 
 
 def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
-    tests = ("-m", "pytest", "tests/unit/kernels", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    tests = (
+        "-m",
+        "pytest",
+        "tests/unit/kernels",
+        "tests/unit/test_fences.py",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    )
     bench = ("-m", "bench.kernel", "--device", "cuda", "--out", str(out / "kernel.json"))
     return [Step("tests", tests, share=0.5), Step("bench", (*bench, *options))]
 

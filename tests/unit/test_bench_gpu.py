@@ -244,7 +244,7 @@ def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: 
     for part in PARTS:
         assert f"{part}: at most 10 minutes" in done.stdout
     lines = done.stdout.splitlines()
-    assert f"{sys.executable} -m pytest tests/unit/kernels -m gpu" in done.stdout
+    assert f"{sys.executable} -m pytest tests/unit/kernels tests/unit/test_fences.py -m gpu" in done.stdout
     assert any("bench.push --device cuda" in line and "--rounds 5" in line for line in lines)
     assert any("bench.serve" in line and "8192," in line and "cuda_ipc" in line for line in lines)
     assert not list(tmp_path.iterdir()), "it ran nothing"
@@ -262,7 +262,7 @@ def no_gpu() -> AbstractContextManager[object]:
 
 
 def a_gpu(mib: int = H200) -> AbstractContextManager[object]:
-    return mock.patch.object(command, "gpu_mib", return_value=mib)
+    return mock.patch.multiple(command, gpu_mib=lambda: mib, check_compiler=lambda: None)
 
 
 def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
@@ -294,6 +294,35 @@ def test_modules_that_are_missing_are_named_by_part(tmp_path: Path) -> None:
     assert status == 2
     assert "for push: no_such_module" in said
     assert "for kernels" not in said
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"), [(None, "Triton needs gcc or clang"), ("/no/such/cc", "CC=/no/such/cc is not there")]
+)
+def test_a_host_without_a_c_compiler_is_refused(
+    chosen: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CC", chosen)
+    with mock.patch.object(command, "gpu_mib", return_value=H200):
+        status, output = invoke("kernels", "--out", tmp_path / "out")
+    assert status == 2
+    assert said in " ".join(output.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("chosen", "there"), [(None, "gcc"), (None, "clang"), ("mycc", "mycc")])
+def test_any_c_compiler_of_triton_will_do(
+    chosen: str | None, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CC", chosen)
+    (tmp_path / there).touch(mode=0o755)
+    host.check_compiler()
 
 
 def test_a_gpu_without_room_for_engines_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,6 +132,18 @@ def test_copies_on_a_gpu_allocate_nothing(gpu: tuple[TensorStaging, list[torch.T
     assert staging.gather(slice(0, 1), blocks, 0).is_over()
     assert staging.scatter(slice(0, 3), blocks, PIECE_BYTES).is_over()
     assert [one.tolist() for one in ids] == [[7, 1, 4]] * 2
+
+
+def test_copies_on_a_gpu_go_before_the_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of a higher priority, which is a lower number, than the model's."""
+    streams = []
+    gpu = SimpleNamespace(type="cuda")
+    slots = [SimpleNamespace(shape=(BLOCKS, BLOCK_BYTES), stride=lambda: (BLOCK_BYTES, 1), device=gpu)] * 6
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: streams.append((device, options)))
+    monkeypatch.setattr(tensor_memory, "layer_table", lambda caches: caches)
+    monkeypatch.setattr(tensor_memory, "BlockIdBuffer", lambda *_: None)
+    TensorStaging(LAYOUT, slots, staging_memory(RING, torch.device("cpu")))  # type: ignore[arg-type]
+    assert streams == [(gpu, {"priority": -1})]
 
 
 def test_copies_under_way_keep_their_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:

@@ -48,7 +48,8 @@ class TensorStaging:
         self._table: LayerTable = layer_table([slots[slot] for slot in order])
         ends = np.cumsum([0, *(len(layer.slots) for layer in layout.layers)]).tolist()
         self._rows = [slice(start, end) for start, end in pairwise(ends)]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Above the model's own stream: a WRITE waits for a copy, and a copy must not wait behind the model's kernels.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._ids = BlockIdBuffer(memory.numel() // self.block_bytes, device)
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
