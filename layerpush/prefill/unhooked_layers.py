@@ -19,24 +19,24 @@ class UnhookedLayers:
 
     def __init__(self, model: str, layout: CacheLayout) -> None:
         self._model = model
-        self._names = [layer.name for layer in layout.layers]
+        self._names = {index: layer.name for index, layer in enumerate(layout.layers) if not layer.is_state}
         self._is_logged = False
 
     def step_ended(self, swept: Sequence[int], tokens: int) -> None:
-        """In a step no hook reported the layers ``swept``, indices in model order. ``tokens`` is the largest number of
-        tokens that the step computed of one prompt that is pushed by layer.
+        """In a step no hook reported the layers ``swept``, indices of the layout. ``tokens`` is the largest number of
+        tokens that the step computed of one prompt that is pushed by layer. Layers with a state have no hook.
         """
-        if self._is_logged or tokens <= GRAPH_TOKENS:
+        unhooked = [self._names[layer] for layer in swept if layer in self._names]
+        if self._is_logged or not unhooked or tokens <= GRAPH_TOKENS:
             return
         self._is_logged = True
-        names = ", ".join(self._names[layer] for layer in swept[:NAMED])
         logger.warning(
             "layerpush: %d of %d layers of model %s called no hook in a step of %d tokens: the KV of these layers is "
             "pushed by chunk, after the forward pass: %s%s",
-            len(swept),
+            len(unhooked),
             len(self._names),
             self._model,
             tokens,
-            names,
-            ", ..." if len(swept) > NAMED else "",
+            ", ".join(unhooked[:NAMED]),
+            ", ..." if len(unhooked) > NAMED else "",
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.config import PushMode
+from layerpush.core.layout import CacheLayout, LayerSlots
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.host import Identity
 from layerpush.prefill.layer_interval import LONGEST_S
+from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.transport.link import Link
 from tests.support.fake_transport import Faults
 from tests.unit.writer_rig import Prompt, Rig
@@ -201,6 +203,15 @@ def test_layers_that_are_swept_for_a_reason_are_not_logged(
     rig.step((prompt, tokens), hooked=hooked)
     assert rig.writer._pushes["p-1"].record.swept_layers == 3 - len(hooked)
     assert "called no hook" not in caplog.text
+
+
+def test_layers_with_a_state_have_no_hook_to_call(caplog: pytest.LogCaptureFixture) -> None:
+    layers = (LayerSlots("attention", 0, (0,)), LayerSlots("mamba", 1, (1,), is_state=True))
+    unhooked = UnhookedLayers("m", CacheLayout(layers, ()))
+    unhooked.step_ended([1], LONG)
+    assert caplog.text == ""
+    unhooked.step_ended([0, 1], LONG)
+    assert "1 of 1 layers of model m" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["auto", "layer", "chunk"])
