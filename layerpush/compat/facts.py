@@ -36,8 +36,8 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
         return "the KV cache is staged in a host buffer (kv_buffer_device=cpu)"
     if not side._has_mamba:
         return None
-    states = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]
-    states = [spec for spec in states if isinstance(spec, MambaSpec)]
+    specs = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     if any(spec.mamba_cache_mode != "none" for spec in states):
         return "the states of Mamba layers are in the prefix cache"
     if any(spec.num_speculative_blocks for spec in states):
@@ -81,7 +81,12 @@ def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Ten
         for name, cache in kv_caches.items()
         if (spec := worker._layer_specs.get(name)) is not None and not isinstance(spec, MambaSpec)
     ]
-    return match_layers(sorted(caches, key=_model_order), regions, pages, _states(worker, kv_caches, len(regions)))
+    return match_layers(
+        sorted(caches, key=lambda cache: _model_order(cache.name)),
+        regions,
+        pages,
+        _states(worker, kv_caches, len(regions)),
+    )
 
 
 def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor], first_slot: int) -> States:
@@ -96,7 +101,7 @@ def _states(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor],
     parts = state_parts(worker)
     regions = [Region(base + offset, size, worker._logical_num_blocks) for base in shared for offset, size in parts]
     layers = []
-    for name in sorted(kv_caches, key=_natural_order):
+    for name in sorted(kv_caches, key=_model_order):
         if isinstance(worker._layer_specs.get(name), MambaSpec):
             if (start := kv_caches[name].data_ptr()) not in shared:
                 raise LayoutError(f"the state of layer {name} at {start:#x} lies in no registered region")
@@ -159,11 +164,7 @@ def _span(cache: torch.Tensor) -> int:
     return int((last + 1) * cache.element_size())
 
 
-def _model_order(cache: LayerCache) -> list[tuple[bool, int, str]]:
-    return _natural_order(cache.name)
-
-
-def _natural_order(name: str) -> list[tuple[bool, int, str]]:
+def _model_order(name: str) -> list[tuple[bool, int, str]]:
     parts = re.split(r"(\d+)", name)
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 

@@ -71,8 +71,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
             )
         self._block_sizes = block_sizes(kv_cache_config)
         self._prompts: dict[str, tuple[Request, PromptProgress]] = {}
-        self._outlooks: dict[str, tuple[Request, list[range]]] = {}
-        """P's prompts whose last token needs blocks that vLLM drops, and those blocks."""
+        self._dropped: dict[str, tuple[Request, list[range]]] = {}
+        """P's requests whose last token needs blocks that vLLM drops, and the indices of those blocks in each group."""
         self._prefix_hits = PrefixHits(self._block_sizes)
         self._prompt_digests: dict[str, str] = {}
         self._sampled: dict[str, Sampled] = {}
@@ -136,7 +136,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.last_windows.release(request.request_id)  # the request may have been preempted
         dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
         if any(dropped):
-            self._outlooks[request.request_id] = request, dropped
+            self._dropped[request.request_id] = request, dropped
         if not request.num_preemptions and (digest := self.prompt_digest(request)) is not None:
             self._prompt_digests[request.request_id] = digest
         known = self._prompts.get(request.request_id)
@@ -217,7 +217,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         never_registered = awaits_scheduling(request)
         if never_registered:
             self._decline(request)
-        if self._outlooks.pop(request.request_id, None) is not None:
+        if self._dropped.pop(request.request_id, None) is not None:
             block_ids = self.last_windows.restored(request.request_id, block_ids)
         outcome: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         if not outcome[0]:
@@ -273,7 +273,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
 
     def _hold_last_windows(self, output: SchedulerOutput) -> None:
-        for request_id, (request, dropped) in self._outlooks.items():
+        for request_id, (request, dropped) in self._dropped.items():
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
             if request.num_computed_tokens < request.num_prompt_tokens <= request.num_computed_tokens + scheduled:
                 blocks = output.kv_connector_block_state

@@ -1,4 +1,4 @@
-"""Every architecture of the zoo: D's KV bytes are P's, and D's tokens those of an engine without a transfer."""
+"""Every architecture of the zoo: D's KV and states are P's, and D's tokens are those that P computes alone."""
 
 import pytest
 

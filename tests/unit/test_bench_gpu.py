@@ -296,16 +296,21 @@ def test_modules_that_are_missing_are_named_by_part(tmp_path: Path) -> None:
     assert "for kernels" not in said
 
 
+def choose_compiler(monkeypatch: pytest.MonkeyPatch, chosen: str | None, path: Path) -> None:
+    """CC is ``chosen``, and programs are looked for in ``path`` only."""
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.delenv("CC", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CC", chosen)
+
+
 @pytest.mark.parametrize(
     ("chosen", "said"), [(None, "Triton needs gcc or clang"), ("/no/such/cc", "CC=/no/such/cc is not there")]
 )
 def test_a_host_without_a_c_compiler_is_refused(
     chosen: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("CC", chosen)
+    choose_compiler(monkeypatch, chosen, tmp_path)
     with mock.patch.object(command, "gpu_mib", return_value=H200):
         status, output = invoke("kernels", "--out", tmp_path / "out")
     assert status == 2
@@ -317,10 +322,7 @@ def test_a_host_without_a_c_compiler_is_refused(
 def test_any_c_compiler_of_triton_will_do(
     chosen: str | None, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("CC", chosen)
+    choose_compiler(monkeypatch, chosen, tmp_path)
     (tmp_path / there).touch(mode=0o755)
     host.check_compiler()
 
