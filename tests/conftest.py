@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.e2e.fleet import FLEET
 from tests.support.starts import new_starts
 
 pytest_plugins = ["tests.e2e.fixtures"]
@@ -73,6 +74,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Groups(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The engines of a group end with it: an idle engine's threads wake up some two thousand times a second."""
+    fleet = item.session.stash.get(FLEET, None)
+    if fleet is not None and nextitem is not None and group(nextitem.nodeid) != group(item.nodeid):
+        fleet.stop()
 
 
 @pytest.hookimpl(wrapper=True)

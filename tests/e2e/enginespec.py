@@ -22,9 +22,10 @@ TRACE = "$TRACE"
 class EngineSpec:
     """Everything that distinguishes one hosted engine from another; equal specs share one process.
 
-    `transfer` is the JSON of the KVTransferConfig without engine_id and kv_role (those follow from the process and the
-    role); None for the plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs.
-    "$TRACE" anywhere in `transfer` is replaced by the host's own trace directory.
+    `transfer` is the JSON of the KVTransferConfig without engine_id; without kv_role, the role gives it. It is None for
+    the plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs; a speculative_config is JSON.
+    The host replaces "$TRACE" in `transfer` by its own trace directory, and "$MODEL" in a speculative_config by the
+    model's directory.
     """
 
     name: str
@@ -42,7 +43,8 @@ class EngineSpec:
         """Tensor parallel size."""
         return int(dict(self.options).get("tensor_parallel_size", 1))
 
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self, model: str) -> dict[str, Any]:
+        """The keyword arguments of EngineArgs for the model at this path."""
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -54,22 +56,32 @@ class EngineSpec:
             "skip_tokenizer_init": True,
             "kv_cache_memory_bytes": 128 << 20,
         }
-        return defaults | dict(self.options)
+        options = defaults | dict(self.options)
+        if speculation := options.get("speculative_config"):
+            options["speculative_config"] = json.loads(speculation.replace("$MODEL", model))
+        return options
 
     def transfer_fields(self, trace_dir: str) -> dict[str, Any] | None:
         if self.transfer is None:
             return None
         fields: dict[str, Any] = json.loads(self.transfer.replace(TRACE, trace_dir))
-        return fields
+        return {"kv_role": self.kv_role} | fields
 
 
 def transfer(
-    connector: str, *, module_path: str | None = None, on_failed_load: FailedLoad | None = None, **extra: Any
+    connector: str,
+    *,
+    module_path: str | None = None,
+    on_failed_load: FailedLoad | None = None,
+    kv_role: str | None = None,
+    **extra: Any,
 ) -> str:
     """The KVTransferConfig fields of one connector, as JSON. `extra` becomes kv_connector_extra_config."""
     fields: dict[str, Any] = {"kv_connector": connector}
     if on_failed_load is not None:
         fields["kv_load_failure_policy"] = on_failed_load
+    if kv_role is not None:
+        fields["kv_role"] = kv_role
     if module_path is not None:
         fields["kv_connector_module_path"] = module_path
     if extra:

@@ -8,7 +8,7 @@ import pytest
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e import engines
 from tests.e2e.enginehost import EngineHost
-from tests.e2e.fleet import Fleet
+from tests.e2e.fleet import FLEET, Fleet
 from tests.e2e.handoff import Reference
 from tests.e2e.models import ModelShelf
 
@@ -19,11 +19,11 @@ COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     scratch = tmp_path_factory.mktemp("e2e")
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     ports = PortAllocator(PORTS[worker % WORKERS :: WORKERS])
-    hosts = Fleet(ModelShelf(scratch), scratch, ports)
+    request.session.stash[FLEET] = hosts = Fleet(ModelShelf(scratch), scratch, ports)
     yield hosts
     hosts.stop()
 

@@ -4,6 +4,8 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import pytest
+
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
@@ -89,3 +91,7 @@ class Fleet:
             self._hosts[spec].begin_stop()
         for spec in excess:
             self._hosts.pop(spec).stop()
+
+
+FLEET = pytest.StashKey[Fleet]()
+"""The fleet of a session, once a test has asked for engines."""

@@ -16,15 +16,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from layerpush.apps.demo.forkserver import fork_children
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
+from tests.e2e.models import ADAPTER
 from tests.e2e.notifwatch import NotificationWatch
 from tests.e2e.preload import ENVIRONMENT
 from tests.e2e.results import Finished
@@ -59,10 +62,13 @@ class HostedEngine:
         self.notifications = NotificationWatch()
         self.faults: WireFaults | None = None
         fields = spec.transfer_fields(trace_dir)
-        config = None if fields is None else KVTransferConfig(engine_id=engine_id, kv_role=spec.kv_role, **fields)
-        self.llm = LLMEngine.from_engine_args(
-            EngineArgs(model=model, kv_transfer_config=config, **spec.engine_options())
-        )
+        config = None if fields is None else KVTransferConfig(engine_id=engine_id, **fields)
+        options = spec.engine_options(model)
+        if not options["enforce_eager"]:
+            os.environ.pop("TORCH_COMPILE_DISABLE", None)  # vLLM reads it now; torch has read it
+            torch._dynamo.config.disable = False
+        self.adapter = LoRARequest("adapter", 1, f"{model}/{ADAPTER}") if options.get("enable_lora") else None
+        self.llm = LLMEngine.from_engine_args(EngineArgs(model=model, kv_transfer_config=config, **options))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
         self.watch: KvWatch | None = None
         if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes
@@ -89,7 +95,9 @@ class HostedEngine:
             )
             if self._internal.get(request_id) in self.scheduler.requests:
                 self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not say which is which
-            self._internal[request_id] = self.llm.add_request(request_id, {"prompt_token_ids": token_ids}, sampling)
+            self._internal[request_id] = self.llm.add_request(
+                request_id, {"prompt_token_ids": token_ids}, sampling, lora_request=self.adapter
+            )
         return [self._internal[request[0]] for request in requests]
 
     def run_freely(self, on: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.e2e.results import KvDigest
 
-POISON = 31337.0
+POISON, POISON_BYTE = 31337.0, 0xA5
 Tables = list[list[int]]
 
 
@@ -95,7 +95,8 @@ class KvWatch:
     def _poison(self, blocks: Tables) -> None:
         for layer in self._layers:
             for tensor in layer.tensors:
-                tensor[torch.tensor(blocks[layer.group], dtype=torch.long)] = POISON
+                poison = POISON if tensor.is_floating_point() else POISON_BYTE  # fp8 is kept as bytes
+                tensor[torch.tensor(blocks[layer.group], dtype=torch.long)] = poison
 
     def _block_tables(self, request_id: str) -> Tables:
         return [list(table) for table in self._scheduler.kv_cache_manager.get_block_ids(request_id)]

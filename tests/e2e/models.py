@@ -13,6 +13,9 @@ WINDOW = 200
 EVERY_OTHER = ["full_attention", "sliding_attention"] * (LAYERS // 2)
 
 ATTENTION_CHUNK = 128
+ADAPTER = "adapter"
+"""The folder of a model's LoRA adapter."""
+LORA_RANK = 8
 
 # What changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
 CHANGES: dict[ModelName, dict[str, Any]] = {
@@ -32,6 +35,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "moe_layers": [],
         "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
+    "lora": {},
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -85,6 +89,8 @@ class ModelShelf:
                 _rename_weights(llama / "model.safetensors", path / "model.safetensors", ".mlp.", ".feed_forward.")
             else:
                 (path / "model.safetensors").symlink_to(llama / "model.safetensors")
+            if name == "lora":
+                _build_adapter(path / ADAPTER, config)
         return path
 
 
@@ -93,3 +99,27 @@ def _rename_weights(source: pathlib.Path, target: pathlib.Path, old: str, new: s
 
     weights = {name.replace(old, new): weight for name, weight in load_file(source).items()}
     save_file(weights, target, metadata={"format": "pt"})
+
+
+def _build_adapter(path: pathlib.Path, config: dict[str, Any]) -> None:
+    """LoRA weights for the projections of K and V, large enough to change the tokens."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, kv = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for projection in ("k_proj", "v_proj"):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(LORA_RANK, hidden, generator=generator) * hidden**-0.5
+            weights[f"{at}.lora_B.weight"] = torch.randn(kv, LORA_RANK, generator=generator) * LORA_RANK**-0.5
+    path.mkdir()
+    save_file(weights, path / "adapter_model.safetensors")
+    adapter = {
+        "peft_type": "LORA",
+        "r": LORA_RANK,
+        "lora_alpha": LORA_RANK,
+        "target_modules": ["k_proj", "v_proj"],
+    }
+    (path / "adapter_config.json").write_text(json.dumps(adapter))

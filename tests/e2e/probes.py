@@ -75,6 +75,13 @@ def await_tokens(host: HostedEngine, seconds: float) -> None:
     load_session.TOKEN_WAIT_S = seconds
 
 
+def compiled_graphs(host: HostedEngine) -> int:
+    """How many graphs torch.compile has captured in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def request_statuses(host: HostedEngine) -> dict[str, str]:
     return {request_id: request.status.name for request_id, request in host.scheduler.requests.items()}
 

@@ -1,0 +1,71 @@
+"""Settings of vLLM that change the KV cache, the steps or the requests: D has P's KV and a plain engine's tokens."""
+
+from typing import Any
+
+import pytest
+
+from tests.e2e import engines, probes
+from tests.e2e.enginehost import EngineHost
+from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
+from tests.e2e.fleet import Fleet
+from tests.e2e.handoff import Reference, check, introduce, prompt, send
+
+LENGTHS = (1, 33, 256, 257, 700)
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+# One token: P computes a second draft after the push, behind the prompt, and D never reads it.
+DRAFTS = '{"method": "draft_model", "num_speculative_tokens": 1, "model": "$MODEL"}'
+
+SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "fp8 KV": (("kv_cache_dtype", "fp8_e4m3"),),
+    "blocks of 64": (("block_size", 64),),
+    "priorities": (("scheduling_policy", "priority"),),
+    "LoRA": (("enable_lora", True),),
+    "n-grams": (("speculative_config", NGRAM),),
+    "a draft model": (("speculative_config", DRAFTS),),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_setting(fleet: Fleet, setting: str) -> None:
+    options, model = SETTINGS[setting], "lora" if setting == "LoRA" else "llama"
+    p, d, plain = fleet.get(
+        EngineSpec("P-set", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options, model),
+        EngineSpec("D-set", "D", transfer(LAYERWISE), options, model),
+        EngineSpec("R-set", "R", None, options, model),
+    )
+    check_pushes(p, d, Reference(plain))
+
+
+def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
+    """`torch.compile` leaves attention, and so the hook, out of what it compiles."""
+    options = (("enforce_eager", False),)
+    p, d = fleet.get(
+        EngineSpec("P-compiled", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options),
+        engines.D_LAYER,
+    )
+    assert p.call(probes.compiled_graphs) > 0
+    check_pushes(p, d, reference)
+
+
+@pytest.mark.exhaustive
+def test_both_roles(fleet: Fleet, reference: Reference) -> None:
+    """Each engine prefills for the other one."""
+    pair = fleet.get(
+        *(
+            EngineSpec(f"B{number}", "P", transfer(LAYERWISE, kv_role="kv_both", granularity="layer", trace_dir=TRACE))
+            for number in (1, 2)
+        )
+    )
+    for p, d in (pair, reversed(pair)):
+        check_pushes(p, d, reference)
+
+
+def check_pushes(p: EngineHost, d: EngineHost, reference: Reference) -> None:
+    """Prompts around the ends of blocks and chunks are pushed by layer, and rightly."""
+    introduce(p, d)
+    for length in LENGTHS:
+        handoff = send(p, d, prompt(length, seed=130), "early")
+        check(handoff.outcome(), reference)
+        push = handoff.push()
+        assert (push.outcome, push.fallback, push.swept_layers) == ("completed", None, 0)
