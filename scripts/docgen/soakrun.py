@@ -15,6 +15,13 @@ def tables(result: Result) -> str:
         (f"`{kind}`", *(_count(fault[column]) for column in ("injected", "struck", "survived")))
         for kind, fault in result["faults"].items()
     ]
+    turns = [
+        (
+            f"`{turn['name']}`",
+            *(f"{turn[column]:,}" for column in ("requests", "faults", "tokens", "pushes", "layer_blocks")),
+        )
+        for turn in result["line_ups"]
+    ]
     memory = [
         (engine, str(len(used["processes"])), f"{used['peak_mib']:,.0f}", f"{used['growth_mib']:,.0f}")
         for engine, used in result["memory"].items()
@@ -23,6 +30,7 @@ def tables(result: Result) -> str:
         (
             summary(result),
             table(("requests ended as", "count"), requests),
+            table(("line-up", "requests", "faults", "answers compared", "pushes compared", "layer blocks"), turns),
             table(("fault", "injected", "struck", "survived"), faults),
             table(("engine", "processes", "peak MiB", "most growth between idle moments, MiB"), memory),
         )

@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.e2e.enginespec import STOCK
 from tests.faults.soak.command import app
 from tests.faults.soak.ending import BROKEN, FAILED, INTERRUPTED, PASSED, Ending
 from tests.faults.soak.engine import Memory
 from tests.faults.soak.kinds import KINDS
 from tests.faults.soak.settings import Settings
-from tests.faults.soak.tally import Tally
+from tests.faults.soak.specs import LINE_UPS, LineUp
+from tests.faults.soak.tally import Tally, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +28,7 @@ MEMORIES = {"P1": [Memory(500.0, [400.0, 410.0]), Memory(600.0, [450.0, 480.0])]
 
 
 def tally(*, compared: int = 1) -> Tally:
-    made = Tally(tokens_compared=compared, kv_compared=compared)
+    made = Tally(turns=[Turn("plain", True, tokens=compared, pushes=compared)])
     made.begin_round()
     made.struck("kill-p")
     made.end_round()
@@ -83,15 +85,50 @@ def test_the_command_line_brings_everything_back():
     words = Settings(1.5, 7, kinds, engines=1, in_flight=4, round_s=12.0, corrupt=True).command_line().split()
     assert words[:5] == ["scripts/soak", "--seed", "7", "--minutes", "1.5"]
     assert words[5:7] == ["--faults", f"{KINDS[0].name},{KINDS[3].name}"]
-    assert words[7:] == ["--engines", "1", "--in-flight", "4", "--round-seconds", "12", "--corrupt"]
+    assert words[7:] == [
+        "--line-ups",
+        "plain",
+        "--engines",
+        "1",
+        "--in-flight",
+        "4",
+        "--round-seconds",
+        "12",
+        "--corrupt",
+    ]
     assert "--faults none" in Settings(1.5, 7, ()).command_line()
     assert "--faults" not in Settings(1.5, 7).command_line()
 
 
-def test_the_list_names_every_kind():
+def test_the_list_names_every_kind_and_line_up():
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--list"])
     assert result.exit_code == 0
-    assert [kind.name for kind in KINDS if kind.name not in result.output] == []
+    assert [one.name for one in (*KINDS, *LINE_UPS) if one.name not in result.output] == []
+
+
+def test_line_ups_share_the_time_and_each_has_requests_of_its_own():
+    line_ups, turns = zip(*Settings(14.0, 7, line_ups=LINE_UPS).turns(), strict=True)
+    assert line_ups == LINE_UPS
+    assert [turn.minutes for turn in turns] == [14.0 / len(LINE_UPS)] * len(LINE_UPS)
+    assert len({turn.seed for turn in turns}) == len(LINE_UPS)
+    assert [{kind.place for kind in turn.kinds} for turn in turns] == [set(line_up.places) for line_up in LINE_UPS]
+
+
+@pytest.mark.parametrize("line_up", LINE_UPS, ids=lambda line_up: line_up.name)
+def test_a_line_up_has_as_many_ps_as_ds_and_a_plain_engine(line_up: LineUp):
+    specs = line_up.specs(2, corrupt=False)
+    assert [spec.name for spec in specs] == ["P1", "P2", "D1", "D2", "R"]
+    assert {spec.model for spec in specs} == {line_up.model}
+    assert [STOCK in (spec.transfer or "") for spec in specs] == [False, line_up.stock, line_up.stock, False, False]
+    assert [spec.name for spec in line_up.specs(1, corrupt=True) if "SendsWrongLayer" in (spec.transfer or "")] == [
+        "P1"
+    ]
+
+
+def test_an_unknown_line_up_is_refused_with_a_hint():
+    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["--line-ups", "plain,stok"])
+    assert result.exit_code == 2
+    assert "did you mean stock?" in " ".join(result.output.split())
 
 
 def test_an_unknown_kind_is_refused_with_a_hint():

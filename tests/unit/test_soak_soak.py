@@ -43,6 +43,7 @@ class Rig:
     def __init__(self) -> None:
         self.seats, self.tally = EventfulSeats(), Tally()
         self.soak = Soak(Settings(1.0, 0, ()), self.seats, self.tally, lambda phase: None)  # type: ignore[arg-type]
+        self.tally.begin_turn("plain", reads_kv=True)
         self.tally.begin_round()
 
     def turn(self, *events: tuple[str, Any]) -> None:

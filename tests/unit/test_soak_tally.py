@@ -42,8 +42,14 @@ def request(
     return made
 
 
-def accounted(made: SoakRequest, *, disturbed: bool = True) -> Tally:
+def begun(*, reads_kv: bool = True) -> Tally:
     tally = Tally()
+    tally.begin_turn("plain", reads_kv=reads_kv)
+    return tally
+
+
+def accounted(made: SoakRequest, *, disturbed: bool = True) -> Tally:
+    tally = begun()
     tally.begin_round()
     tally.account(made, disturbed=disturbed)
     tally.end_round()
@@ -76,7 +82,8 @@ def test_without_a_d_the_outcome_is_ps():
 def test_right_tokens_and_bytes_are_no_problem():
     tally = accounted(request())
     assert tally.problems == []
-    assert (tally.tokens_compared, tally.kv_compared, tally.kv_cells) == (1, 1, 4)
+    [turn] = tally.turns
+    assert (turn.requests, turn.tokens, turn.pushes, turn.layer_blocks) == (1, 1, 1, 4)
     assert verdict(tally) == []
 
 
@@ -99,7 +106,7 @@ def test_wrong_bytes_are_a_mismatch_even_with_right_tokens():
 
 
 def test_only_what_was_pushed_is_compared():
-    assert accounted(request(d_kv=ONLY_LAST)).kv_cells == 2
+    assert accounted(request(d_kv=ONLY_LAST)).turns[0].layer_blocks == 2
     for nothing in (
         request(load_failed=True, d_kv=WRONG_KV),
         request(State.ABORTED, d_kv=WRONG_KV),
@@ -107,15 +114,22 @@ def test_only_what_was_pushed_is_compared():
         request(d_kv=KvDigest(40, ((None, None), (None, None)))),
     ):
         tally = accounted(nothing)
-        assert (tally.kv_compared, tally.problems) == (0, [])
+        assert (tally.turns[0].pushes, tally.problems) == (0, [])
 
 
 def test_a_soak_that_compared_nothing_is_a_failure():
-    assert len(verdict(Tally())) == 2
+    tally = accounted(request())
+    for name, reads_kv in (("packed", True), ("ranks", False)):
+        tally.begin_turn(name, reads_kv=reads_kv)
+    assert verdict(tally) == [
+        "packed: no answer was compared with the plain engine's",
+        "packed: no pushed KV was compared",
+        "ranks: no answer was compared with the plain engine's",
+    ]
 
 
 def test_faults_are_survived_when_their_round_had_no_problem():
-    tally = Tally()
+    tally = begun()
     tally.begin_round()
     tally.struck("kill-p")
     tally.end_round()

@@ -21,15 +21,17 @@ from tests.e2e.enginespec import EngineSpec
 from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display
 from tests.faults.soak.ending import Ending
-from tests.faults.soak.engine import Engine
+from tests.faults.soak.engine import Engine, Memory
 from tests.faults.soak.kinds import KINDS, Kind, UnknownKindError, chosen
 from tests.faults.soak.seats import Seats
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
-from tests.faults.soak.specs import REFERENCE, decoders, prefills
+from tests.faults.soak.specs import LINE_UPS, UnknownLineUpError
+from tests.faults.soak.specs import chosen as chosen_line_ups
 from tests.faults.soak.tally import Tally
 
-PORTS = range(26000, 26400)
+PORTS = range(28000, 32000, 2)
+"""A second rank has the port after its engine's."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -43,7 +45,13 @@ def soak(
     faults: Annotated[
         str, typer.Option(metavar="KIND,KIND", help="Only these kinds (see --list); `none` for plain load.")
     ] = "",
-    list_kinds: Annotated[bool, typer.Option("--list", help="Show the kinds of fault, and do nothing else.")] = False,
+    line_ups: Annotated[
+        str,
+        typer.Option(metavar="NAME,NAME", help="Which engines, in turn (see --list); `all` for all, in equal shares."),
+    ] = "plain",
+    list_choices: Annotated[
+        bool, typer.Option("--list", help="Show the kinds of fault and the line-ups, and do nothing else.")
+    ] = False,
     corrupt: Annotated[
         bool,
         typer.Option("--corrupt", help="Negative control: every P writes one layer wrong. Must exit with status 1."),
@@ -80,19 +88,24 @@ def soak(
     engines did not start; 130 when it was interrupted and nothing was wrong until then. Ctrl-C ends the load, waits for
     calm and reports; a second one reports at once.
 
-    Examples: `make soak MINUTES=10`; `scripts/soak --minutes 2 --faults kill-p,stop-d --seed 7`.
+    Examples: `make soak MINUTES=10`; `scripts/soak --minutes 2 --faults kill-p,stop-d --seed 7`;
+    `scripts/soak --minutes 120 --line-ups all`.
     """
     console = Console(soft_wrap=True)
-    if list_kinds:
-        console.print(_kinds_table())
+    if list_choices:
+        console.print(_kinds_table(), _line_ups_table())
         return
     try:
         kinds = () if faults == "none" else chosen(name.strip() for name in faults.split(",") if name.strip())
     except UnknownKindError as error:
         raise typer.BadParameter(str(error), param_hint="--faults") from error
+    try:
+        turns = chosen_line_ups(name.strip() for name in line_ups.split(","))
+    except UnknownLineUpError as error:
+        raise typer.BadParameter(str(error), param_hint="--line-ups") from error
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     folder = logs or Path(tempfile.mkdtemp(prefix="layerpush-soak-"))
-    settings = Settings(minutes, seed, kinds, engines, in_flight, round_seconds, corrupt)
+    settings = Settings(minutes, seed, kinds, engines, in_flight, round_seconds, corrupt, turns)
     ending = _run(console, settings, folder.resolve())
     ending.write(out)
     ending.show(console, out)
@@ -102,27 +115,35 @@ def soak(
 def _run(console: Console, settings: Settings, folder: Path) -> Ending:
     began = time.monotonic()
     tally = Tally()
-    model = ModelShelf(folder).path("llama")
-    specs = [*prefills(settings.engines, corrupt=settings.corrupt), *decoders(settings.engines), REFERENCE]
-    console.print(
-        f"Seed {settings.seed}. {settings.minutes:g} min, {len(settings.kinds)} kinds of fault, engines "
-        f"{', '.join(spec.name for spec in specs)}. Logs: {folder}",
-        highlight=False,
-    )
-    seats = Seats({spec.name: partial(_make, spec, model) for spec in specs}, folder, PortAllocator(PORTS).take)
-    broken = False
-    with Display(console, seats, tally, 60 * settings.minutes) as display:
-        run = Soak(settings, seats, tally, display.update)
-        _stop_on_signals(run, console)
-        try:
-            run.start()
-            run.run()
-        except (NotStartedError, ReferenceLostError) as error:
-            broken = True
-            console.print(str(error), style="red", markup=False, highlight=False)
-        finally:
-            seats.close()
-    memories = {seat.name: seats.memories(seat.name) for seat in seats}
+    models = ModelShelf(folder)
+    take_port = PortAllocator(PORTS).take
+    memories: dict[str, list[Memory]] = {}
+    console.print(f"Seed {settings.seed}. {settings.minutes:g} min. Logs: {folder}", highlight=False)
+    for line_up, turn in settings.turns():
+        tally.begin_turn(line_up.name, reads_kv=line_up.reads_kv)
+        specs = line_up.specs(turn.engines, corrupt=turn.corrupt)
+        console.print(
+            f"{line_up.name}: {line_up.meaning}. {turn.minutes:.3g} min, {len(turn.kinds)} kinds of fault, engines "
+            f"{', '.join(spec.name for spec in specs)}.",
+            highlight=False,
+        )
+        makers = {spec.name: partial(_make, spec, models.path(spec.model)) for spec in specs}
+        seats = Seats(makers, folder / line_up.name, take_port)
+        broken = False
+        with Display(console, seats, tally, 60 * turn.minutes) as display:
+            run = Soak(turn, seats, tally, display.update)
+            _stop_on_signals(run, console)
+            try:
+                run.start()
+                run.run()
+            except (NotStartedError, ReferenceLostError) as error:
+                broken = True
+                console.print(str(error), style="red", markup=False, highlight=False)
+            finally:
+                seats.close()
+        memories |= {f"{line_up.name} {seat.name}": seats.memories(seat.name) for seat in seats}
+        if broken or run.stopped:
+            break
     return Ending(settings, tally, memories, folder, time.monotonic() - began, broken, run.stopped)
 
 
@@ -143,6 +164,13 @@ def _kinds_table() -> Table:
     table = Table("kind", "strikes", "effect", title="Kinds of fault")
     for kind in KINDS:
         table.add_row(kind.name, _target(kind), kind.meaning)
+    return table
+
+
+def _line_ups_table() -> Table:
+    table = Table("line-up", "engines", title="Line-ups")
+    for line_up in LINE_UPS:
+        table.add_row(line_up.name, line_up.meaning)
     return table
 
 

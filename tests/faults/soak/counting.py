@@ -13,13 +13,12 @@ EVERY_S = 1.0
 
 
 class Counting:
-    """``totals`` by kind of fault: WRITEs, notifications, handshakes and preemptions that came of it, at least."""
+    """Adds to ``totals``, by kind of fault: the WRITEs, notifications, handshakes and preemptions that came of it."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
+    def __init__(self, seats: Seats, totals: Counter[str]) -> None:
+        self._seats, self._totals = seats, totals
         self._next_at = 0.0
         self._before: dict[tuple[str, int], Counter[str]] = {}
-        self.totals: Counter[str] = Counter()
 
     def advance(self, now: float) -> None:
         if now < self._next_at:
@@ -32,5 +31,5 @@ class Counting:
     def _answered(self, process: tuple[str, int], answer: Answer) -> None:
         if answer.value is not None:
             counts = Counter(answer.value)
-            self.totals.update(counts - self._before.get(process, Counter()))
+            self._totals.update(counts - self._before.get(process, Counter()))
             self._before[process] = counts

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from layerpush.apps.demo.provenance import provenance
 from tests.faults.soak.engine import Memory
-from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, verdict
+from tests.faults.soak.report import as_json, faults_table, memory_table, requests_table, turns_table, verdict
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.tally import Tally
 
@@ -54,7 +54,12 @@ class Ending:
 
     def show(self, console: Console, out: Path) -> None:
         tally = self.tally
-        console.print(requests_table(tally), faults_table(tally, self.settings.kinds), memory_table(self.memories))
+        console.print(
+            requests_table(tally),
+            turns_table(tally),
+            faults_table(tally, self.settings.kinds),
+            memory_table(self.memories),
+        )
         console.print(f"Figures: {out}. {self.seconds:.0f} s in all.", highlight=False)
         if self.exit_status == PASSED:
             console.print("[green]Nothing was wrong.[/]")

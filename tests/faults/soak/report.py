@@ -19,13 +19,15 @@ HEADINGS = {"mismatch": "mismatches", "leak": "leaks", "hang": "hangs", "death":
 def verdict(tally: Tally) -> list[str]:
     """Why the soak is a failure; empty for a success. A soak that compared nothing is none."""
     reasons = [f"{tally.count(ill)} {HEADINGS[ill]}" for ill in ILLS if tally.count(ill)]
-    if not tally.tokens_compared:
-        reasons.append("no answer was compared with the plain engine's")
-    if not tally.kv_compared:
-        reasons.append("no pushed KV was compared")
+    for turn in tally.turns:
+        if not turn.tokens:
+            reasons.append(f"{turn.name}: no answer was compared with the plain engine's")
+        if turn.reads_kv and not turn.pushes:
+            reasons.append(f"{turn.name}: no pushed KV was compared")
     return reasons
 
 
+TURNS_CAPTION = "answers: with the plain engine's; layer blocks of pushes: D's bytes with P's"
 CAPTION = "struck: WRITEs, notifications or preemptions that came of it; survived: its round ended without a problem"
 
 
@@ -42,13 +44,21 @@ def requests_table(tally: Tally) -> Table:
     for outcome in Outcome:
         table.add_row(outcome.value, str(tally.outcomes[outcome]))
     table.add_section()
-    table.add_row("tokens compared with the plain engine's", str(tally.tokens_compared))
-    table.add_row("pushes whose KV on D was compared with P's", f"{tally.kv_compared} ({tally.kv_cells} layer blocks)")
     table.add_row("recomputed or failed with no fault near", str(len(tally.unexplained)))
     table.add_section()
     for ill in ILLS:
         count = tally.count(ill)
         table.add_row(HEADINGS[ill], f"[red]{count}[/]" if count else "[green]0[/]")
+    return table
+
+
+def turns_table(tally: Tally) -> Table:
+    table = Table(title="Compared, by line-up", caption=TURNS_CAPTION, caption_justify="left")
+    for heading in ("line-up", "requests", "faults", "answers", "pushes", "layer blocks"):
+        table.add_column(heading, justify="left" if heading == "line-up" else "right")
+    for turn in tally.turns:
+        kv = (str(turn.pushes), str(turn.layer_blocks)) if turn.reads_kv else ("", "")
+        table.add_row(turn.name, str(turn.requests), str(turn.faults), str(turn.tokens), *kv)
     return table
 
 
@@ -101,7 +111,11 @@ def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence
             for kind in kinds
         },
         "faults_that_found_no_target": dict(tally.skipped),
-        "compared": {"tokens": tally.tokens_compared, "pushes": tally.kv_compared, "layer_blocks": tally.kv_cells},
+        "compared": {
+            compared: sum(getattr(turn, compared) for turn in tally.turns)
+            for compared in ("tokens", "pushes", "layer_blocks")
+        },
+        "line_ups": [dataclasses.asdict(turn) for turn in tally.turns],
         **{HEADINGS[ill].replace(" ", "_"): tally.count(ill) for ill in ILLS},
         "problems": [dataclasses.asdict(problem) for problem in tally.problems],
         "undone_with_no_fault_near": tally.unexplained,

@@ -56,8 +56,9 @@ def install(host: HostedEngine) -> None:
         return preempt(*args, **kwargs)
 
     host.scheduler._preempt_request = count_preemption
-    wirefaults.watch(host)
-    _handshakes.append(Handshakes(wirefaults._worker()))
+    for worker in wirefaults._workers():  # those of tensor parallel ranks are in other processes
+        wirefaults.watch(host)
+        _handshakes.append(Handshakes(worker))
 
 
 def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first: int, count: int) -> None:

@@ -49,8 +49,7 @@ class Soak:
         self._mischief = Mischief(
             seats, self._agenda, self._struck, self._skipped, self.traffic.busy, self._burst, self._stuck
         )
-        self._counting = Counting(seats)
-        tally.effects = self._counting.totals
+        self._counting = Counting(seats, tally.effects)
         self._last_struck = float("-inf")
         self._last_memory = 0.0
         self._stops = 0

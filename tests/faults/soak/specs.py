@@ -1,12 +1,16 @@
-"""The engines of the soak: small caches, short deadlines, both answers to a failed load."""
+"""The line-ups of the soak: engines with small caches, short deadlines and both answers to a failed load."""
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.engines import CORRUPTING_MODULE
-from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec
+from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName
+from tests.faults.soak.kinds import Kind, Place
 
 PEER_TIMEOUT_S = 4
 WRITE_TIMEOUT_S = 6
@@ -20,41 +24,104 @@ DEADLINES = {
     "kv_lease_duration": LEASE_S,
     "push_registration_timeout": REGISTRATION_TIMEOUT_S,
 }
-CACHING = ("enable_prefix_caching", True)
+Options = tuple[tuple[str, Any], ...]
+CACHING: Options = (("enable_prefix_caching", True),)
 # 2,240 tokens at most: two long prompts cannot be in memory at once, so P preempts.
-TIGHT = (("num_gpu_blocks_override", 70), ("scheduler_reserve_full_isl", False))
-LENGTH = ("max_model_len", MAX_MODEL_LEN)
+TIGHT: Options = (("num_gpu_blocks_override", 70), ("scheduler_reserve_full_isl", False))
+LENGTH: Options = (("max_model_len", MAX_MODEL_LEN),)
+P_OPTIONS: tuple[Options, ...] = (
+    (*CACHING, ("max_num_batched_tokens", 150), *TIGHT),
+    (("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 120)),
+)
+D_OPTIONS: tuple[Options, ...] = ((*CACHING, ("num_gpu_blocks_override", 160)), (("num_gpu_blocks_override", 110),))
+D_POLICIES = ("recompute", "fail")
+EVERYWHERE: tuple[Place, ...] = ("request", "engine", "wire")
 
 
-def prefills(count: int, *, corrupt: bool) -> list[EngineSpec]:
-    """Ps that differ in how they write: layer by layer, and just in time."""
-    connector = {"kv_connector": LAYERWISE}
-    if corrupt:
-        connector = {"kv_connector": "SendsWrongLayer", "kv_connector_module_path": CORRUPTING_MODULE}
-    variants = (
-        ("layer", (CACHING, LENGTH, ("max_num_batched_tokens", 150), *TIGHT)),
-        ("auto", (LENGTH, ("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 120))),
-    )
-    return [
-        EngineSpec(f"P{number + 1}", "P", _transfer(connector, granularity=granularity, trace_dir=TRACE), options)
-        for number, (granularity, options) in enumerate(variants[:count])
-    ]
+@dataclass(frozen=True)
+class LineUp:
+    """Two prefill engines, two decode engines and a plain one.
+
+    ``prefills``: what differs in the Ps' ``kv_connector_extra_config``. ``options`` go to all engines. Faults strike
+    at ``places`` only. ``reads_kv``: this process can read the engines' KV. ``stock``: the second P and the first D are
+    vLLM's own.
+    """
+
+    name: str
+    meaning: str
+    prefills: tuple[dict[str, Any], dict[str, Any]] = ({"granularity": "layer"}, {"granularity": "auto"})
+    model: ModelName = "llama"
+    p_options: tuple[Options, ...] = P_OPTIONS
+    d_options: tuple[Options, ...] = D_OPTIONS
+    options: Options = ()
+    places: tuple[Place, ...] = EVERYWHERE
+    reads_kv: bool = True
+    stock: bool = False
+
+    def specs(self, engines: int, *, corrupt: bool) -> list[EngineSpec]:
+        """So many Ps, as many Ds, and the plain engine R. ``corrupt``: each P of ours writes one layer wrong."""
+        ours = {"kv_connector": LAYERWISE}
+        wrong = {"kv_connector": "SendsWrongLayer", "kv_connector_module_path": CORRUPTING_MODULE}
+        specs = []
+        for number, extra in enumerate(self.prefills[:engines]):
+            if self.stock and number == 1:
+                transfer = json.dumps({"kv_connector": STOCK})
+            else:
+                transfer = _transfer(wrong if corrupt else ours, trace_dir=TRACE, **extra)
+            options = (*LENGTH, *self.p_options[number], *self.options)
+            specs.append(EngineSpec(f"P{number + 1}", "P", transfer, options, self.model))
+        for number, policy in enumerate(D_POLICIES[:engines]):
+            if self.stock and number == 0:
+                transfer = json.dumps({"kv_connector": STOCK})
+            else:
+                transfer = _transfer(ours | {"kv_load_failure_policy": policy})
+            options = (*LENGTH, *self.d_options[number], *self.options)
+            specs.append(EngineSpec(f"D{number + 1}", "D", transfer, options, self.model))
+        return [*specs, EngineSpec("R", "R", None, (*LENGTH, *self.options), self.model)]
+
+    def kinds(self, asked: Iterable[Kind]) -> tuple[Kind, ...]:
+        """Those of the asked kinds that strike in this line-up."""
+        return tuple(kind for kind in asked if kind.place in self.places)
 
 
-def decoders(count: int) -> list[EngineSpec]:
-    """Ds that recompute missing blocks, and Ds that fail such a request. They have few blocks, for frequent reuse."""
-    connector = {"kv_connector": LAYERWISE}
-    variants = (
-        ("recompute", (CACHING, LENGTH, ("num_gpu_blocks_override", 160))),
-        ("fail", (LENGTH, ("num_gpu_blocks_override", 110))),
-    )
-    return [
-        EngineSpec(f"D{number + 1}", "D", _transfer(connector | {"kv_load_failure_policy": policy}), options)
-        for number, (policy, options) in enumerate(variants[:count])
-    ]
+PLAIN = LineUp("plain", "one P writes each layer by itself, the other merges them just in time")
+LINE_UPS = (
+    PLAIN,
+    LineUp("packed", "one P packs its WRITEs, the other gathers them", ({"packing": "packed"}, {"packing": "gather"})),
+    LineUp("whole", "one P pushes whole requests, the other chunks", ({"layerwise": False}, {"granularity": "chunk"})),
+    LineUp("windows", "every other layer has a sliding window", model="hybrid"),
+    LineUp(
+        "states",
+        "every other layer has a Mamba-2 state",
+        model="GraniteMoeHybridForCausalLM",
+        p_options=((("max_num_batched_tokens", 150),), (("max_num_batched_tokens", 256),)),
+        d_options=((), ()),
+    ),
+    LineUp(
+        "ranks",
+        "two tensor parallel ranks on each side; no faults of wires, tokens only",
+        options=(("tensor_parallel_size", 2),),
+        places=("request", "engine"),
+        reads_kv=False,
+    ),
+    LineUp("stock", "one P and one D are stock; no faults, which stock does not survive", places=(), stock=True),
+)
 
 
-REFERENCE = EngineSpec("R", "R", None, (LENGTH,))
+class UnknownLineUpError(ValueError):
+    """A line-up that the soak does not know; the message has the nearest one."""
+
+
+def chosen(names: Iterable[str]) -> tuple[LineUp, ...]:
+    """The line-ups of these names, in the order of `LINE_UPS`; `all` means all. Raises UnknownLineUpError."""
+    wanted = set(names)
+    known = {line_up.name: line_up for line_up in LINE_UPS}
+    for name in wanted - {"all"}:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownLineUpError(f"there is no line-up {name!r}{hint} There are: {', '.join(known)}, all.")
+    return LINE_UPS if "all" in wanted else tuple(known[name] for name in known if name in wanted)
 
 
 def _transfer(fields: dict[str, str], **extra: Any) -> str:

@@ -22,8 +22,21 @@ class Problem:
 
 
 @dataclasses.dataclass
+class Turn:
+    """Counts of one line-up. ``pushes``: those whose KV on D was compared with P's, ``layer_blocks`` of it."""
+
+    name: str
+    reads_kv: bool
+    requests: int = 0
+    faults: int = 0
+    tokens: int = 0
+    pushes: int = 0
+    layer_blocks: int = 0
+
+
+@dataclasses.dataclass
 class Tally:
-    """Counts of the whole run. A fault is survived when its round ended without a problem.
+    """Counts of the whole run, and of each line-up's turn. A fault is survived when its round ended without a problem.
 
     ``effects``: how many WRITEs, notifications or preemptions came of each kind; of one fault many, or none.
     """
@@ -33,15 +46,17 @@ class Tally:
     injected: Counter[str] = dataclasses.field(default_factory=Counter)
     survived: Counter[str] = dataclasses.field(default_factory=Counter)
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
-    tokens_compared: int = 0
-    kv_compared: int = 0
-    kv_cells: int = 0
+    turns: list[Turn] = dataclasses.field(default_factory=list)
     effects: Counter[str] = dataclasses.field(default_factory=Counter)
     unexplained: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     _this_round: Counter[str] = dataclasses.field(default_factory=Counter)
     _problems_before: int = 0
+
+    def begin_turn(self, name: str, *, reads_kv: bool) -> None:
+        """A line-up has come up."""
+        self.turns.append(Turn(name, reads_kv))
 
     def begin_round(self) -> None:
         self.rounds += 1
@@ -55,6 +70,7 @@ class Tally:
     def struck(self, kind: str) -> None:
         """A fault of this kind has been injected."""
         self.injected[kind] += 1
+        self.turns[-1].faults += 1
         self._this_round[kind] += 1
 
     def problem(self, ill: Ill, text: str) -> None:
@@ -66,8 +82,10 @@ class Tally:
     def account(self, request: SoakRequest, *, disturbed: bool) -> None:
         """A request has ended, and its records and the right tokens are there. Mismatches become problems."""
         self.outcomes[request.outcome] += 1
-        self.samples.append(request.sample())
-        self.tokens_compared += any(leg.expected is not None and leg.output is not None for leg in request.legs)
+        turn = self.turns[-1]
+        turn.requests += 1
+        self.samples.append({"line_up": turn.name} | request.sample())
+        turn.tokens += any(leg.expected is not None and leg.output is not None for leg in request.legs)
         for leg in request.legs:
             if leg.tokens_wrong and leg.output is not None:
                 self.problem(
@@ -76,8 +94,8 @@ class Tally:
                     f"the plain engine {list(leg.expected or ())}",
                 )
         if request.compared_cells:
-            self.kv_compared += 1
-            self.kv_cells += request.compared_cells
+            turn.pushes += 1
+            turn.layer_blocks += request.compared_cells
         if request.differing_cells:
             self.problem(
                 "mismatch",
