@@ -40,6 +40,11 @@ P_WRONG_CACHE = EngineSpec(
     "P",
     transfer("DamagesLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
 )
+P_SILENT = EngineSpec(
+    "P-silent",
+    "P",
+    transfer("SilentAttention", module_path="tests.e2e.silent", granularity="layer", trace_dir=TRACE),
+)
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
@@ -56,4 +61,5 @@ D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
 LAYERS = 8
 CORRUPTED_LAYER = 5
+SWEPT_LAYER = 3
 KV_BYTES_PER_BLOCK_AND_LAYER = 32 * 2 * 2 * 32 * 4  # tokens, K and V, KV heads, head size, float32
