@@ -68,7 +68,7 @@ def _forwarded(layer_saved: Callable[[str], None], names: Sequence[str], *_: obj
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # a CPU build raises at the second
+    return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # a CPU build raises there
 
 
 def _class_of(module: torch.nn.Module) -> str:

@@ -16,6 +16,14 @@ P_LONG_ONLY = EngineSpec(
 P_CACHING = EngineSpec("P-caching", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), PREFIX_CACHING)
 P_STOCK = EngineSpec("P-stock", "P", transfer(STOCK))
 P_MULTI = EngineSpec("P-multi", "P", wrapped_in_multi(LAYERWISE, "kv_producer", granularity="layer", trace_dir=TRACE))
+# ExampleConnector knows neither several KV cache groups nor chunks of a prompt.
+NO_GROUPS = (("disable_hybrid_kv_cache_manager", True),)
+P_STORE = EngineSpec(
+    "P-store",
+    "P",
+    wrapped_in_multi(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
+    (*NO_GROUPS, ("max_num_batched_tokens", 4096)),
+)
 # 2,560 tokens at most in 90 blocks: two prompts of 2,000 tokens cannot be in memory at once.
 P_TIGHT = EngineSpec(
     "P-tight",
@@ -56,6 +64,7 @@ D_TIGHT = EngineSpec(
     (("max_model_len", 1024), ("num_gpu_blocks_override", 40)),
 )
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
+D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
