@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from layerpush.compat import module_hooks
 from layerpush.compat.facts import (
     cache_layout,
     device_of,
@@ -108,6 +109,8 @@ class LayerwisePushWorker(VllmPushWorker):
         if fallback is None:
             self._packing.build(layout, kv_caches)
         self._writer_thread = self._build(layout, fallback, device_of(kv_caches))
+        if fallback is None and not only_decodes(self.vllm_config):
+            module_hooks.watch(self.vllm_config, self.step_events.layer_saved)
         self.start_writer(self._writer_thread.run)
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheLayout, str | None]:

@@ -1,16 +1,17 @@
-"""Finds the models whose layers own KV and never call vLLM's connector. Reads vLLM's source, and imports none of it."""
+"""Finds the models whose layers own KV and never call vLLM's connector, in vLLM's source."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from bench.markdown import Row
+from layerpush.compat.module_hooks import WRITTEN
 from scripts.docgen.tables import table
 
 DECORATOR = "maybe_transfer_kv_layer"
@@ -30,6 +31,11 @@ class Layer:
     source: Source
     path: Path
     node: ast.ClassDef
+
+    @cached_property
+    def name(self) -> str:
+        """With its modules: ``vllm.models.x.Y``."""
+        return ".".join((*self.source.module_of(self.path), self.node.name))
 
     @cached_property
     def lineage(self) -> list[Layer]:
@@ -86,8 +92,10 @@ class Source:
         """The classes that own KV and never call the connector."""
         return {layer for layer in self._owners() if layer.is_unhooked}
 
-    def rows(self) -> list[tuple[list[str], list[str]]]:
-        """Architectures that vLLM loads from one module or package, and the names of its unhooked classes."""
+    def rows(self, early: Collection[str] = ()) -> list[tuple[list[str], list[str], list[str]]]:
+        """Architectures that vLLM loads from one module or package, and the names of its unhooked classes: those of
+        ``early``, with their modules, and the others.
+        """
         unhooked, rows = self.unhooked(), []
         makers = self._matching(rf"\b({'|'.join({layer.node.name for layer in unhooked})})\(") if unhooked else []
         for home, architectures in self._architectures().items():
@@ -95,10 +103,16 @@ class Source:
             for path in makers:
                 if home in (path, *path.parents):
                     used |= unhooked & set(self._made(path))
-            names = {layer.node.name for layer in used if not used & set(layer.lineage[1:])}
+            bases = {layer for layer in used if not used & set(layer.lineage[1:])}
+            names = {layer.node.name: layer.name in early for layer in bases}
             if names:
-                rows.append((sorted(architectures), sorted(names)))
+                kinds = ([name for name in sorted(names) if names[name] is known] for known in (True, False))
+                rows.append((sorted(architectures), *kinds))
         return sorted(rows)
+
+    def module_of(self, path: Path) -> tuple[str, ...]:
+        """The parts of the module's dotted name."""
+        return path.relative_to(self._root.parent).with_suffix("").parts
 
     def find(self, path: Path, node: ast.expr) -> Layer | None:
         """The class of vLLM that ``node`` names in the module ``path``."""
@@ -174,11 +188,12 @@ def layers(_: Path) -> str:
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
+    early = {name for names in WRITTEN.values() for name in names}
     rows: list[Row] = [
-        (", ".join(architectures), ", ".join(f"`{name}`" for name in names))
-        for architectures, names in Source(Path(found.origin).parent).rows()
+        (", ".join(architectures), *(", ".join(f"`{name}`" for name in names) for names in kinds))
+        for architectures, *kinds in Source(Path(found.origin).parent).rows(early)
     ]
-    return table(("architectures", "classes whose KV is swept"), rows)
+    return table(("architectures", "by layer, where Python runs the layer", "by chunk"), rows)
 
 
 def _method(name: str, lineage: list[Layer]) -> tuple[ast.FunctionDef | None, list[Layer]]:

@@ -16,6 +16,14 @@ P_LONG_ONLY = EngineSpec(
 P_CACHING = EngineSpec("P-caching", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), PREFIX_CACHING)
 P_STOCK = EngineSpec("P-stock", "P", transfer(STOCK))
 P_MULTI = EngineSpec("P-multi", "P", wrapped_in_multi(LAYERWISE, "kv_producer", granularity="layer", trace_dir=TRACE))
+# ExampleConnector knows neither several KV cache groups nor chunks of a prompt.
+NO_GROUPS = (("disable_hybrid_kv_cache_manager", True),)
+P_STORE = EngineSpec(
+    "P-store",
+    "P",
+    wrapped_in_multi(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
+    (*NO_GROUPS, ("max_num_batched_tokens", 4096)),
+)
 # 2,560 tokens at most in 90 blocks: two prompts of 2,000 tokens cannot be in memory at once.
 P_TIGHT = EngineSpec(
     "P-tight",
@@ -40,6 +48,11 @@ P_WRONG_CACHE = EngineSpec(
     "P",
     transfer("DamagesLayer", module_path=CORRUPTING_MODULE, granularity="layer", trace_dir=TRACE),
 )
+P_SILENT = EngineSpec(
+    "P-silent",
+    "P",
+    transfer("SilentAttention", module_path="tests.e2e.silent", granularity="layer", trace_dir=TRACE),
+)
 
 R = EngineSpec("R", "R", None)
 D_LAYER = EngineSpec("D-layer", "D", transfer(LAYERWISE))
@@ -51,9 +64,11 @@ D_TIGHT = EngineSpec(
     (("max_model_len", 1024), ("num_gpu_blocks_override", 40)),
 )
 D_CACHING = EngineSpec("D-caching", "D", transfer(LAYERWISE), PREFIX_CACHING)
+D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
 LAYERS = 8
 CORRUPTED_LAYER = 5
+SWEPT_LAYER = 3
 KV_BYTES_PER_BLOCK_AND_LAYER = 32 * 2 * 2 * 32 * 4  # tokens, K and V, KV heads, head size, float32

@@ -89,8 +89,11 @@ def transfer(
     return json.dumps(fields, sort_keys=True)
 
 
-def wrapped_in_multi(connector: str, kv_role: str, **extra: Any) -> str:
-    """A MultiConnector around a single connector."""
-    inner = {"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra}
-    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [inner]}}
+def wrapped_in_multi(connector: str, kv_role: str, *, store: str | None = None, **extra: Any) -> str:
+    """A MultiConnector around a single connector, or around one and an ExampleConnector with the folder ``store``."""
+    inner = [{"kv_connector": connector, "kv_role": kv_role, "kv_connector_extra_config": extra}]
+    if store is not None:
+        folder = {"shared_storage_path": store}
+        inner.append({"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": folder})
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": inner}}
     return json.dumps(outer, sort_keys=True)

@@ -5,7 +5,7 @@ import pytest
 from tests.e2e import engines, probes
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
-from tests.e2e.handoff import Order, Reference, check, prompt, send, started_on_p
+from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send, started_on_p
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 LENGTHS = (1, 33, 256, 257, 1100)
@@ -49,6 +49,21 @@ def test_under_multi_connector(
             check_streamed(handoff)
     if order == "late" and d_spec == engines.D_MULTI:
         assert started_on_p(d), "no answer has started with P's token"
+
+
+def test_under_multi_connector_beside_a_store(fleet: Fleet, reference: Reference) -> None:
+    """P loads a prompt that it has seen from the store, and computes its last tokens: little is left to overlap."""
+    p, d = fleet.get(engines.P_STORE, engines.D_NO_GROUPS)
+    introduce(p, d)
+    shared = prompt(512, seed=14)
+    first, second = (shared + prompt(length, seed=14) for length in (600, 700))
+    for token_ids in (first, second, first):
+        handoff = send(p, d, token_ids, "early")
+        check(handoff.outcome(), reference)
+        push = handoff.push()
+        assert (push.outcome, push.fallback) == ("completed", None)
+        assert (push.hooked_layers, push.swept_layers) == (engines.LAYERS, 0)
+    assert p.log().count("External Cache Hit!") == 1
 
 
 def test_one_p_serves_three_decode_engines(fleet: Fleet, reference: Reference) -> None:

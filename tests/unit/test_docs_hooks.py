@@ -34,13 +34,15 @@ _DRAFTS = {"NewMTP": ("vllm.models.new.nvidia.mtp", "NewMTP")}
 }
 
 
-def rows(root: Path, layer: str, module: str = "model_executor/models/old.py") -> list[tuple[list[str], list[str]]]:
+def rows(
+    root: Path, layer: str, module: str = "model_executor/models/old.py", early: tuple[str, ...] = ()
+) -> list[tuple[list[str], list[str], list[str]]]:
     imported = "from vllm.model_executor.layers.attention import Attention\n"
     for path, text in {**MODULES, module: imported + layer}.items():
         file = root / "vllm" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return Source(root / "vllm").rows()
+    return Source(root / "vllm").rows(early)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +71,20 @@ def test_layers_that_call_a_hook_or_have_no_kv_are_not_listed(tmp_path: Path, la
     ],
 )
 def test_layers_with_an_attention_of_their_own_are_listed(tmp_path: Path, layer: str) -> None:
-    ((architectures, names),) = rows(tmp_path, layer)
-    assert architectures == ["OldForCausalLM"]
+    ((architectures, early, names),) = rows(tmp_path, layer)
+    assert (architectures, early) == (["OldForCausalLM"], [])
     assert names == [layer.split("(")[0].removeprefix("class ")]
+
+
+def test_known_classes_have_a_column_of_their_own(tmp_path: Path) -> None:
+    layer = "\n".join(f"class {name}(Attention):\n    def forward(self, x): ..." for name in ("Own", "Other"))
+    found = rows(tmp_path, layer, early=("vllm.model_executor.models.old.Own", "vllm.models.new.Other"))
+    assert found == [(["OldForCausalLM"], ["Own"], ["Other"])]
 
 
 def test_all_architectures_of_a_package_are_named(tmp_path: Path) -> None:
     layer = "class Own(Attention):\n    def forward(self, x): ..."
-    assert rows(tmp_path, layer, "models/new/nvidia/model.py") == [(["NewForCausalLM", "NewMTP"], ["Own"])]
+    assert rows(tmp_path, layer, "models/new/nvidia/model.py") == [(["NewForCausalLM", "NewMTP"], [], ["Own"])]
 
 
 def test_layers_of_other_platforms_are_not_listed(tmp_path: Path) -> None:
@@ -86,7 +94,7 @@ def test_layers_of_other_platforms_are_not_listed(tmp_path: Path) -> None:
 def test_layers_that_another_module_defines_are_named_where_they_are_made(tmp_path: Path) -> None:
     rows(tmp_path, "class Own(Attention):\n    def forward(self, x): ...", "model_executor/models/shared.py")
     made = "from vllm.model_executor.models.shared import Own\ncache = Own()"
-    assert rows(tmp_path, made, "models/new/model.py") == [(["NewForCausalLM", "NewMTP"], ["Own"])]
+    assert rows(tmp_path, made, "models/new/model.py") == [(["NewForCausalLM", "NewMTP"], [], ["Own"])]
 
 
 def test_vllms_own_layers_are_told_apart() -> None:

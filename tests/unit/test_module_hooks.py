@@ -1,0 +1,144 @@
+"""Modules that write KV without vLLM's operations: their hooks report the layers that are written by then, no other."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerpush.compat.module_hooks import MLA, WRITTEN, watch
+from scripts.docgen.hooks import Source
+
+LAYERS = 2
+
+
+class Cache(nn.Module):
+    """Owns a cache. Another module writes to it."""
+
+
+class OtherCache(nn.Module):
+    """As ``Cache``, but the code around the attention writes to it, too."""
+
+
+class Attention(nn.Module):
+    """Writes its own cache and the one of its indexer when it is called."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__()
+        self.log, self.name = log, name
+        self.indexer = nn.Module()
+        self.indexer.cache, self.indexer.other = Cache(), OtherCache()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            raise ValueError("no token")
+        self.log.append(f"wrote {self.name}")
+        return x
+
+
+class Subclass(Attention):
+    """It may write elsewhere."""
+
+
+def kind(layer: type) -> str:
+    return f"{__name__}.{layer.__qualname__}"
+
+
+OWN = {kind(Attention): (kind(Attention), kind(Cache))}
+X = torch.ones(1)
+
+
+def context(**layers: Any) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS),
+    )
+
+
+def config_of(module: Attention, name: str) -> Any:
+    indexer = module.indexer
+    caches = {f"{name}.indexer.cache": indexer.cache, f"{name}.indexer.other": indexer.other}
+    return context(**{name: module, **caches})
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+def test_a_layer_is_saved_once_its_module_has_written(log: list[str]) -> None:
+    module = Attention(log, "model.layers.1.attn")
+    names = watch(config_of(module, module.name), log.append, OWN)
+    assert names == [module.name, f"{module.name}.indexer.cache"]
+    for _ in range(2):
+        log.clear()
+        module(X)
+        assert log == [f"wrote {module.name}", *names]
+
+
+def test_a_class_may_write_for_another_layer_only(log: list[str]) -> None:
+    """vLLM's own hook reports the attention; its indexer ran before."""
+    module = Attention(log, "model.layers.0.attn")
+    watch(config_of(module, module.name), log.append, {kind(Attention): (kind(Cache),)})
+    module(X)
+    assert log == [f"wrote {module.name}", f"{module.name}.indexer.cache"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (Subclass, "model.layers.0.attn"),
+        (Attention, f"model.layers.{LAYERS}.attn"),
+        (Attention, "draft_model.layers.0.attn"),
+        (Attention, "mtp.layers.0.attn"),
+        (Attention, "attn"),
+    ],
+)
+def test_unknown_and_drafted_layers_are_left_to_the_sweep(module: type[Attention], name: str, log: list[str]) -> None:
+    layer = module(log, name)
+    assert watch(config_of(layer, name), log.append, OWN) == []
+    layer(X)
+    assert log == [f"wrote {name}"]
+
+
+def test_a_layer_that_is_no_module_is_left_out(log: list[str]) -> None:
+    assert watch(context(**{"model.layers.0.attn": SimpleNamespace()}), log.append, OWN) == []
+
+
+def test_a_forward_that_fails_saves_nothing(log: list[str]) -> None:
+    module = Attention(log, "model.layers.0.attn")
+    watch(config_of(module, module.name), log.append, OWN)
+    with pytest.raises(ValueError, match="no token"):
+        module(torch.ones(0))
+    assert log == []
+
+
+@pytest.mark.parametrize(
+    "moment", [["torch.compiler.is_compiling"], ["torch.cuda.is_initialized", "torch.cuda.is_current_stream_capturing"]]
+)
+def test_neither_a_trace_nor_a_capture_saves_a_layer(
+    moment: list[str], log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Attention(log, "model.layers.0.attn")
+    watch(config_of(module, module.name), log.append, OWN)
+    for asked in moment:
+        monkeypatch.setattr(asked, lambda: True)
+    module(X)
+    assert log == [f"wrote {module.name}"]
+
+
+def test_vllm_has_each_class_and_calls_no_hook_for_its_layers() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    unhooked = {layer.name: layer for layer in Source(Path(found.origin).parent).unhooked()}
+    written = {name for names in WRITTEN.values() for name in names}
+    assert written <= set(unhooked)
+    assert set(WRITTEN) - set(unhooked) == {MLA}
+    for name in WRITTEN:
+        assert name == MLA or "forward" in {getattr(node, "name", "") for node in unhooked[name].node.body}
