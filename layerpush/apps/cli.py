@@ -14,6 +14,7 @@ import typer
 
 import layerpush
 from layerpush.apps.extras import require
+from layerpush.apps.files.command import files
 from layerpush.apps.proxy.command import proxy
 from layerpush.apps.tracing.command import app as trace_app
 
@@ -38,6 +39,7 @@ app = typer.Typer(
     ),
 )
 app.command()(proxy)
+app.command()(files)
 app.add_typer(trace_app, name="trace")
 
 
