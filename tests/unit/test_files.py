@@ -17,6 +17,7 @@ from tests.docprograms import check_transfer_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "layerpush/apps/files"
+KUBERNETES = "1.33"
 DEPLOYMENTS = ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml")
 
 
@@ -61,6 +62,27 @@ def test_all_manifests_are_one_text() -> None:
     assert together == [each for name in MANIFESTS for each in yaml.safe_load_all(text_of(name))]
     names = [(each["kind"], each["metadata"]["name"]) for each in together]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", [*MANIFESTS, "llm-d/decode.yaml"])
+def test_a_manifest_fits_the_published_schemas(name: str) -> None:
+    """There an unknown field is an error. They have no PodMonitor."""
+    import kubernetes_validate  # in the extra `dev`
+
+    for document in yaml.safe_load_all(text_of(name)):
+        if document["apiVersion"].startswith("monitoring.coreos.com/"):
+            assert set(document["spec"]) == {"selector", "podTargetLabels", "podMetricsEndpoints"}
+        else:
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_an_unknown_field_of_a_manifest_is_found() -> None:
+    import kubernetes_validate
+
+    deployment = of_kind("kubernetes/prefill.yaml", "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

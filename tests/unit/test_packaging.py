@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
+import layerpush
 from layerpush.apps.cli import app
 from layerpush.apps.extras import MODULES, Extra
 
@@ -65,9 +66,83 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
+SURFACE = {
+    "": ("layerpush.core.wire", "layerpush.apps.tracing.requests", "layerpush.apps.cli"),
+    "proxy": ("layerpush.apps.proxy.server",),
+    "plot": ("matplotlib.pyplot", "layerpush.apps.tracing.picture"),
+}
+"""Modules that an installation with the extra imports."""
+
+
+def installed(requirements: list[str], extras: frozenset[str] = frozenset()) -> set[metadata.Distribution]:
+    """The distributions of these requirements, and of theirs, in the environment of the tests."""
+    found: dict[str, metadata.Distribution] = {}
+    todo = [(line, extras) for line in requirements]
+    while todo:
+        line, chosen = todo.pop()
+        wanted = Requirement(line)
+        if wanted.marker and not any(wanted.marker.evaluate({"extra": each}) for each in chosen or {""}):
+            continue
+        name = canonicalize_name(wanted.name)
+        if name not in found:
+            found[name] = metadata.distribution(name)
+            todo += [(each, frozenset(wanted.extras)) for each in found[name].requires or ()]
+    return set(found.values())
+
+
+@pytest.mark.parametrize("extra", SURFACE)
+def test_an_installed_wheel_works_with_the_packages_of_its_extra_only(
+    extra: str, wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Other packages cannot be imported: the fresh environment has links to the distributions that it names."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True, timeout=60)
+    python = tmp_path / "fresh/bin/python"
+    assert wheel.filename is not None
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel.filename,
+    ]
+    subprocess.run(install, check=True, capture_output=True, timeout=60)
+    (packages,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
+    for distribution in installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]):
+        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops - {each.name for each in packages.iterdir()}:
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    imports = (
+        f"import {', '.join(SURFACE[extra])}, sys; print(*{{'torch', 'vllm', 'nixl', 'triton'}} & sys.modules.keys())"
+    )
+    command = str(python.parent / "layerpush")
+    proxy = [command, "proxy", "--prefill", "http://p:1", "--decode", "http://d:1"]
+    for words, said in (
+        ([str(python), "-c", imports], ""),
+        ([command, "--version"], f"layerpush {layerpush.__version__}"),
+        ([command, "files", "kubernetes/config.yaml"], "ConfigMap"),
+    ):
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert said or not done.stdout.strip()
+    if extra != "proxy":
+        done = subprocess.run(
+            proxy, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.endswith("pip install 'layerpush[proxy]'\n")
+
+
 def test_wheel_has_no_other_top_level_names(wheel: zipfile.ZipFile) -> None:
     """Above all no `kernels`, which would shadow the Hugging Face package."""
-    version = PROJECT.get("version") or metadata.version("layerpush")
+    version = layerpush.__version__
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"layerpush", "layerpush_kernels", f"layerpush-{version}.dist-info"}
 
@@ -75,7 +150,10 @@ def test_wheel_has_no_other_top_level_names(wheel: zipfile.ZipFile) -> None:
 def test_wheel_has_every_module(wheel: zipfile.ZipFile) -> None:
     wanted = {str(file.relative_to(ROOT)) for file in (ROOT / "layerpush").rglob("*.py")}
     wanted |= {str(file.relative_to(ROOT / "kernels")) for file in (ROOT / "kernels").rglob("*.py")}
+    files = (ROOT / "layerpush/apps/files").rglob("*")
+    wanted |= {str(file.relative_to(ROOT)) for file in files if file.suffix in (".yml", ".yaml", ".json")}
     wanted |= {"layerpush/py.typed", "layerpush_kernels/py.typed"}
+    wanted |= {f"layerpush-{layerpush.__version__}.dist-info/licenses/LICENSE"}
     assert wanted <= set(wheel.namelist())
 
 

@@ -18,7 +18,7 @@ DESCRIPTIONS = {
     "kubernetes/prefill.yaml": "Deployment and headless Service of P.",
     "kubernetes/decode.yaml": "Deployment and headless Service of D.",
     "kubernetes/proxy.yaml": "Deployment and Service of the proxy.",
-    "kubernetes/network-policy.yaml": "P and D reach each other; only the proxy and Prometheus reach their API servers.",
+    "kubernetes/network-policy.yaml": "Only P, D, the proxy and Prometheus reach an engine.",
     "kubernetes/pod-monitor.yaml": "PodMonitor of P, D and proxy, for the Prometheus Operator.",
     "llm-d/decode.yaml": "D behind llm-d's sidecar, in the place of kubernetes/decode.yaml.",
 }
