@@ -1,3 +1,3 @@
 """Layer-wise pipelined KV push for vLLM prefill/decode disaggregation."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Compares the metrics of the dashboard and the alert rules in ``docs/metrics`` with a scrape."""
+"""Compares the metrics of the dashboard and the alert rules in ``layerpush/apps/files`` with a scrape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.metrics_scrape import Scrape
 
-FOLDER = Path(__file__).parents[1] / "docs/metrics"
+FOLDER = Path(__file__).parents[1] / "layerpush/apps/files"
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 DASHBOARD, ALERTS = FOLDER / "grafana.json", FOLDER / "alerts.yml"
 

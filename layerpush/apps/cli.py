@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 import layerpush
+from layerpush.apps.extras import require
+from layerpush.apps.files.command import files
 from layerpush.apps.proxy.command import proxy
 from layerpush.apps.tracing.command import app as trace_app
 
@@ -37,6 +39,7 @@ app = typer.Typer(
     ),
 )
 app.command()(proxy)
+app.command()(files)
 app.add_typer(trace_app, name="trace")
 
 
@@ -95,6 +98,8 @@ def demo(
     Exit status: 0 if every token is right, 1 if a token is wrong, 2 if the demo could not run. Ctrl-C stops the
     engines and leaves nothing behind.
     """
+    require("demo", "cpu")
+
     from layerpush.apps.demo.command import run_demo
 
     raise typer.Exit(

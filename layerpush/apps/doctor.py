@@ -24,6 +24,7 @@ from layerpush.core.config import ConfigError
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
 NIXL_FROM = (1, 5)
+EXTRAS = "pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere"
 FEW_CORES = 8  # below this, P, D and their helper processes compete for cores
 PROBE_TIMEOUT_S = 60
 
@@ -72,6 +73,8 @@ def examine() -> Iterator[Finding]:
     for name, check in CHECKS.items():
         try:
             result = check()
+        except ModuleNotFoundError as error:
+            result = _fail(f"{error.name} is not installed", EXTRAS)
         except Exception as error:  # noqa: BLE001  # any exception is a finding
             result = _fail(f"{type(error).__name__}: {error}", "reinstall the package in the message")
         yield Finding(name, *result)
@@ -97,9 +100,7 @@ def check_torch_companions() -> Result:
 
 
 def check_vllm() -> Result:
-    wanted = (
-        f"pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere (vLLM {_range(VLLM_VERSIONS)})"
-    )
+    wanted = f"{EXTRAS} (vLLM {_range(VLLM_VERSIONS)})"
     if not find_spec("vllm"):
         return _fail("not installed", wanted)
     import vllm

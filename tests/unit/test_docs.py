@@ -241,6 +241,15 @@ def test_what_is_named_exists(page: Path) -> None:
     assert missing == []
 
 
+def test_the_readme_is_readable_outside_of_the_repository() -> None:
+    """A package index shows it alone: its links are absolute, and the files that it names exist."""
+    text = (ROOT / "README.md").read_text()
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
+    named = re.findall(r"`((?:docs/)?[\w/-]+\.(?:md|png))`", text)
+    assert len(named) > 15
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_curl_example_sends_both_legs(tmp_path: Path) -> None:
     """Runs the contract's concurrent example with a `curl` that records its arguments."""
     page = (ROOT / "docs/kv-transfer-params.md").read_text()

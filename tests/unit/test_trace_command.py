@@ -145,7 +145,7 @@ def test_drawing_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("plot", recorded, "--out", tmp_path / "one.png")
     assert result.exit_code == 2
-    assert "pip install matplotlib" in result.stderr
+    assert "pip install 'layerpush[plot]'" in result.stderr
     assert run("summary", recorded).exit_code == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 import typer
 
+from layerpush.apps.extras import require
 from layerpush.apps.proxy.settings import Settings
 
 
@@ -26,9 +27,11 @@ def proxy(**options: Any) -> None:
     first token, the proxy sends the request to other engines. After SIGTERM it accepts no new connections and
     finishes the requests that run.
 
-    Exit status: 0 after SIGTERM or SIGINT, 1 if the port is not available, 2 for bad options.
+    Exit status: 0 after SIGTERM or SIGINT, 1 if the port is not available, 2 for bad options or a missing
+    package.
     """
     settings = Settings(**options)
+    require("proxy", "proxy")
 
     from layerpush.apps.proxy.server import serve
 

@@ -115,7 +115,7 @@ def _panels(
         import matplotlib.pyplot as plt
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise PictureError(f"drawing needs matplotlib ({error}): pip install matplotlib") from error
+        raise PictureError(f"drawing needs matplotlib ({error}): pip install 'layerpush[plot]'") from error
     figure, grid = plt.subplots(
         len(heights),
         columns,

@@ -1,0 +1,1 @@
+"""Files for operators, which `layerpush files` prints: a dashboard, alert rules, manifests."""

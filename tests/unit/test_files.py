@@ -1,0 +1,139 @@
+"""`layerpush files`: the manifests fit the proxy, the connector and each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from layerpush.apps.cli import app
+from layerpush.apps.files.command import DESCRIPTIONS, MANIFESTS, RULE, text_of
+from tests.docprograms import check_transfer_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "layerpush/apps/files"
+KUBERNETES = "1.33"
+DEPLOYMENTS = ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml")
+
+
+def of_kind(name: str, kind: str) -> dict[str, Any]:
+    (found,) = [each for each in yaml.safe_load_all(text_of(name)) if each["kind"] == kind]
+    return dict(found)
+
+
+def pod(name: str) -> dict[str, Any]:
+    return dict(of_kind(name, "Deployment")["spec"]["template"])
+
+
+def engine(name: str) -> dict[str, Any]:
+    (found,) = pod(name)["spec"]["containers"]
+    return dict(found)
+
+
+def test_every_file_is_listed_and_printed() -> None:
+    shipped = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix in (".yml", ".yaml", ".json")}
+    assert shipped == DESCRIPTIONS.keys() - {"kubernetes", RULE}
+    listed = CliRunner().invoke(app, ["files"]).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(DESCRIPTIONS)
+    for name in DESCRIPTIONS:
+        done = CliRunner().invoke(app, ["files", name])
+        assert done.exit_code == 0
+        assert done.stdout == text_of(name) != ""
+
+
+def test_a_file_that_does_not_exist_is_an_error_in_one_line() -> None:
+    done = CliRunner().invoke(app, ["files", "../cli.py"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("layerpush files: no file '../cli.py'; there are alerts.yml, ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_prometheus_rule_has_the_alerts() -> None:
+    assert of_kind(RULE, "PrometheusRule")["spec"] == yaml.safe_load(text_of("alerts.yml"))
+
+
+def test_all_manifests_are_one_text() -> None:
+    together = list(yaml.safe_load_all(text_of("kubernetes")))
+    assert together == [each for name in MANIFESTS for each in yaml.safe_load_all(text_of(name))]
+    names = [(each["kind"], each["metadata"]["name"]) for each in together]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", [*MANIFESTS, "llm-d/decode.yaml"])
+def test_a_manifest_fits_the_published_schemas(name: str) -> None:
+    """There an unknown field is an error. They have no PodMonitor."""
+    import kubernetes_validate  # in the extra `dev`
+
+    for document in yaml.safe_load_all(text_of(name)):
+        if document["apiVersion"].startswith("monitoring.coreos.com/"):
+            assert set(document["spec"]) == {"selector", "podTargetLabels", "podMetricsEndpoints"}
+        else:
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_an_unknown_field_of_a_manifest_is_found() -> None:
+    import kubernetes_validate
+
+    deployment = of_kind("kubernetes/prefill.yaml", "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_an_engine_is_configured(name: str) -> None:
+    container = engine(name)
+    role = "prefill" if "prefill" in name else "decode"
+    config = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
+    check_transfer_config(config)
+    assert config["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    labels = pod(name)["metadata"]["labels"]
+    assert labels["llm-d.ai/role"] == labels["app.kubernetes.io/component"] == role
+    assert labels["llm-d.ai/inference-serving"] == "true"
+    http, side_channel = (port["containerPort"] for port in container["ports"])
+    assert http == (8200 if name.startswith("llm-d") else 8000)
+    assert side_channel == 5600
+    assert f"--port={http}" in container["args"]
+    assert {each["name"]: each.get("value") for each in container["env"]}["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    startup = container["startupProbe"]
+    assert (startup["httpGet"]["path"], startup["periodSeconds"], startup["failureThreshold"]) == (
+        "/v1/models",
+        30,
+        120,
+    )
+    assert container["resources"]["limits"]["rdma/ib"] == "1"
+    volumes = {each["name"]: each["emptyDir"] for each in pod(name)["spec"]["volumes"]}
+    assert volumes["shm"]["medium"] == "Memory"
+    assert {each["name"] for each in container["volumeMounts"]} == volumes.keys()
+    assert container["envFrom"] == [
+        {"configMapRef": {"name": of_kind("kubernetes/config.yaml", "ConfigMap")["metadata"]["name"]}}
+    ]
+    assert container["args"][0] == "$(MODEL)"
+
+
+def test_names_and_ports_of_the_manifests_fit_each_other() -> None:
+    arguments = engine("kubernetes/proxy.yaml")["args"]
+    for role in ("prefill", "decode"):
+        service = of_kind(f"kubernetes/{role}.yaml", "Service")
+        assert f"--{role}=http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in arguments
+    for name in (*DEPLOYMENTS, "kubernetes/proxy.yaml"):
+        labels = pod(name)["metadata"]["labels"]
+        assert of_kind(name, "Service")["spec"]["selector"].items() <= labels.items()
+        assert of_kind(name, "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker").iterdir()), ids=lambda path: path.stem)
+def test_a_dockerfile_names_only_files_and_extras_that_exist(path: Path) -> None:
+    """Nobody builds it here."""
+    text = path.read_text()
+    for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):
+        assert (ROOT / source).exists()
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in re.findall(r"/src/layerpush\[(\w+)\]", text):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
+    assert f"-f docker/{path.name} " in text
