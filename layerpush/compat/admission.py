@@ -18,6 +18,8 @@ from layerpush.core.config import LayerPushConfig
 from layerpush.core.request_params import KvRole, ParamsError, check_params
 
 FRONT_END = "vllm.v1.engine.input_processor"
+BY_PATH = "layerpush.nixl"
+"""The `kv_connector_module_path` where layerpush's connector has the names of vLLM's."""
 
 
 class ConnectorSettings(NamedTuple):
@@ -28,12 +30,14 @@ class ConnectorSettings(NamedTuple):
 
 
 def connectors_in(transfer: Mapping[str, Any], name: str) -> Iterator[ConnectorSettings]:
-    """The connectors called `name` in the fields of a `--kv-transfer-config`, and in its MultiConnector.
+    """The connectors called `name`, or of the module `BY_PATH`, in the fields of a `--kv-transfer-config`.
+
+    Those inside of its MultiConnector, too.
 
     Raises ``ConfigError`` for a bad `kv_connector_extra_config`.
     """
     extra = transfer.get("kv_connector_extra_config") or {}
-    if transfer.get("kv_connector") == name:
+    if transfer.get("kv_connector") == name or transfer.get("kv_connector_module_path") == BY_PATH:
         yield ConnectorSettings(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
     elif transfer.get("kv_connector") == "MultiConnector":
         for inner in extra.get("connectors") or ():

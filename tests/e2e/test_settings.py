@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from layerpush.compat.admission import BY_PATH
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
@@ -45,6 +46,17 @@ def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
         engines.D_LAYER,
     )
     assert p.call(probes.compiled_graphs) > 0
+    check_pushes(p, d, reference)
+
+
+def test_under_the_names_of_vllm(fleet: Fleet, reference: Reference) -> None:
+    """Dynamo, SMG and Ray Serve know `NixlConnector` and `NixlPushConnector`."""
+    p, d = fleet.get(
+        EngineSpec(
+            "P-named", "P", transfer("NixlConnector", module_path=BY_PATH, granularity="layer", trace_dir=TRACE)
+        ),
+        EngineSpec("D-named", "D", transfer("NixlPushConnector", module_path=BY_PATH)),
+    )
     check_pushes(p, d, reference)
 
 

@@ -48,6 +48,11 @@ def multi(*inner: dict[str, Any]) -> dict[str, Any]:
             [ConnectorSettings("kv_consumer", LayerPushConfig(allowed_hosts=("a",)))],
         ),
         (OURS | {"kv_connector": "NixlPushConnector"}, []),
+        (
+            OURS | {"kv_connector": "NixlPushConnector", "kv_connector_module_path": "layerpush.nixl"},
+            [ConnectorSettings("kv_consumer", LayerPushConfig())],
+        ),
+        (OURS | {"kv_connector": "NixlPushConnector", "kv_connector_module_path": "another.module"}, []),
         (OURS | {"kv_connector": None}, []),
         (multi(), []),
         (multi({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}), []),

@@ -117,6 +117,14 @@ def test_only_what_was_pushed_is_compared():
         assert (tally.turns[0].pushes, tally.problems) == (0, [])
 
 
+def test_a_prompt_that_p_computed_twice_is_compared_by_tokens_only():
+    made = request(d_kv=WRONG_KV)
+    made.compared_cells = made.differing_cells = 0
+    made.faults.add("resend-p")
+    assert made.compare_kv() == []
+    assert (accounted(made).turns[0].tokens, accounted(made).turns[0].pushes) == (1, 0)
+
+
 def test_a_soak_that_compared_nothing_is_a_failure():
     tally = accounted(request())
     for name, reads_kv in (("packed", True), ("ranks", False)):
