@@ -83,10 +83,20 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         return Sampled(request.output_token_ids[0], sampling_of(request.sampling_params))
 
     def prompt_digest(self, request: Request) -> str | None:
-        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them."""
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or self._prefill_backoff():
+        """A digest, 32 hexadecimal digits, equal on P and D for equal prompts. None if P and D cannot compare them.
+
+        P may have dropped the last tokens, which it leaves to D: the digest counts them, and leaves out their ids.
+        """
+        tokens = request.prompt_token_ids
+        if tokens is None or request.prompt_embeds is not None:
             return None
-        digest = hashlib.blake2b(array("i", request.prompt_token_ids).tobytes(), digest_size=16)
+        backoff = self._prefill_backoff()
+        dropped = backoff if (request.kv_transfer_params or {}).get("_p_side_truncated") else 0
+        whole = len(tokens) + dropped
+        kept = tokens[: whole - backoff] if whole > backoff else tokens
+        digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16)
+        if backoff:
+            digest.update(str(whole).encode())
         adapter = request.lora_request.lora_name if request.lora_request else ""
         for name in (adapter, *(feature.identifier for feature in request.mm_features)):
             digest.update(b"\0" + name.encode())

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.worker.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
 
@@ -402,14 +403,24 @@ def test_the_registration_says_whose_it_is(decode: Build) -> None:
     d.step("a", "b", "c")
 
 
-def test_both_sides_digest_a_prompt_alike(decode: Build) -> None:
-    d, p = decode(), decode(role="kv_producer")
-    d.decode("r", 100)
-    d.step()
-    (registration,) = d.metadata.push_registrations.values()
-    p.add("r", list(range(3, 103)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
-    p.step()
-    assert p.metadata.prompt_digests == {"r": registration["prompt_digest"]}
+@pytest.mark.parametrize("backoff", [0, 1, 3])
+def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.MonkeyPatch, backoff: int) -> None:
+    """Where vLLM's P drops the last tokens of a prompt, too."""
+    monkeypatch.setattr(LayerwisePushScheduler, "_prefill_backoff", lambda scheduler: backoff)
+    p = decode(role="kv_producer")
+    asked = {length: decode() for length in (1, 2, 3, 4, 99, 100, 101)}
+    digests = {}
+    for length, d in asked.items():
+        d.decode("r", length)
+        d.step()
+        (registration,) = d.metadata.push_registrations.values()
+        digests[length] = registration["prompt_digest"]
+    assert len(set(digests.values())) == len(asked)
+    for length, digest in digests.items():
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        p.add(f"r{length}", list(range(3, 3 + length)), params, max_tokens=1)
+        p.step()
+        assert p.metadata.prompt_digests == {f"r{length}": digest}
     p.step()
     assert p.metadata.prompt_digests == {}
 

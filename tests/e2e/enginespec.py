@@ -4,6 +4,8 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+from tests.e2e.zoo import FAMILIES
+
 Role = Literal["P", "D", "R"]
 ModelName = str
 """A name in `tests.e2e.models`, or an architecture in `tests.e2e.zoo`."""
@@ -42,6 +44,12 @@ class EngineSpec:
     def ranks(self) -> int:
         """Tensor parallel size."""
         return int(dict(self.options).get("tensor_parallel_size", 1))
+
+    @property
+    def leaves_last_token(self) -> bool:
+        """Whether this P leaves a prompt's last token to D. vLLM does, for a state cannot go back by a token."""
+        family = FAMILIES.get(self.model)
+        return self.role == "P" and family is not None and family.states > 0
 
     def engine_options(self, model: str) -> dict[str, Any]:
         """The keyword arguments of EngineArgs for the model at this path."""

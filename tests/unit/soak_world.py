@@ -24,6 +24,8 @@ LATER = float("inf")
 class FakeSpec:
     name: str
     role: str
+    ranks: int = 1
+    leaves_last_token: bool = False
 
 
 class FakeEngine:

@@ -162,7 +162,7 @@ class Traffic:
             "remote_host": "127.0.0.1",
             "remote_port": p.engine.port,
             "remote_request_id": request.request_id,
-            "tp_size": 1,
+            "tp_size": p.engine.spec.ranks,
             "pp_size": 1,
         }
 
@@ -256,7 +256,9 @@ class Finishing:
         for leg in request.legs:
             if leg.state is State.FINISHED:
                 self._missing += 1
-                self._reference.ask(leg.token_ids, request.d.max_tokens, partial(self._answered, leg))
+                short = self._seats[leg.engine].engine.spec.leaves_last_token and len(leg.token_ids) > 1
+                prompt = leg.token_ids[:-1] if short else leg.token_ids
+                self._reference.ask(prompt, request.d.max_tokens, partial(self._answered, leg))
         self._one_less()
 
     def _collected(self, leg: Leg, answer: Answer) -> None:
