@@ -188,9 +188,9 @@ def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
 
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
     strategy = calibrated(clock, OnePacker())
-    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
+    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, 0.0, 0.0)
     for _ in range(8):
-        strategy.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
+        strategy.learn(SimpleNamespace(record=record, copy_s=0.25))  # type: ignore[arg-type]
     assert strategy.costs_to(ENGINE).copy_s == pytest.approx(0.25)
     assert strategy.costs_to("another").copy_s == pytest.approx(0.25)
 

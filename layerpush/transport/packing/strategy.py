@@ -100,7 +100,7 @@ class PackingStrategy:
 
     def learn(self, staged: StagedWrite) -> None:
         """Learn the cost of copies from a WRITE that has landed."""
-        self._copies.copied(staged.record.bytes, staged.record.t_post - staged.began_at)
+        self._copies.copied(staged.record.bytes, staged.copy_s)
 
     def costs_to(self, engine_id: str) -> Costs:
         """The current costs of WRITEs to a decode engine: measured and learned, or else the defaults."""
