@@ -18,6 +18,7 @@ from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.running_estimate import FORGOTTEN_S, CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import runs
 from layerpush.transport.packing.strategy import PackingStrategy
+from tests.unit.builders import layout_of
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
 WIRE = Costs(scattered=((512, 1e-3), (2048, 2e-3)), wire_s=1e-10, write_s=3e-4)
@@ -105,6 +106,37 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     assert strategy.begin(write, link, (ids, ids), record) is None
     assert record.plan == "direct"
     assert bool(looked) == looks
+
+
+@pytest.mark.parametrize(
+    ("packing", "plan", "room", "parts"),
+    [
+        ("packed", "packed", 3000, 2),
+        ("packed", "packed", 1999, 1),
+        ("gather", "packed", 3000, 1),
+        ("auto", "packed", 3000, 2),
+        ("auto", "gathered", 3000, 1),
+        ("auto", "direct", 3000, 1),
+    ],
+)
+def test_what_is_to_be_packed_and_too_large_is_split(packing: Any, plan: str, room: int, parts: int) -> None:
+    """2000 pieces. A window without room for all of them would make the second half go another way."""
+    costs = {
+        "packed": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1),
+        "gathered": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=1e9),
+        "direct": Costs(copy_s=1e9),
+    }[plan]
+    layout = layout_of([0], 4096, PIECE_BYTES)
+    strategy = PackingStrategy(SimpleNamespace(block_bytes=PIECE_BYTES), layout, packing, costs)  # type: ignore[arg-type]
+    strategy._costs_of["D"] = costs
+    window: Any = SimpleNamespace(offer=SimpleNamespace(size=room * PIECE_BYTES))
+    scattered = np.arange(0, 4000, 2, dtype=np.int32)
+    remote = np.arange(2000, dtype=np.int32) if plan == "gathered" else scattered
+    segment = Segment(slice(0, 1), 0, 0, 2000, tuple(scattered.tolist()), tuple(remote.tolist()))
+    write = Write(0, 0, 0, 2000 * PIECE_BYTES, (segment,))
+    link = Link("D", (), (), gathered=ROUTE, window=window)
+    got = strategy.split(write, link, (scattered, remote))
+    assert [len(part.segments[0].source) for part in got] == ([MAX_PIECES, 2000 - MAX_PIECES] if parts == 2 else [2000])
 
 
 @pytest.mark.parametrize(
