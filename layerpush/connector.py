@@ -30,7 +30,7 @@ class LayerwisePushConnector(NixlPushConnector):
     """Pushes each layer's KV blocks to the decode engine while prefill runs; see docs/design.
 
     Raises ``layerpush.core.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
-    for decode context parallelism, as vLLM's push connector does.
+    for decode context parallelism, as vLLM's push connector does, and for sleep mode.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -38,6 +38,11 @@ class LayerwisePushConnector(NixlPushConnector):
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             raise ValueError("LayerwisePushConnector does not support decode_context_parallel_size > 1.")
+        if vllm_config.model_config.enable_sleep_mode:  # vLLM 0.33 refuses it itself
+            raise ValueError(
+                "LayerwisePushConnector does not support sleep mode: memory that NIXL has registered would move. "
+                "Start the engine without enable_sleep_mode (--enable-sleep-mode)."
+            )
         config = LayerPushConfig.from_extra_config(self.kv_transfer_config.kv_connector_extra_config)
         self.connector_scheduler: LayerwisePushScheduler | None = None
         self.connector_worker: LayerwisePushWorker | None = None

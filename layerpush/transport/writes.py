@@ -6,6 +6,8 @@ A session asks for a ``Write``: some layers and blocks, for every decode rank. `
 A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
 ``Writes`` keeps only the transfers whose release failed, and tries again.
 
+A strategy may post a WRITE to one rank in parts; each is a transfer.
+
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
 goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike. The
 strategy decides whether a WRITE is staged, if the worker has one; it never makes a WRITE wait.
@@ -64,6 +66,9 @@ class Transfer:
 class Strategy(Protocol):
     """Decides which WRITEs go through staging memory."""
 
+    def split(self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds]) -> list[Write]:
+        """``write``, or the parts in which it is to be posted. They have its id."""
+
     def begin(
         self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds], record: WriteRecord
     ) -> Transfer | None:
@@ -86,23 +91,28 @@ class Writes:
         return bool(self._unreleased)
 
     def post(self, write: Write, link: Link) -> Iterator[Transfer]:
-        """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none.
+        """Post ``write`` to one rank of ``link`` after the other; a WRITE that moves no blocks is posted to none. The
+        strategy may split it into several transfers to one rank.
 
-        After an exception nothing was posted to the rank whose turn it was. Raises ``LookupError`` for a block that one
-        side does not have, ``TransportError``, or another error.
+        After an exception nothing of the transfer whose turn it was is on the wire. Raises ``LookupError`` for a block
+        that one side does not have, ``TransportError``, or another error.
         """
-        local, remote = self._planner.descriptors(write, link)
-        for route in link.routes if len(local) else ():
-            record = _record(write, route.remote_rank, len(local), int(write.size * link.share))
-            transfer = None
-            if self._strategy is not None and link.can_stage:
-                transfer = self._strategy.begin(write, link, (local, remote), record)
-            if transfer is None:
-                handle = self._transport.post_write(route, local, remote)
-                record.t_posted = time.perf_counter()
-                transfer = Transfer(self._transport, record, handle)
-            transfer.write = write.id
-            yield transfer
+        whole = self._planner.descriptors(write, link)
+        strategy = self._strategy if link.can_stage else None
+        for route in link.routes if len(whole[0]) else ():
+            parts = [write] if strategy is None else strategy.split(write, link, whole)
+            for part in parts:
+                local, remote = whole if len(parts) == 1 else self._planner.descriptors(part, link)
+                record = _record(part, route.remote_rank, len(local), int(part.size * link.share))
+                transfer = None
+                if strategy is not None:
+                    transfer = strategy.begin(part, link, (local, remote), record)
+                if transfer is None:
+                    handle = self._transport.post_write(route, local, remote)
+                    record.t_posted = time.perf_counter()
+                    transfer = Transfer(self._transport, record, handle)
+                transfer.write = write.id
+                yield transfer
 
     def release(self, transfer: Transfer) -> None:
         """Release a WRITE that has ended, now or with ``release_leftovers``."""

@@ -48,6 +48,17 @@ def test_decode_context_parallelism_is_refused(world: None, model: Path) -> None
         LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
 
 
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_sleep_mode_is_refused(world: None, model: Path, role: str) -> None:
+    """Memory that wakes up is not the memory that NIXL has registered."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    config = config_of(model, "kv_both", "asleep")
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ValueError, match=r"sleep mode.*enable_sleep_mode"):
+        LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
+
+
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 

@@ -89,6 +89,9 @@ class BrokenCopy:
     def is_over(self) -> bool:
         raise RuntimeError(f"scripted: this {self._copying} fails")
 
+    def device_s(self) -> float:
+        return 0.0
+
 
 def damage(host: HostedEngine, copying: Copying, number: int) -> None:
     """The first block in the ring goes wrong: after this gather, or before this scatter.

@@ -32,6 +32,9 @@ class BrokenCopy:
     def is_over(self) -> bool:
         raise RuntimeError("an error of the device")
 
+    def device_s(self) -> float:
+        return 0.0
+
 
 class FallibleStaging(NumpyStaging):
     """``fate`` of the copies to come: None goes well, "refused" and "broken" do not."""

@@ -16,8 +16,9 @@ from tests.support.fake_transport import Bytes
 class HeldCopy:
     """Happens when it is over: whoever changes either side before that changes what is copied."""
 
-    def __init__(self, copy: Callable[[], None], looks: int) -> None:
+    def __init__(self, copy: Callable[[], None], looks: int, device_s: float = 0.0) -> None:
         self._copy = copy
+        self._device_s = device_s
         self._looks = looks
         self._happened = False
 
@@ -28,14 +29,20 @@ class HeldCopy:
             self._copy()
         return self._happened
 
+    def device_s(self) -> float:
+        return self._device_s
+
 
 class NumpyStaging:
-    """A `Staging` over ``cache``, flat bytes with region after region; copies need ``looks`` looks, in turn."""
+    """A `Staging` over ``cache``, flat bytes with region after region; copies need ``looks`` looks, in turn. Each says
+    that its device copied for ``device_s`` seconds.
+    """
 
     def __init__(self, layout: CacheLayout, cache: Bytes, size: int) -> None:
         self.ring = Ring(size)
         self.memory = np.full(size, 0xDD, np.uint8)
         self.looks: deque[int] = deque()
+        self.device_s = 0.0
         self._layout = layout
         self._cache = cache
         sizes = [region.blocks * region.block_bytes for region in layout.regions]
@@ -56,7 +63,7 @@ class NumpyStaging:
         return self._held(copy)
 
     def _held(self, copy: Callable[[], None]) -> HeldCopy:
-        return HeldCopy(copy, self.looks.popleft() if self.looks else 0)
+        return HeldCopy(copy, self.looks.popleft() if self.looks else 0, self.device_s)
 
     def _pairs(self, layers: slice, blocks: BlockIds, offset: int) -> list[tuple[Bytes, Bytes]]:
         pairs = []

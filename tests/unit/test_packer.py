@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,21 @@ def test_what_is_gathered_at_once_is_written_at_once() -> None:
     staged = pair.packed()
     assert staged.stage is Stage.WRITING
     assert len(pair.fabric.writes) == 1
+
+
+def test_a_copy_that_is_noticed_late_costs_what_the_device_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels wait for the model's, and the writer has other work: neither makes another plan faster."""
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr("layerpush.transport.packing.packer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    pair = Pair()
+    pair.ours.looks.append(50)
+    pair.ours.device_s = 0.25
+    staged = pair.packed()
+    for _ in range(50):
+        next(clock)
+        staged.poll()
+    assert staged.stage is not Stage.GATHERING
+    assert staged.copy_s == 1.25, "between two looks at this clock a second passes"
 
 
 def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
@@ -338,6 +354,9 @@ def test_what_is_scattered_is_not_refused_meanwhile() -> None:
 class Broken:
     def is_over(self) -> bool:
         raise RuntimeError("an error of the device")
+
+    def device_s(self) -> float:
+        return 0.0
 
 
 def fails_second(copy: Callable[..., Any], how: str) -> Callable[..., Any]:

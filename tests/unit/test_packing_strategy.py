@@ -18,6 +18,7 @@ from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.running_estimate import FORGOTTEN_S, CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import runs
 from layerpush.transport.packing.strategy import PackingStrategy
+from tests.unit.builders import layout_of
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
 WIRE = Costs(scattered=((512, 1e-3), (2048, 2e-3)), wire_s=1e-10, write_s=3e-4)
@@ -108,6 +109,37 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
 
 
 @pytest.mark.parametrize(
+    ("packing", "plan", "room", "parts"),
+    [
+        ("packed", "packed", 3000, 2),
+        ("packed", "packed", 1999, 1),
+        ("gather", "packed", 3000, 1),
+        ("auto", "packed", 3000, 2),
+        ("auto", "gathered", 3000, 1),
+        ("auto", "direct", 3000, 1),
+    ],
+)
+def test_what_is_to_be_packed_and_too_large_is_split(packing: Any, plan: str, room: int, parts: int) -> None:
+    """2000 pieces. A window without room for all of them would make the second half go another way."""
+    costs = {
+        "packed": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1),
+        "gathered": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=1e9),
+        "direct": Costs(copy_s=1e9),
+    }[plan]
+    layout = layout_of([0], 4096, PIECE_BYTES)
+    strategy = PackingStrategy(SimpleNamespace(block_bytes=PIECE_BYTES), layout, packing, costs)  # type: ignore[arg-type]
+    strategy._costs_of["D"] = costs
+    window: Any = SimpleNamespace(offer=SimpleNamespace(size=room * PIECE_BYTES))
+    scattered = np.arange(0, 4000, 2, dtype=np.int32)
+    remote = np.arange(2000, dtype=np.int32) if plan == "gathered" else scattered
+    segment = Segment(slice(0, 1), 0, 0, 2000, tuple(scattered.tolist()), tuple(remote.tolist()))
+    write = Write(0, 0, 0, 2000 * PIECE_BYTES, (segment,))
+    link = Link("D", (), (), gathered=ROUTE, window=window)
+    got = strategy.split(write, link, (scattered, remote))
+    assert [len(part.segments[0].source) for part in got] == ([MAX_PIECES, 2000 - MAX_PIECES] if parts == 2 else [2000])
+
+
+@pytest.mark.parametrize(
     ("blocks", "of", "packs"), [(MAX_PIECES, MAX_PIECES, True), (1024, 1024, False), (9, 10, False)]
 )
 def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs: bool) -> None:
@@ -188,9 +220,9 @@ def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
 
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
     strategy = calibrated(clock, OnePacker())
-    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, clock.now + 0.25, 0.0)
+    record = WriteRecord(0, (0, 0), (0, 0), 1, 100, 0.0, 0.0)
     for _ in range(8):
-        strategy.learn(SimpleNamespace(record=record, began_at=clock.now))  # type: ignore[arg-type]
+        strategy.learn(SimpleNamespace(record=record, copy_s=0.25))  # type: ignore[arg-type]
     assert strategy.costs_to(ENGINE).copy_s == pytest.approx(0.25)
     assert strategy.costs_to("another").copy_s == pytest.approx(0.25)
 

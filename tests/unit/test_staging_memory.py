@@ -96,13 +96,23 @@ def test_scatter(made_by: Make, case: tuple[list[int], slice, int]) -> None:
 
 
 class OpenEvent:
-    """An event that the device has passed."""
+    """An event that the device has passed. ``MS`` lie between any two."""
+
+    MS = 3.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._has_time = enable_timing
 
     def record(self, stream: object) -> None:
         pass
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, later: OpenEvent) -> float:
+        assert self._has_time
+        assert later._has_time
+        return self.MS
 
 
 @pytest.fixture
@@ -132,6 +142,13 @@ def test_copies_on_a_gpu_allocate_nothing(gpu: tuple[TensorStaging, list[torch.T
     assert staging.gather(slice(0, 1), blocks, 0).is_over()
     assert staging.scatter(slice(0, 3), blocks, PIECE_BYTES).is_over()
     assert [one.tolist() for one in ids] == [[7, 1, 4]] * 2
+
+
+def test_copies_on_a_gpu_are_timed_by_the_device(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
+    staging, _ = gpu
+    blocks = np.asarray([7, 1, 4], np.int32)
+    copies = [staging.gather(slice(0, 1), blocks, 0), staging.scatter(slice(0, 3), blocks, PIECE_BYTES)]
+    assert [copy.device_s() for copy in copies] == [OpenEvent.MS / 1e3] * 2
 
 
 def test_copies_on_a_gpu_go_before_the_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

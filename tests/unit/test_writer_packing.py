@@ -11,6 +11,7 @@ import pytest
 from layerpush.core.wire import Registration
 from layerpush.prefill.writer import WRITE_POLL_S
 from layerpush.transport.base import Route, TransportError
+from layerpush.transport.packing import strategy
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES
@@ -62,6 +63,32 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
         assert write.t_landed is not None
         assert write.t_post <= write.t_posted <= write.t_landed
     assert rig.totals.writes == len(record.writes)
+
+
+@pytest.mark.parametrize(("limit", "parts"), [(96, 1), (48, 2), (32, 3)])
+def test_a_write_that_is_too_large_is_packed_in_parts(limit: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has six blocks, and a part of it is held up for longer than the parts behind it."""
+    monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", limit)
+    rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 9, 1: 5}))
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+    over(rig, prompt, decoder, wanted)
+    (record,) = rig.trace.records
+    first = [write for write in record.writes if write.layers == (0, 0)]
+    assert [(write.plan, write.bytes) for write in first] == [("packed", 96 // parts)] * parts
+
+
+def test_the_loss_of_a_part_ends_the_push_when_the_others_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", 32)
+    rig, prompt, decoder, wanted = story(faults=Faults(fail_writes={1}, hold_writes={0: 9, 2: 9}))
+    rig.step((prompt, TOKENS))
+    rig.settle()
+    assert decoder.told() != [[b"d-p-1:1"]]
+    over(rig, prompt, decoder, wanted)
+    assert rig.trace.records[0].outcome == "failed"
 
 
 def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:

@@ -23,15 +23,19 @@ class Copy(Protocol):
     def is_over(self) -> bool:
         """Whether all bytes are copied. Does not wait. If it raises, the copy has failed and is over."""
 
+    def device_s(self) -> float:
+        """Seconds that the device copied for; 0 if the host copied. Call it after the copy is over."""
+
 
 class Copies:
     """Copies that belong together. ``failure`` is the error of the first that failed, else None. ``have_begun``:
-    whether one of them was started.
+    whether one of them was started. ``device_s``: seconds that the device copied for, of those that are over.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
         self.have_begun = False
+        self.device_s = 0.0
         self._running: list[Copy] = []
 
     def begin(self, start: Callable[[], Copy]) -> None:
@@ -51,10 +55,12 @@ class Copies:
 
     def _is_over(self, copy: Copy) -> bool:
         try:
-            return copy.is_over()
+            if not copy.is_over():
+                return False
+            self.device_s += copy.device_s()
         except Exception as error:  # noqa: BLE001  after an error a device runs no copy any more
             self._fail(error)
-            return True
+        return True
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or f"{type(error).__name__}: {error}"

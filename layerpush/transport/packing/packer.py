@@ -75,11 +75,16 @@ class StagedWrite(Transfer):
     parts: tuple[Part, ...] = ()
     copies: Copies = field(default_factory=Copies)
     stage: Stage = Stage.GATHERING
-    began_at: float = 0.0
+    begin_s: float = 0.0
     asked_at: float | None = None
     ask_at: float = 0.0
     refused: bool = False
     on_landed: Callable[[StagedWrite], None] | None = None
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds for the copies into our ring, without the wait for the device and for the writer's next turn."""
+        return self.begin_s + self.copies.device_s
 
     def poll(self) -> WriteState:
         """Make progress. Raises ``TransportError`` as a transport does."""
@@ -120,11 +125,12 @@ class StagedWrite(Transfer):
         """
         assert self.ours is not None
         packer, offset = self.packer, self.ours
-        self.began_at = time.perf_counter()
+        began_at = time.perf_counter()
         for part in write.segments:
             blocks = packer.expand(part.source)
             self.copies.begin(partial(packer.staging.gather, part.layers, blocks, offset))
             offset += len(blocks) * len(slots_of(packer.layout, part.layers)) * packer.block_bytes
+        self.begin_s = time.perf_counter() - began_at
         if self.copies.failure is not None and not self.copies.have_begun:
             packer.log_refusal(self.copies.failure)
             self.release()

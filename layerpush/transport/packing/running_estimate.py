@@ -48,7 +48,7 @@ class CopyEstimates:
         self._copy_s, self._byte_s = RunningEstimate(known.copy_s), RunningEstimate(known.gather_s)
 
     def copied(self, size: int, seconds: float) -> None:
-        """``size`` bytes were gathered, and could be posted ``seconds`` after the choice of the plan."""
+        """``size`` bytes were gathered in ``seconds``."""
         copy_s, bytes_s = self._copy_s.value, size * self._byte_s.value
         if bytes_s > copy_s:
             self._byte_s.add((seconds - copy_s) / size)

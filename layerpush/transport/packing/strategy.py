@@ -17,6 +17,7 @@ from layerpush.transport.packing.calibration import Calibration
 from layerpush.transport.packing.cost_model import Costs, Plan, TransferSize
 from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.packer import Packer, StagedWrite
+from layerpush.transport.packing.parts import split
 from layerpush.transport.packing.running_estimate import CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import transfer_size
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 Packing = Literal["auto", "gather", "packed"]
 
+MAX_PACKED_BYTES = MAX_PIECES * PIECE_BYTES
+"""Bytes of a WRITE from ring to ring. A larger one is split."""
 RETRY_S = 30.0
 """A calibration that failed is repeated after this time."""
 
@@ -100,7 +103,7 @@ class PackingStrategy:
 
     def learn(self, staged: StagedWrite) -> None:
         """Learn the cost of copies from a WRITE that has landed."""
-        self._copies.copied(staged.record.bytes, staged.record.t_post - staged.began_at)
+        self._copies.copied(staged.record.bytes, staged.copy_s)
 
     def costs_to(self, engine_id: str) -> Costs:
         """The current costs of WRITEs to a decode engine: measured and learned, or else the defaults."""
@@ -119,6 +122,23 @@ class PackingStrategy:
         if calibration is not None:
             calibration.abandon()
 
+    def split(self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds]) -> list[Write]:
+        """``write``, or its parts if it is to be packed and is too large for one WRITE. They have its id.
+
+        Arguments as for ``begin``. A window without room for all of ``write`` gets none of it: it is not split.
+        """
+        local, remote = pairs
+        size = len(remote) * self.packer.block_bytes
+        if size <= MAX_PACKED_BYTES or link.window is None or size > link.window.offer.size:
+            return [write]
+        if not self._may_copy(link, len(remote), size):
+            return [write]
+        transfer = transfer_size(local, remote, self.packer.block_bytes)
+        plans = set(self._possible(write, link, transfer, limit=size))
+        if self._plan(self.costs_to(link.engine_id), transfer, plans) is not Plan.PACKED:
+            return [write]
+        return split(write, self._layout.layer_bytes, MAX_PACKED_BYTES)
+
     def begin(
         self,
         write: Write,
@@ -133,7 +153,7 @@ class PackingStrategy:
         local, remote = pairs
         record.t_planned = time.perf_counter()
         size, costs = len(remote) * self.packer.block_bytes, self.costs_to(link.engine_id)
-        if self._packing == "auto" and (link.engine_id not in self._costs_of or costs.never_pays(len(remote), size)):
+        if not self._may_copy(link, len(remote), size):
             return None
         transfer = transfer_size(local, remote, self.packer.block_bytes)
         possible = set(self._possible(write, link, transfer))
@@ -152,6 +172,12 @@ class PackingStrategy:
         record.estimate_s = costs.estimate(taken, transfer)
         return staged
 
+    def _may_copy(self, link: Link, descriptors: int, size: int) -> bool:
+        """Whether a plan with a copy can be chosen; cheap, without a count of runs."""
+        if self._packing != "auto":
+            return True
+        return link.engine_id in self._costs_of and not self.costs_to(link.engine_id).never_pays(descriptors, size)
+
     def _plan(self, costs: Costs, transfer: TransferSize, possible: set[Plan]) -> Plan:
         match self._packing:
             case "gather":
@@ -161,15 +187,14 @@ class PackingStrategy:
             case "auto":
                 return costs.choose(transfer, possible)
 
-    def _possible(self, write: Write, link: Link, transfer: TransferSize) -> Iterator[Plan]:
+    def _possible(
+        self, write: Write, link: Link, transfer: TransferSize, limit: int = MAX_PACKED_BYTES
+    ) -> Iterator[Plan]:
+        """The plans for a WRITE. ``limit`` is in bytes of a packed one."""
         yield Plan.DIRECT
         if not transfer.bytes:
             return
         if link.gathered is not None:
             yield Plan.GATHERED
-        if (
-            link.window is not None
-            and transfer.bytes <= MAX_PIECES * PIECE_BYTES
-            and all(part.is_gapless for part in write.segments)
-        ):
+        if link.window is not None and transfer.bytes <= limit and all(part.is_gapless for part in write.segments):
             yield Plan.PACKED

@@ -54,13 +54,15 @@ class TensorStaging:
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
+        begun = self._event()
         gather_blocks(table, ids, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._started()
+        return self._started(begun)
 
     def scatter(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
         table, ids, packed = self._operands(layers, blocks, offset)
+        begun = self._event()
         scatter_blocks(packed, ids, table, stream=self._stream, max_programs=MAX_PROGRAMS)
-        return self._started()
+        return self._started(begun)
 
     def copy_costs(self) -> tuple[float, float]:
         """Measure the cost of a copy between cache and ring: seconds for any size, and seconds per byte.
@@ -92,9 +94,9 @@ class TensorStaging:
         offset = turn % max(1, self.ring.capacity_bytes // size) * size
         packed = self._memory[offset : offset + size]
         cool()
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), self._event()
         gather_blocks(self._table[0:1], wanted, packed, stream=self._stream, max_programs=MAX_PROGRAMS)
-        copy = self._started()
+        copy = self._started(begun)
         while not copy.is_over():
             time.sleep(0)
         return time.perf_counter() - start
@@ -106,12 +108,17 @@ class TensorStaging:
         # A copy holds its span of the ring until it is over, so the span's place in the buffer is free as well.
         return table, self._ids.put(blocks, offset // self.block_bytes, self._stream), packed
 
-    def _started(self) -> Copy:
+    def _event(self) -> torch.cuda.Event | None:
+        """An event at the end of our stream, with its time; None on a CPU."""
         if self._stream is None:
-            return _FinishedCopy()
-        event = torch.cuda.Event()
+            return None
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
-        return _StreamCopy(event)
+        return event
+
+    def _started(self, begun: torch.cuda.Event | None) -> Copy:
+        ended = self._event()
+        return _FinishedCopy() if begun is None or ended is None else _StreamCopy(begun, ended)
 
 
 class BlockIdBuffer:
@@ -142,12 +149,19 @@ class _FinishedCopy:
     def is_over(self) -> bool:
         return True
 
+    def device_s(self) -> float:
+        return 0.0
+
 
 class _StreamCopy:
-    """A copy on a stream, up to an event."""
+    """A copy on a stream, between two events. The first passes when all earlier copies are over."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._begun = begun
+        self._ended = ended
 
     def is_over(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._ended.query())
+
+    def device_s(self) -> float:
+        return float(self._begun.elapsed_time(self._ended)) / 1e3

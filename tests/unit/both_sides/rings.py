@@ -101,6 +101,9 @@ class _Watched:
             self._end()
         return over
 
+    def device_s(self) -> float:
+        return self._copy.device_s()
+
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
