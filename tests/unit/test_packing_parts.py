@@ -24,7 +24,7 @@ segments = st.builds(
     st.integers(0, 3),
     st.integers(1, 3),
     st.integers(0, 5),
-    st.integers(1, 9),
+    st.integers(0, 9),
     st.integers(0, 5),
 )
 

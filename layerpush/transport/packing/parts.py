@@ -29,6 +29,8 @@ def split(write: Write, layer_bytes: Sequence[int], limit: int) -> list[Write]:
 def _cuts(segment: Segment, layer_bytes: Sequence[int], limit: int) -> Iterator[tuple[Segment, int]]:
     """Some layers of all blocks, or if that is too large, some blocks of one layer; and their bytes."""
     layers, blocks = segment.layers, segment.end - segment.first
+    if not blocks:
+        return
     largest = max(layer_bytes[layers])
     layers_each = max(1, limit // (blocks * largest))
     blocks_each = min(blocks, max(1, limit // largest))
