@@ -155,7 +155,7 @@ class ReservedPorts(PortAllocator):
 @contextlib.contextmanager
 def rig(scratch: Path) -> Iterator[Rig]:
     """All servers, ready; leaving takes them down."""
-    model = _model_with_tokenizer(scratch / "model")
+    model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(range(19100, 19200))
     at_p = (ports.take(), ports.take())
     tracing = {"trace_dir": str(scratch / "trace")}
@@ -232,7 +232,7 @@ def server_spec(
     )
 
 
-def _model_with_tokenizer(directory: Path) -> Path:
+def model_with_tokenizer(directory: Path) -> Path:
     """The demo's model, and a tokenizer for which token 5 is the word ``w5``; but see ``HALVES``."""
     model = write_model(directory, SHAPE)
     names = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), SHAPE.vocabulary))]

@@ -54,6 +54,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
+    ("docs/routers.md", "vllm-router --host"): ("tests/e2e/test_vllm_router.py::test_layers_stream",),
     ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
     ("docs/trace.md", "layerpush trace summary DIR"): (
         "tests/unit/test_trace_command.py::test_summary_is_for_people_or_programs",
