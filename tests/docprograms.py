@@ -28,6 +28,7 @@ ANY_ARGUMENTS = frozenset(
         "cat",
         "cd",
         "cp",
+        "echo",
         "export",
         "git",
         "journalctl",

@@ -29,6 +29,7 @@ README_RUN, BY_HAND, DEPLOYED = (
     f"{E2E}::{name}"
     for name in ("test_the_readme_and_the_contract", "test_the_quickstart_by_hand", "test_the_deployment")
 )
+PROXY_PAGE = "tests/unit/proxy/test_pages.py::test_the_commands_start_a_proxy"
 DRAWN = "tests/unit/test_bench_plot.py::test_the_committed_results_have_pictures"
 
 RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -47,6 +48,8 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (DEPLOYED,),
     (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
     (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
+    (PROXY, "layerpush proxy --port 8000 --prefill dns://"): (PROXY_PAGE,),
+    (PROXY, 'echo \'{"prefill"'): (PROXY_PAGE,),
     (PROXY, "curl http://127.0.0.1:8000/v1/chat/completions"): (README_RUN,),
     (QUICKSTART, "make demo"): (f"{E2E}::test_the_demo", CI),
     (QUICKSTART, "curl http://127.0.0.1:8000/v1/completions"): (README_RUN, BY_HAND, DEPLOYED),

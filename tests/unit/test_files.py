@@ -120,7 +120,9 @@ def test_names_and_ports_of_the_manifests_fit_each_other() -> None:
     arguments = engine("kubernetes/proxy.yaml")["args"]
     for role in ("prefill", "decode"):
         service = of_kind(f"kubernetes/{role}.yaml", "Service")
-        assert f"--{role}=http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in arguments
+        assert service["spec"]["clusterIP"] == "None"  # the name has the address of each pod
+        assert f"--{role}=dns://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in arguments
+        assert of_kind(f"kubernetes/{role}.yaml", "Deployment")["spec"]["replicas"] > 1
     for name in (*DEPLOYMENTS, "kubernetes/proxy.yaml"):
         labels = pod(name)["metadata"]["labels"]
         assert of_kind(name, "Service")["spec"]["selector"].items() <= labels.items()

@@ -13,7 +13,7 @@ DESCRIPTIONS = {
     "alerts.yml": "Alert rules for Prometheus: list the file under rule_files.",
     "grafana.json": "Dashboard for Grafana: import it and choose the data source.",
     RULE: "The alert rules as a PrometheusRule, for the Prometheus Operator.",
-    "kubernetes": "One P, one D, proxy, Services, a NetworkPolicy and a PodMonitor, all in one.",
+    "kubernetes": "Two P, two D, proxy, Services, a NetworkPolicy and a PodMonitor, all in one.",
     "kubernetes/config.yaml": "ConfigMap with the model.",
     "kubernetes/prefill.yaml": "Deployment and headless Service of P.",
     "kubernetes/decode.yaml": "Deployment and headless Service of D.",

@@ -33,8 +33,14 @@ def proxy(**options: Any) -> None:
     settings = Settings(**options)
     require("proxy", "proxy")
 
+    from layerpush.apps.proxy.discovery import EnginesFileError, read_engines_file
     from layerpush.apps.proxy.server import serve
 
+    if settings.engines_file is not None:
+        try:
+            read_engines_file(settings.engines_file)
+        except EnginesFileError as error:
+            raise typer.BadParameter(str(error), param_hint="--engines-file") from None
     if not serve(settings):
         raise typer.Exit(1)
 

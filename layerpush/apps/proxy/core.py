@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from layerpush.apps.proxy.discovery import Discovery, Source, source_of
 from layerpush.apps.proxy.dispatch import Dispatcher
 from layerpush.apps.proxy.fleet import Fleet
 from layerpush.apps.proxy.gate import Gate
@@ -24,9 +25,13 @@ class Proxy:
     dispatcher: Dispatcher
     monitor: Monitor
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, source: Source | None = None) -> None:
+        """``source`` lists the engines; None for that of the settings."""
         self.settings = settings
         self.fleet = Fleet(settings)
+        self._source = source or source_of(settings)
+        if self._source is None:
+            self.fleet.update({"prefill": settings.prefill or (), "decode": settings.decode or ()})
         self.gate = Gate(settings.max_concurrent_requests, settings.queue_size, settings.queue_timeout_s)
         self.metrics = Metrics(self.fleet, self.gate)
         self.draining = False
@@ -40,11 +45,17 @@ class Proxy:
             introductions = Introductions(self.engines)
             self.dispatcher = Dispatcher(self.engines, introductions)
             self.monitor = Monitor(self.fleet, self.engines, introductions)
-            async with self.monitor.running():
+            async with self.monitor.running(), self._discovery():
                 yield
             for leg in self._outliving:
                 leg.cancel()
             await asyncio.gather(*self._outliving, return_exceptions=True)
+
+    def _discovery(self) -> contextlib.AbstractAsyncContextManager[None]:
+        if self._source is None:
+            return contextlib.nullcontext()
+        interval_s = self.settings.health_check_interval_s
+        return Discovery(self._source, self.fleet, self.monitor, interval_s).running()
 
     def outlive(self, leg: asyncio.Task[Any]) -> None:
         """Let P's leg end after its request. Its result is ignored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.errors import ProxyError
@@ -12,13 +12,11 @@ from layerpush.apps.proxy.settings import Settings
 
 
 class Fleet:
-    """N prefill and M decode instances. Used by the event loop's thread only."""
+    """The listed prefill and decode instances. Used by the event loop's thread only."""
 
     def __init__(self, settings: Settings) -> None:
-        self._instances: dict[Role, list[Instance]] = {
-            "prefill": [Instance("prefill", url, settings) for url in settings.prefill],
-            "decode": [Instance("decode", url, settings) for url in settings.decode],
-        }
+        self._settings = settings
+        self._instances: dict[Role, list[Instance]] = {"prefill": [], "decode": []}
         self._policies: dict[Role, Policy] = {
             "prefill": settings.prefill_policy or settings.policy,
             "decode": settings.decode_policy or settings.policy,
@@ -27,6 +25,12 @@ class Fleet:
 
     def __iter__(self) -> Iterator[Instance]:
         return iter([*self._instances["prefill"], *self._instances["decode"]])
+
+    def update(self, urls: Mapping[Role, Sequence[str]]) -> None:
+        """List these instances, and no others. An instance that is no longer listed only ends its requests."""
+        for role, listed in urls.items():
+            known = {each.url: each for each in self._instances[role]}
+            self._instances[role] = [known.get(url) or Instance(role, url, self._settings) for url in listed]
 
     @property
     def ready(self) -> bool:
@@ -56,4 +60,4 @@ class Fleet:
             f"{each.url} ({'failed for this request' if each.healthy else each.problem})"
             for each in self._instances[role]
         )
-        return ProxyError(503, f"no healthy {role} instance: {states}", retry_after_s=1)
+        return ProxyError(503, f"no healthy {role} instance: {states or 'none is known yet'}", retry_after_s=1)

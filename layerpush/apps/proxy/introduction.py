@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -54,7 +55,7 @@ class Introductions:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._last_warning: dict[Instance, str] = {}
+        self._last_warning: WeakKeyDictionary[Instance, str] = WeakKeyDictionary()
 
     async def probe(self, instance: Instance) -> Probe | None:
         """Ask a prefill engine for one token, and learn its identity from the answer. Raises nothing.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from layerpush.apps.proxy.fleet import Fleet
 from layerpush.apps.proxy.gate import Gate
-from layerpush.apps.proxy.instance import Instance
 
 if TYPE_CHECKING:
     from layerpush.apps.proxy.legs import LegFailedError
@@ -32,7 +33,9 @@ class Metrics:
             "after_prefill_seconds", "From P's answer to D's first token, of streams; 0 if D answered first"
         )
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
-        self._watch(fleet, gate)
+        self._gauge("requests_under_way", "Requests under way").set_function(lambda: gate.under_way)
+        self._gauge("requests_queued", "Requests that wait in the queue").set_function(lambda: gate.queued)
+        self._registry.register(_Instances(fleet))
 
     def leg_failed(self, failure: LegFailedError) -> None:
         """Count a leg that failed."""
@@ -48,23 +51,28 @@ class Metrics:
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(f"layerpush_proxy_{name}", help_text, ("endpoint",), registry=self._registry, buckets=SECONDS)
 
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"layerpush_proxy_{name}", help_text, labels, registry=self._registry)
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"layerpush_proxy_{name}", help_text, registry=self._registry)
 
-    def _watch(self, fleet: Fleet, gate: Gate) -> None:
-        """Gauges whose values are read when Prometheus scrapes."""
-        self._gauge("requests_under_way", "Requests under way").set_function(lambda: gate.under_way)
-        self._gauge("requests_queued", "Requests that wait in the queue").set_function(lambda: gate.queued)
-        engine = ("role", "engine")
-        healthy = self._gauge("engine_healthy", "1 if requests are sent to it", *engine)
-        known = self._gauge("engine_identity_known", "1 if P and D can be asked at the same time", *engine)
-        tokens = self._gauge("engine_outstanding_tokens", "Estimated tokens that it has to compute", *engine)
-        for each in fleet:
-            healthy.labels(each.role, each.url).set_function(partial(getattr, each, "healthy"))
-            tokens.labels(each.role, each.url).set_function(partial(getattr, each, "outstanding_tokens"))
+
+class _Instances(Collector):
+    """Gauges of the instances that are listed when Prometheus scrapes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        healthy = _family("engine_healthy", "1 if requests are sent to it")
+        known = _family("engine_identity_known", "1 if P and D can be asked at the same time")
+        tokens = _family("engine_outstanding_tokens", "Estimated tokens that it has to compute")
+        for each in self._fleet:
+            labels = (each.role, each.url)
+            healthy.add_metric(labels, each.healthy)
+            tokens.add_metric(labels, each.outstanding_tokens)
             if each.role == "prefill":
-                known.labels(each.role, each.url).set_function(partial(_identity_known, each))
+                known.add_metric(labels, each.identity is not None)
+        yield from (healthy, known, tokens)
 
 
-def _identity_known(instance: Instance) -> bool:
-    return instance.identity is not None
+def _family(name: str, help_text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"layerpush_proxy_{name}", help_text, labels=("role", "engine"))

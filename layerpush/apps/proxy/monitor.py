@@ -22,27 +22,44 @@ class Monitor:
     """One task for each instance checks it. A request that needs the outcome at once calls ``check``."""
 
     def __init__(self, fleet: Fleet, engines: Engines, introductions: Introductions) -> None:
-        self._watches = {each: _Watch(each, fleet, engines, introductions) for each in fleet}
+        self._fleet = fleet
+        self._engines = engines
+        self._introductions = introductions
+        self._watches: dict[Instance, _Watch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Check all instances while the block runs."""
-        tasks = [asyncio.create_task(watch.run(), name=f"watch {each}") for each, watch in self._watches.items()]
+        self.follow()
         try:
             yield
         finally:
-            for watch in self._watches.values():
-                tasks += watch.under_way()
+            tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def follow(self) -> None:
+        """Watch the instances that the fleet lists now, and no others."""
+        listed = list(self._fleet)
+        for instance in self._watches.keys() - set(listed):
+            logger.info("%s is no longer listed: it gets no new requests", instance)
+            self._watches.pop(instance).end()
+        for instance in listed:
+            if instance not in self._watches:
+                watch = self._watches[instance] = _Watch(instance, self._fleet, self._engines, self._introductions)
+                task = asyncio.create_task(watch.run(), name=f"watch {instance}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def heed(self, failure: LegFailedError) -> None:
         """Note a failed request. After a lost connection, check at once. If nobody listens: unhealthy until then."""
         if failure.gone:
             failure.instance.lost(str(failure))
-        if failure.gone or failure.broken:
-            self._watches[failure.instance].request_check()
+        watch = self._watches.get(failure.instance)
+        if watch is not None and (failure.gone or failure.broken):
+            watch.request_check()
 
     async def check(self, instances: Iterable[Instance]) -> None:
         """Check whether they are healthy now. A check that is under way counts."""
@@ -60,11 +77,24 @@ class _Watch:
         self._probing: asyncio.Task[None] | None = None
         self._delivering: asyncio.Task[None] | None = None
         self._check_requested = asyncio.Event()
+        self._ended = False
         self._next_probe = 0.0
         self._probe_interval_s = engines.settings.health_check_interval_s
 
     async def run(self) -> None:
-        while True:
+        """Check the instance until ``end``. Cancellation also ends a check or probe that is under way."""
+        try:
+            await self._run()
+            while tasks := self._under_way():
+                await asyncio.wait(tasks)
+        finally:
+            tasks = self._under_way()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while not self._ended:
             self._check_requested.clear()
             try:
                 await self.check()
@@ -75,9 +105,15 @@ class _Watch:
                 async with asyncio.timeout(self._settings.health_check_interval_s):
                     await self._check_requested.wait()
 
-    def under_way(self) -> list[asyncio.Task[None]]:
-        """Tasks that may outlive their callers."""
-        return [task for task in (self._checking, self._probing, self._delivering) if task is not None]
+    def end(self) -> None:
+        """Start no more checks. One that is under way ends by itself: a request may wait for it."""
+        self._ended = True
+        self._check_requested.set()
+
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        """Tasks that may outlive their callers, and have not ended."""
+        tasks = (self._checking, self._probing, self._delivering)
+        return [task for task in tasks if task is not None and not task.done()]
 
     def request_check(self) -> None:
         self._check_requested.set()

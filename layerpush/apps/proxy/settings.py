@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from layerpush.apps.proxy.identity import Identity
 
 IDENTITY = "--prefill-identity"
+DNS = "dns://"
+"""Begins the option of a DNS name that has the addresses of several engines."""
 _ENGINES, _DISPATCH, _LIMITS, _HEALTH = "Engines", "Dispatch", "Limits", "Health checks"
 
 
@@ -36,6 +39,20 @@ def engine_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def engine_option(text: str) -> str:
+    """The URL of one engine, or ``dns://HOST:PORT``. Raises ``typer.BadParameter``."""
+    if not text.startswith(DNS):
+        return engine_url(text)
+    try:
+        parts = urlsplit(text)
+        usable = bool(parts.hostname and parts.port) and text.rstrip("/") == DNS + parts.netloc and not parts.username
+    except ValueError:
+        usable = False
+    if not usable:
+        raise typer.BadParameter(f"{text!r} is no DNS name of engines; write dns://HOST:PORT, with the engines' port")
+    return DNS + parts.netloc
+
+
 def _option(help_text: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel, **more)
 
@@ -45,13 +62,31 @@ class Settings:
     """The operator's settings. Names that end in ``_s`` are durations in seconds."""
 
     prefill: Annotated[
-        list[str],
-        _option("API server of a prefill engine; repeat it for more.", _ENGINES, metavar="URL", parser=engine_url),
-    ]
+        list[str] | None,
+        _option(
+            "API server of a prefill engine, or dns://HOST:PORT for all addresses of a name; repeat it for more.",
+            _ENGINES,
+            metavar="URL",
+            parser=engine_option,
+        ),
+    ] = None
     decode: Annotated[
-        list[str],
-        _option("API server of a decode engine; repeat it for more.", _ENGINES, metavar="URL", parser=engine_url),
-    ]
+        list[str] | None,
+        _option(
+            "API server of a decode engine, or dns://HOST:PORT for all addresses of a name; repeat it for more.",
+            _ENGINES,
+            metavar="URL",
+            parser=engine_option,
+        ),
+    ] = None
+    engines_file: Annotated[
+        Path | None,
+        _option(
+            "JSON or TOML file with the lists `prefill` and `decode`, in the place of these options.",
+            _ENGINES,
+            metavar="FILE",
+        ),
+    ] = None
     prefill_identity: Annotated[
         list[str] | None,
         _option(
@@ -96,7 +131,14 @@ class Settings:
         float, _option("Deadline for a whole request, including its wait in the queue.", _LIMITS, min=0.001)
     ] = 1800.0
     drain_timeout_s: Annotated[int, _option("After SIGTERM, deadline for the requests that run.", _LIMITS, min=0)] = 300
-    health_check_interval_s: Annotated[float, _option("Time between two checks of an engine.", _HEALTH, min=0.01)] = 5.0
+    health_check_interval_s: Annotated[
+        float,
+        _option(
+            "Time between two checks of an engine, and between two reads of DNS names or of the file.",
+            _HEALTH,
+            min=0.01,
+        ),
+    ] = 5.0
     health_check_timeout_s: Annotated[float, _option("Deadline for one check.", _HEALTH, min=0.001)] = 5.0
     health_failure_threshold: Annotated[
         int, _option("Failed checks in a row that take an engine out of service.", _HEALTH, min=1)
@@ -106,12 +148,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ``typer.BadParameter``."""
-        for flag, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if len(set(urls)) < len(urls):
-                raise typer.BadParameter(f"{flag} names the same engine twice")
-        both = set(self.prefill) & set(self.decode)
-        if both:
-            raise typer.BadParameter(f"--prefill and --decode are both {both.pop()}; an engine has one role")
+        if self.engines_file is not None and (self.prefill or self.decode):
+            raise typer.BadParameter("--engines-file has all engines; give either it, or --prefill and --decode")
+        if self.engines_file is None and not (self.prefill and self.decode):
+            raise typer.BadParameter("give --prefill and --decode, or --engines-file")
+        check_roles(self.prefill or (), self.decode or ())
         _ = self.identities
 
     @cached_property
@@ -119,11 +160,21 @@ class Settings:
         """The identities that the operator gave, by prefill URL. Raises ``typer.BadParameter``."""
         found: dict[str, Identity] = {}
         for value in self.prefill_identity or ():
-            url, identity = _identity(value, self.prefill)
+            url, identity = _identity(value, [each for each in self.prefill or () if not each.startswith(DNS)])
             if url in found:
                 raise typer.BadParameter(f"{url} is given twice; an engine has one identity", param_hint=IDENTITY)
             found[url] = identity
         return found
+
+
+def check_roles(prefill: Sequence[str], decode: Sequence[str]) -> None:
+    """Raises ``typer.BadParameter`` if an engine is listed twice."""
+    for role, urls in (("prefill", prefill), ("decode", decode)):
+        if len(set(urls)) < len(urls):
+            raise typer.BadParameter(f"{role} names the same engine twice")
+    both = set(prefill) & set(decode)
+    if both:
+        raise typer.BadParameter(f"prefill and decode are both {min(both)}; an engine has one role")
 
 
 def _identity(value: str, prefill: Sequence[str]) -> tuple[str, Identity]:
@@ -137,7 +188,7 @@ def _identity(value: str, prefill: Sequence[str]) -> tuple[str, Identity]:
     if not equals:
         problem = f"{value!r}: write URL=JSON, the URL being one of --prefill"
     elif url not in prefill:
-        problem = f"{url}: no --prefill has this URL; they are {', '.join(prefill)}"
+        problem = f"{url}: no --prefill has this URL" + (f"; they are {', '.join(prefill)}" if prefill else "")
     else:
         try:
             return url, Identity.from_params(msgspec.json.decode(text))

@@ -59,6 +59,8 @@ class Stub:
         self.faults: deque[Fault] = deque()
         self.hold: asyncio.Event | None = None
         self.hold_probes: asyncio.Event | None = None
+        self.hold_health: asyncio.Event | None = None
+        self.checks = 0
         self.greeting = ""
         """A header's value in D's answers."""
         self.step: asyncio.Semaphore | None = None
@@ -104,6 +106,9 @@ class Stub:
         await self.start()
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.checks += 1
+        if self.hold_health is not None:
+            await self.hold_health.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -110,6 +110,7 @@ def test_a_p_that_others_would_look_for_on_their_own_machine(caplog: pytest.LogC
     for url, warned in (("http://127.0.0.1:8000", False), ("http://localhost:8000", False), ("http://p:8000", True)):
         caplog.clear()
         introductions.learn(
-            Instance("prefill", url, Settings(prefill=[url], decode=[])), msgspec.Raw(msgspec.json.encode(local))
+            Instance("prefill", url, Settings(prefill=[url], decode=["http://d"])),
+            msgspec.Raw(msgspec.json.encode(local)),
         )
         assert ("VLLM_NIXL_SIDE_CHANNEL_HOST" in caplog.text) == warned

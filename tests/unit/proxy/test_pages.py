@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import layerpush.apps.proxy.server
 from layerpush.apps.cli import app
 from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.discovery import read_engines_file
 from layerpush.apps.proxy.identity import Identity
 from layerpush.apps.proxy.policy import FAIR_SHARE, SLACK_TOKENS, Policy
 from layerpush.apps.proxy.settings import Settings
@@ -67,16 +68,20 @@ def test_the_page_names_every_policy_and_its_bounds() -> None:
     assert f"{FAIR_SHARE:g} times the mean to do and {SLACK_TOKENS:,} tokens more" in text
 
 
-@pytest.mark.parametrize("command", [each for each in blocks(PROXY) if each.startswith("layerpush proxy")])
+@pytest.mark.parametrize("command", [each for each in blocks(PROXY) if "layerpush proxy" in each])
 def test_the_commands_start_a_proxy(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[Any] = []
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(layerpush.apps.proxy.server, "serve", lambda *arguments: started.append(arguments) or True)
     script = f'layerpush() {{ printf "%s\\0" "$@"; }}\n{command}'
     words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert CliRunner().invoke(app, words).exit_code == 0
     ((settings,),) = started
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
-    assert settings.prefill[0] == "http://10.0.0.1:8000"
+    if "--engines-file" in words:
+        assert read_engines_file(settings.engines_file)["decode"] == ["http://10.0.0.2:8000"]
+    else:
+        assert settings.prefill[0] in ("http://10.0.0.1:8000", "dns://layerpush-prefill:8000")
     if "--prefill-identity" in words:
         assert settings.identities == {"http://10.0.0.1:8000": Identity("prefill-0", "10.0.0.1", 5600, 1)}
 

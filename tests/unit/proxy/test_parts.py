@@ -312,7 +312,7 @@ class TestHealth:
     def instance(self, *identity: str) -> Instance:
         settings = Settings(
             prefill=["http://p"],
-            decode=[],
+            decode=["http://d"],
             prefill_identity=list(identity),
             health_failure_threshold=2,
             health_success_threshold=2,

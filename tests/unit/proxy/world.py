@@ -16,6 +16,7 @@ import aiohttp
 from multidict import CIMultiDictProxy
 
 from layerpush.apps.proxy.core import Proxy
+from layerpush.apps.proxy.discovery import Source
 from layerpush.apps.proxy.server import DrainingServer
 from layerpush.apps.proxy.settings import Settings
 from tests.unit.proxy.stub import MODEL, Network, Stub, running
@@ -106,11 +107,13 @@ async def world(
     d0: Mapping[str, Any] = MappingProxyType({}),
     wait: bool = True,
     identity: dict[str, Any] | None = None,
+    listed: Callable[[list[Stub], list[Stub]], Source] | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
     """Engines p0, p1, ... and d0, d1, ..., and a proxy before them, ready if ``wait``.
 
-    ``p0`` and ``d0``: attributes of these stubs. ``identity``: p0's, as the operator gives it.
+    ``p0`` and ``d0``: attributes of these stubs. ``identity``: p0's, as the operator gives it. ``listed``: makes the
+    source that lists the engines.
     """
     network = Network()
     prefill = [Stub(network, "prefill", f"p{index}") for index in range(prefills)]
@@ -124,7 +127,7 @@ async def world(
         urls = {"prefill": [stub.url for stub in prefill], "decode": [stub.url for stub in decode]}
         if identity is not None:
             own["prefill_identity"] = [f"{prefill[0].url}={json.dumps(identity)}"]
-        proxy = Proxy(Settings(**urls, **own, **SOON | settings))
+        proxy = Proxy(Settings(**urls, **own, **SOON | settings), listed(prefill, decode) if listed else None)
         server = DrainingServer(proxy)
         serving = asyncio.create_task(server.serve())
         here = World(network, prefill, decode, f"http://127.0.0.1:{port}", proxy)
