@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from bench.pair import command
 from bench.pair.lists import names, numbers, percents
 from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
+from bench.pair.unfinished import Unfinished
 from bench.plot.kinds import FORWARD
 
 MODES = ("auto", "layer", "chunk", "request")
@@ -189,8 +191,24 @@ def main(
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
     orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
+    path = out or (preset.file and OUTPUT / preset.file)
+
+    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, object]:
+        cells = [*answers[: len(cases)], *answers[len(cases) + len(grown) :]]
+        of_lines = list(zip(growing, answers[len(cases) :], strict=False))
+        points = [(each.what, each.value, cell) for each, cell in of_lines]
+        fitted = lines(points) if len(answers) == len(orders) else ()
+        return command.header(settings, repeats, about, started_at) | {
+            "misses": report.missed(cells),
+            "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
+            "cells": [cell.as_json() for cell in cells],
+            "lines": [asdict(line) for line in fitted],
+            "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
+        }
+
+    unfinished = Unfinished(path or None, body)
     with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
-        answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line)
+        answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line, unfinished)
     cells: list[Cell] = answers[: len(cases)] + answers[len(cases) + len(grown) :]
     of_lines = list(zip(growing, answers[len(cases) :], strict=False))
     fitted = list(lines([(each.what, each.value, cell) for each, cell in of_lines]))
@@ -199,16 +217,9 @@ def main(
         console.print(report.growth(fitted))
     missed = report.missed(cells)
     console.print(*(missed or ["every figure is within its limits"]), sep="\n", markup=False)
-    path = out or (preset.file and OUTPUT / preset.file)
     if path is None:
         return
-    result = command.header(settings, repeats, about, started_at) | {
-        "misses": missed,
-        "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
-        "cells": [cell.as_json() for cell in cells],
-        "lines": [asdict(line) for line in fitted],
-        "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
-    }
+    result = body(answers, about)
     command.publish(
         console,
         path,
@@ -216,6 +227,7 @@ def main(
         lambda picture: FORWARD.draw(result, picture, "Pushes during a synthetic forward"),
         f"{len(left_out)} prompts above {most_mib} MiB",
     )
+    unfinished.remove()
 
 
 if __name__ == "__main__":

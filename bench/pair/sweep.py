@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from bench.pair.orders import WrongBytesError
 from bench.pair.processes import Pair, PairError
 from bench.pair.settings import Settings
+from bench.pair.unfinished import Unfinished
 from bench.pair.wires import Wire
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
@@ -40,19 +41,23 @@ def sweep(
     orders: Sequence[Order],
     settings: Settings,
     line: Callable[[Any], str],
+    unfinished: Unfinished | None = None,
 ) -> tuple[list[Any], dict[str, object]]:
     """P's answers to all orders, and a description of the processes by link. Orders of one link are consecutive.
 
-    Prints the ``line`` of each answer. Raises ``typer.Exit``: status 1 for wrong bytes, 2 for a failed process or link,
-    128 + signal after a signal. Main thread only: it installs signal handlers.
+    Prints the ``line`` of each answer. ``unfinished`` keeps the answers so far, unless a byte is wrong. Raises
+    ``typer.Exit``: status 1 for wrong bytes, 2 for a failed process or link, 128 + signal after a signal. Main thread
+    only: it installs signal handlers.
     """
     try:
         with Interrupts() as interrupts:
-            return _sweep(console, package, lambda link: wire_of(link, interrupts), orders, settings, line)
+            return _sweep(console, package, lambda link: wire_of(link, interrupts), orders, settings, line, unfinished)
     except Interrupted as interrupted:
-        console.print(f"[yellow]{interrupted}; both processes and their link are gone, nothing is written.[/]")
+        console.print(f"[yellow]{interrupted}; both processes and their link are gone, the result is not written.[/]")
         raise typer.Exit(interrupted.exit_status) from None
     except WrongBytesError as error:
+        if unfinished is not None:
+            unfinished.remove()
         console.print(f"{error}: nothing is written", style="red", markup=False)
         raise typer.Exit(1) from error
     except (PairError, LinkError) as error:
@@ -72,6 +77,7 @@ def _sweep(
     orders: Sequence[Order],
     settings: Settings,
     line: Callable[[Any], str],
+    unfinished: Unfinished | None,
 ) -> tuple[list[Any], dict[str, object]]:
     answers: list[Any] = []
     about: dict[str, object] = {}
@@ -87,6 +93,8 @@ def _sweep(
                     began = time.monotonic()
                     answers.append(pair.ask(order))
                     spent += time.monotonic() - began
+                    if unfinished is not None:
+                        unfinished.keep(answers, about)
                     left = time_left(every[len(answers) :], every[: len(answers)], spent)
                     bar.update(task, advance=1, left=f"about {left / 60:.1f} min left")
                     console.print(line(answers[-1]), "" if console.is_terminal else f"  about {left / 60:.1f} min left")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from bench.pair.lists import names, numbers
 from bench.pair.settings import Settings
 from bench.pair.sweep import sweep
 from bench.pair.tables import PATTERNS
+from bench.pair.unfinished import Unfinished
 from bench.pair.wires import CUDA_IPC, SHM, TCP, Wire
 from bench.push.cells import Cell, summary
 from bench.push.orders import Measure
@@ -126,19 +127,23 @@ def main(
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     orders = [(link, point, Measure(point, repeats)) for link in wanted_links for point in wanted]
     started_at = time.monotonic()
-    answers, about = sweep(console, "bench.push", _wire_of, orders, settings, line)
-    cells: list[Cell] = answers
-    result = command.header(settings, repeats, about, started_at) | {
-        "summary": summary(cells),
-        "left_out": [asdict(point) for point in left_out],
-        "cells": [cell.as_json() for cell in cells],
-    }
+    path = command.path_of(out, quick, "push.json")
+
+    def body(cells: Sequence[Cell], about: Mapping[str, object]) -> dict[str, Any]:
+        return command.header(settings, repeats, about, started_at) | {
+            "summary": summary(list(cells)),
+            "left_out": [asdict(point) for point in left_out],
+            "cells": [cell.as_json() for cell in cells],
+        }
+
+    unfinished = Unfinished(path, body)
+    cells, about = sweep(console, "bench.push", _wire_of, orders, settings, line, unfinished)
+    result = body(cells, about)
     console.print(tables(result, PATTERNS), markup=False)
     console.print(model(cells))
     missed = misses(cells)
     if missed is not None:
         console.print(missed)
-    path = command.path_of(out, quick, "push.json")
     if path is not None:
         title = f"A WRITE between two processes on one {'GPU' if device == 'cuda' else 'machine'}, by plan"
         left = f"{len(left_out)} points above {most_mib} MiB"
@@ -148,6 +153,7 @@ def main(
             return [picture]
 
         command.publish(console, path, result, draw, left)
+        unfinished.remove()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from bench import OUTPUT
 from bench.pair.lists import names, numbers
 from bench.serve.command import Choices, run_command
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
-from bench.serve.plan import LOOPBACK, MODES, Load
+from bench.serve.plan import COMPARE, LOOPBACK, MODES, Compare, Load
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, described
 
 PIPE_WIDTH = 200
@@ -106,6 +106,13 @@ def main(
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.", rich_help_panel=_WHAT)] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.", rich_help_panel=_WHAT)] = 0,
+    compare: Annotated[
+        Compare,
+        typer.Option(
+            help="; ".join(f"{how}: compare answers {what}" for how, what in COMPARE.items()) + ".",
+            rich_help_panel=_WHAT,
+        ),
+    ] = "aggregated",
     quick: Annotated[
         bool, typer.Option("--quick", help="One length, few rounds: some minutes on two cores.", rich_help_panel=_WHAT)
     ] = False,
@@ -187,8 +194,8 @@ def main(
 
     All modes run at once, and the bench suspends the engines of all modes but one. In each round each mode gets the
     same prompts. Each round begins with another mode, so disturbances of the machine hit all modes. The bench compares
-    all answers with the aggregated engine's. If one differs, it writes nothing and the exit status is 1. The exit
-    status is 2 if the run failed otherwise.
+    all answers with the aggregated engine's, or as `--compare` says. If one differs, it writes nothing and the exit
+    status is 1. The exit status is 2 if the run failed otherwise.
 
     The tables show time to first token (TTFT) and per further token (TPOT), throughput, the slowdown of prefill against
     the aggregated engine, the exposed time, which the transfer adds after prefill, and the hand-over: the time from
@@ -227,6 +234,7 @@ def main(
             requests=requests or (QUICK_REQUESTS if quick else REQUESTS),
             answer_tokens=answer_tokens,
             seed=seed,
+            compare=compare,
             corrupt=corrupt,
             at=at or [],
             model=model,

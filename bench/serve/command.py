@@ -16,7 +16,7 @@ from bench.serve.driver import Driver, DriverError
 from bench.serve.lineup import DEFAULT_STEP_TOKENS, LAYERPUSH, Lineup, Model, connector_config, longest_prompt
 from bench.serve.measured import RequestsFailedError
 from bench.serve.parts import Parts, PartsError
-from bench.serve.plan import AGGREGATED, LOOPBACK, Load, Plan, Setup
+from bench.serve.plan import AGGREGATED, LOOPBACK, Compare, Load, Plan, Setup
 from bench.serve.report import Lines, missed, tables
 from bench.serve.results import AUTO, CellResult, by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
@@ -52,6 +52,7 @@ class Choices:
     requests: int
     answer_tokens: int
     seed: int
+    compare: Compare = "aggregated"
     corrupt: bool = False
     at: Sequence[str] = ()
     model: str | None = None
@@ -121,6 +122,7 @@ class Choices:
             requests=self.requests,
             answer_tokens=self.answer_tokens,
             seed=self.seed,
+            compare=self.compare,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -162,13 +164,15 @@ def run_command(console: Console, choices: Choices) -> int:
             cells = [cell for setup in plan.setups for cell in plan.cells(setup)]
             results = by_cell(cells, plan.modes, parts.calls)
             console.print(*tables(results), sep="\n")
+            if not compared(results, plan.right):
+                console.print("No answer is compared: no two modes compute in the same shapes")
             if AUTO in plan.modes:
                 console.print(*(missed(results) or ["All modes are within their limits"]), sep="\n", markup=False)
             if choices.out is not None:
                 named = None if choices.model is None else unplaced(str(choices.model))
                 said = choices.settings() | {"model": named}
                 head = about | {"settings": said, "model": named or _about_model(choices.own_shape)}
-                _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, results)
+                _write(choices.out, head | {"seconds": round(time.monotonic() - began)}, plan, results)
                 parts.remove()
                 console.print(f"Written: {choices.out}")
     except Interrupted as interrupted:
@@ -227,8 +231,9 @@ def _about_model(shape: ModelShape) -> dict[str, Any]:
     return {**asdict(shape), "kv_bytes_per_token": shape.kv_bytes_per_token}
 
 
-def _write(path: Path, head: Mapping[str, Any], results: Sequence[CellResult]) -> None:
-    answers = {"compared": compared(results), "wrong": 0}
+def _write(path: Path, head: Mapping[str, Any], plan: Plan, results: Sequence[CellResult]) -> None:
+    unlike = sum(1 for result in results for _ in result.wrong())
+    answers = {"compared": compared(results, plan.right), "wrong": 0, "unlike_aggregated": unlike}
     body = {"answers": answers, "cells": [result.as_json() for result in results]}
     write(path, {**head, **body})
 

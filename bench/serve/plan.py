@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 AGGREGATED, TOKEN = "aggregated", "token"
 MODES = {
@@ -17,6 +18,13 @@ MODES = {
     TOKEN: "layerpush's defaults: as auto, and D starts with P's first token",
 }
 LOOPBACK = "loopback"
+Compare = Literal["aggregated", "shapes"]
+COMPARE: dict[Compare, str] = {
+    "aggregated": "with the aggregated engine's",
+    "shapes": "with those of a mode whose engines compute in the same shapes, because kernels of other shapes round "
+    "differently: token with aggregated, and all other modes with the first of them",
+}
+"""The answers with which those of a mode are compared."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class Plan:
     requests: int
     answer_tokens: int
     seed: int
+    compare: Compare = "aggregated"
 
     def cells(self, setup: Setup) -> list[Cell]:
         """The cells that the engines of one setup serve."""
@@ -118,6 +127,16 @@ class Plan:
     def seed_of(self, call: Call) -> int:
         """The seed of a call's prompts and arrivals: equal in all modes of a round, different between rounds."""
         return self.seed + call.round
+
+    def right(self, mode: str) -> str:
+        """The mode whose answers a mode must give. A mode of these shapes alone has itself.
+
+        In ``token`` P computes the first token with the prompt, as the aggregated engine does. In all others D computes
+        it in a step of one token.
+        """
+        if self.compare == "aggregated" or mode in (AGGREGATED, TOKEN):
+            return AGGREGATED
+        return next(each for each in self.modes if each not in (AGGREGATED, TOKEN))
 
     @property
     def streams(self) -> int:

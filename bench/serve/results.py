@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -99,12 +99,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Wrong:
-    """An answer that is not the aggregated engine's."""
+    """An answer that is not that of ``reference``, a mode."""
 
     cell: Cell
     round: int
     mode: str
     request: int
+    reference: str
     right: str
     answer: str
 
@@ -190,15 +191,16 @@ class CellResult:
             return None
         return difference_of_medians(*([float(np.median(each)) for each in series.rounds] for series in (ours, one)))
 
-    def wrong(self) -> Iterator[Wrong]:
-        """Answers that differ, of all rounds in which the aggregated engine has answered."""
-        right = {call.round: call.answers for call in self.calls.get(AGGREGATED, ())}
+    def wrong(self, reference_of: Callable[[str], str] = lambda _: AGGREGATED) -> Iterator[Wrong]:
+        """Answers that differ from those of the mode ``reference_of(mode)``, of all rounds in which it has answered."""
         for mode, calls in self.calls.items():
+            reference = reference_of(mode)
+            right = {call.round: call.answers for call in self.calls.get(reference, ())}
             for call in calls:
                 pairs = zip(call.answers, right.get(call.round, call.answers), strict=True)
                 for number, (answer, expected) in enumerate(pairs):
                     if answer != expected:
-                        yield Wrong(self.cell, call.round, mode, number, expected, answer)
+                        yield Wrong(self.cell, call.round, mode, number, reference, expected, answer)
 
     def as_json(self) -> dict[str, Any]:
         setup, load = self.cell.setup, self.cell.load
@@ -248,14 +250,14 @@ def by_cell(cells: Sequence[Cell], modes: Sequence[str], calls: Sequence[Measure
     return results
 
 
-def compared(results: Sequence[CellResult]) -> int:
-    """The number of answers that were compared with the aggregated engine's."""
+def compared(results: Sequence[CellResult], reference_of: Callable[[str], str] = lambda _: AGGREGATED) -> int:
+    """The number of answers that were compared with those of another mode."""
     return sum(
         len(call.answers)
         for result in results
         for mode, calls in result.calls.items()
         for call in calls
-        if mode != AGGREGATED
+        if mode != reference_of(mode)
     )
 
 

@@ -24,10 +24,10 @@ from layerpush.worker.thread_name import WRITER
 
 
 class WrongAnswersError(Exception):
-    """Answers differ from the aggregated engine's."""
+    """Answers of a mode differ from those that it must give."""
 
     def __init__(self, wrong: Sequence[Wrong]) -> None:
-        super().__init__(f"{len(wrong)} answers differ from the aggregated engine's; {wrong[0]}")
+        super().__init__(f"{len(wrong)} answers differ from those of {wrong[0].reference}; {wrong[0]}")
         self.wrong = wrong
 
 
@@ -85,7 +85,7 @@ class Run:
         """Compare all answers so far. Raises ``WrongAnswersError``."""
         cells = [cell for setup in self.plan.setups for cell in self.plan.cells(setup)]
         results = by_cell(cells, self.plan.modes, self.parts.calls)
-        if wrong := [each for result in results for each in result.wrong()]:
+        if wrong := [each for result in results for each in result.wrong(self.plan.right)]:
             raise WrongAnswersError(wrong)
 
     def _measure(self, waiting: Sequence[Call], targets: Targets) -> None:

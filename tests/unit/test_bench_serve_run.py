@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.serve.parts import Parts, PartsError
-from bench.serve.plan import AGGREGATED, Plan, Setup
-from bench.serve.results import by_cell
+from bench.serve.plan import AGGREGATED, TOKEN, Plan, Setup
+from bench.serve.results import by_cell, compared
 from bench.serve.run import Run, WrongAnswersError
 from tests.unit.serve_rig import CELL, MODES, SETUP, Heard, StubClient, StubSite, plan
 
@@ -78,6 +78,31 @@ def test_a_wrong_answer_is_found_whoever_answers_first(tmp_path: Path) -> None:
     this = plan(modes=("layer", AGGREGATED), rounds=2)
     with pytest.raises(WrongAnswersError):
         run(tmp_path / "serve.json", StubClient(answers={AGGREGATED: ["other"]}), this)[0].measure()
+
+
+def test_answers_of_other_shapes_need_not_be_the_same(tmp_path: Path) -> None:
+    """On a GPU a kernel of another shape rounds differently; modes of the same shapes still must agree."""
+    other = StubClient(answers={AGGREGATED: ["rounded differently"]})
+    this, _, _ = run(tmp_path / "serve.json", other, plan(compare="shapes"))
+    this.measure()
+    (result,) = by_cell([CELL], MODES, this.parts.calls)
+    assert {each.mode for each in result.wrong()} == {"request", "layer"}
+    assert compared([result], this.plan.right) == compared([result]) / 2, "layer with request, which has none to equal"
+    wrong = StubClient(answers={"layer": ["wrong"]})
+    with pytest.raises(WrongAnswersError, match=r"those of request; layer at .*'wrong' instead of 'right 0'"):
+        run(tmp_path / "other.json", wrong, plan(compare="shapes"))[0].measure()
+
+
+@pytest.mark.parametrize(
+    ("modes", "right"),
+    [
+        ((AGGREGATED, "auto", "request", TOKEN), [AGGREGATED, "auto", "auto", AGGREGATED]),
+        ((AGGREGATED, "auto"), [AGGREGATED, "auto"]),
+    ],
+)
+def test_modes_that_compute_in_the_same_shapes(modes: tuple[str, ...], right: list[str]) -> None:
+    assert [plan(modes=modes, compare="shapes").right(mode) for mode in modes] == right
+    assert {plan(modes=modes).right(mode) for mode in modes} == {AGGREGATED}
 
 
 def test_settings_have_to_be_the_same(tmp_path: Path) -> None:

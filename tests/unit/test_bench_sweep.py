@@ -1,0 +1,89 @@
+"""A run of two processes that ends too early: which figures it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from bench.pair import sweep as sweeping
+from bench.pair.orders import WrongBytesError
+from bench.pair.processes import PairError
+from bench.pair.settings import Settings
+from bench.pair.sweep import sweep
+from bench.pair.unfinished import Unfinished
+
+
+class Case:
+    weight = 1
+
+
+class Pair:
+    """Answers with the order's number, and notes the file before each answer."""
+
+    about: Mapping[str, object] = {"ucx": "1.23"}
+
+    def __init__(self, failure: Exception | None, path: Path) -> None:
+        self.failure, self.path, self.seen = failure, path, list[Any]()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ask(self, order: int) -> int:
+        self.seen.append(json.loads(self.path.read_text())["cells"] if self.path.exists() else None)
+        if order == 2 and self.failure is not None:
+            raise self.failure
+        return order
+
+
+@contextmanager
+def no_wire(*_: object) -> Iterator[object]:
+    yield None
+
+
+def run(tmp_path: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, Unfinished]:
+    def body(answers: Sequence[Any], about: Mapping[str, object]) -> dict[str, object]:
+        return {"about": about, "cells": list(answers)}
+
+    unfinished = Unfinished(tmp_path / "push.json", body)
+    assert unfinished.path is not None
+    pair = Pair(failure, unfinished.path)
+    monkeypatch.setattr(sweeping, "Pair", lambda *_: pair)
+    orders: Any = [("shm", Case(), number) for number in range(3)]
+    sweep(Console(quiet=True), "bench.push", no_wire, orders, Settings(), str, unfinished)
+    return pair, unfinished
+
+
+def test_figures_are_kept_from_the_first_case_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, unfinished = run(tmp_path, None, monkeypatch)
+    assert pair.seen == [None, [0], [0, 1]]
+    assert [each.name for each in tmp_path.iterdir()] == ["push.unfinished.json"]
+    unfinished.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(typer.Exit):
+        run(tmp_path, PairError("a process has ended"), monkeypatch)
+    left = json.loads((tmp_path / "push.unfinished.json").read_text())
+    assert left == {"about": {"shm": {"ucx": "1.23"}}, "cells": [0, 1]}
+
+
+def test_a_wrong_byte_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(typer.Exit):
+        run(tmp_path, WrongBytesError("a byte"), monkeypatch)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_file_nothing_is_kept() -> None:
+    unfinished = Unfinished(None, lambda *_: {})
+    unfinished.keep([1], {})
+    unfinished.remove()
