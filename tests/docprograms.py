@@ -38,6 +38,7 @@ ANY_ARGUMENTS = frozenset(
         "python3",
         "ss",
         "ucx_info",
+        "vllm-router",
         "wait",
     ]
 )

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,13 @@ class Stack:
     prefills: list[Engine]
     start_prefill: Callable[[int, str], Engine]
 
-    def pushes(self) -> list[PushRecord]:
-        return read_pushes(self.trace_dir)
+    def pushes(self, known: Collection[str] = ()) -> list[PushRecord]:
+        """All but those of these requests."""
+        return [push for push in read_pushes(self.trace_dir) if push.request_id not in known]
+
+    def known(self) -> set[str]:
+        """The requests that P has pushed so far."""
+        return {push.request_id for push in self.pushes()}
 
     def text(self, prompt: str, *, chat: bool = False, stream: bool = False) -> str:
         """The router's answer."""
@@ -130,12 +135,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
     """The router asks P and D at the same time once it knows P."""
-    known = len(stack.pushes())
+    known = stack.known()
     for seed in range(2):  # one for each P
         prompt = words(TOKENS, seed=100 + seed + 2 * stream + 4 * chat)
         assert stack.text(prompt, chat=chat, stream=stream) == stack.right(prompt, chat=chat)
-    until(lambda: len(stack.pushes()) == known + 2, "traces of both pushes")
-    pushes = stack.pushes()[known:]
+    until(lambda: len(stack.pushes(known)) == 2, "traces of both pushes")
+    pushes = stack.pushes(known)
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
     assert {push.engine_id for push in pushes} == {engine.name for engine in stack.prefills}
 
@@ -148,12 +153,12 @@ def test_a_prefill_engine_dies_and_comes_back(stack: Stack) -> None:
     until(lambda: not dead.members(), "P is gone")
     stack.prefills[0] = stack.start_prefill(0, dead.name)
     until(stack.prefills[0].is_ready, "P is back", START_TIMEOUT_S)
-    known = len(stack.pushes())
+    known = stack.known()
 
     def is_served() -> bool:
-        prompt = words(300, seed=200 + len(stack.pushes()))
+        prompt = words(300, seed=200 + len(stack.pushes(known)))
         with contextlib.suppress(openai.APIError):
             assert stack.text(prompt) == stack.right(prompt)
-        return {push.engine_id for push in stack.pushes()[known:] if push.outcome == "completed"} >= {dead.name}
+        return {push.engine_id for push in stack.pushes(known) if push.outcome == "completed"} >= {dead.name}
 
     until(is_served, "the P that came back pushes again")
