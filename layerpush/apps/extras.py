@@ -11,7 +11,7 @@ Extra: TypeAlias = Literal["cpu", "proxy", "plot"]
 
 MODULES: dict[Extra, tuple[str, ...]] = {
     "cpu": ("aiohttp", "matplotlib", "nixl", "safetensors", "torch", "triton", "vllm", "zmq"),
-    "proxy": ("aiohttp", "fastapi", "prometheus_client", "starlette", "uvicorn"),
+    "proxy": ("aiohttp", "fastapi", "httptools", "prometheus_client", "starlette", "uvicorn"),
     "plot": ("matplotlib",),
 }
 """The import names of each extra's packages in pyproject.toml."""

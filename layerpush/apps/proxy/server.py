@@ -30,6 +30,7 @@ class DrainingServer(uvicorn.Server):
                 port=proxy.settings.port,
                 log_level=proxy.settings.log_level,
                 access_log=False,
+                http="httptools",  # h11 waits for the body of a request with two framings, which must be refused
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=proxy.settings.drain_timeout_s,
