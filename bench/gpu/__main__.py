@@ -43,7 +43,7 @@ def main(
             help="Folder for JSON, pictures and logs; the bench creates it.",
         ),
     ],
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit of each part, in minutes.")] = 8.0,
     model: Annotated[
         Path,
         typer.Option(metavar="DIR", file_okay=False, help="Folder of serve's model, 16 GB; built once."),
@@ -59,7 +59,7 @@ def main(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and run nothing.")] = False,
 ) -> None:
-    """Measure layerpush on one NVIDIA GPU, part by part, each within ten minutes.
+    """Measure layerpush on one NVIDIA GPU, part by part, each within eight minutes.
 
     PYTHON=... chooses the interpreter; else it is that of .venv, else python3. It must have a CUDA build of torch. The
     bench installs and downloads nothing. Two processes, or several engines, share the GPU: KV moves over CUDA IPC.

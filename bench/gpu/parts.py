@@ -9,28 +9,34 @@ from pathlib import Path
 
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy and beside matrix products",
-    "push": "two processes on the GPU over CUDA IPC: every write plan, and whether auto finds the best",
-    "forward": "the same two processes: the cost of pushes for a forward pass, and the exposed time after it",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
+    "eager": "the same engines with --enforce-eager instead of CUDA graphs",
+    "forward": "two processes on the GPU over CUDA IPC: the cost of pushes for a forward pass, and the exposed time",
+    "push": "the same two processes: every write plan, and whether auto finds the best",
+    "blocks": "serve with blocks of 16 and of 64 tokens instead of 32",
 }
+"""The most valuable first: whoever has a GPU for a short time has these figures."""
 TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
 """UCX's transports between two processes that share a GPU."""
 COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")
+ENGINE_MODULES = (
+    *COMMON_MODULES,
+    "nixl",
+    "msgspec",
+    "vllm",
+    "aiohttp",
+    "fastapi",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+)
 NEEDED_MODULES: Mapping[str, tuple[str, ...]] = {
     "kernels": (*COMMON_MODULES, "pytest", "pytest_timeout", "hypothesis"),
-    "push": (*COMMON_MODULES, "nixl", "msgspec"),
+    "serve": ENGINE_MODULES,
+    "eager": ENGINE_MODULES,
     "forward": (*COMMON_MODULES, "nixl", "msgspec"),
-    "serve": (
-        *COMMON_MODULES,
-        "nixl",
-        "msgspec",
-        "vllm",
-        "aiohttp",
-        "fastapi",
-        "safetensors",
-        "tokenizers",
-        "transformers",
-    ),
+    "push": (*COMMON_MODULES, "nixl", "msgspec"),
+    "blocks": ENGINE_MODULES,
 }
 MIB = 1 << 20
 
@@ -90,12 +96,13 @@ STEP_TOKENS = 8192
 def engines_for(gpu_mib: int) -> list[Engines]:
     """The runs of engines: both modes side by side if prompts of 64k fit that way, else each mode alone.
 
-    Each run also has the aggregated engine and layerpush's D. Raises ``TooSmallError``.
+    Side by side their answers are compared. Alone, those of ``token`` are compared with the aggregated engine's. Each
+    run also has the aggregated engine and layerpush's D. Raises ``TooSmallError``.
     """
     together = _engines("request,auto", 4, gpu_mib)
     if together and together.lengths[-1] >= LONG:
         return [together]
-    alone = [engines for mode in ("auto", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
+    alone = [engines for mode in ("token", "request") if (engines := _engines(mode, 3, gpu_mib)) is not None]
     if not alone:
         needed = 3 * (MODEL_BYTES + OVERHEAD_BYTES) // MIB + 3000
         raise TooSmallError(f"serve: three engines with 8B parameters take some {needed} MiB, the GPU has {gpu_mib}")
@@ -120,6 +127,7 @@ def _kernels(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
         "pytest",
         "tests/unit/kernels",
         "tests/unit/test_fences.py",
+        "tests/unit/test_staging_memory.py",
         "-m",
         "gpu",
         "-q",
@@ -147,26 +155,53 @@ def _forward(out: Path, _: Room, options: tuple[str, ...]) -> list[Step]:
 
 
 def _serve(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
-    runs = engines_for(room.gpu_mib)
-    steps = [Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)]
-    for engines in runs:
-        name = "serve" if len(runs) == 1 else f"serve-{engines.modes}"
-        result, logs = out / f"{name}.json", out / f"{name}-logs"
-        steps.append(Step(name, (*_measure(engines, room.model, result, logs), *options), share=0.8 / len(runs)))
-        traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
-        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), str(traces), "--out", str(out))))
+    return [_model(room), *_engine_runs("serve", out, room, "--no-enforce-eager", options)]
+
+
+def _eager(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
+    return [_model(room), *_engine_runs("eager", out, room, "--enforce-eager", options)]
+
+
+def _blocks(out: Path, room: Room, options: tuple[str, ...]) -> list[Step]:
+    steps = [_model(room)]
+    for size in (16, 64):
+        arguments = f"--no-enforce-eager --block-size {size}"
+        steps += _engine_runs(f"blocks-{size}", out, room, arguments, options, share=0.5)
     return steps
 
 
-def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[str, ...]:
+def _model(room: Room) -> Step:
+    return Step("model", ("-m", "bench.gpu.model", "--out", str(room.model)), share=0.3)
+
+
+def _engine_runs(
+    part: str, out: Path, room: Room, arguments: str, options: tuple[str, ...], share: float = 1.0
+) -> list[Step]:
+    """Engines with more ``arguments``, their pictures, and a check of their hooks."""
+    runs, steps = engines_for(room.gpu_mib), []
+    for engines in runs:
+        name = part if len(runs) == 1 else f"{part}-{engines.modes}"
+        result, logs = out / f"{name}.json", out / f"{name}-logs"
+        measure = (*_measure(engines, room.model, result, logs, arguments), *options)
+        steps.append(Step(name, measure, share=0.8 * share / len(runs)))
+        traces = logs / f"loopback-b{STEP_TOKENS}" / "trace"
+        steps.append(Step(f"{name}-pictures", ("-m", "bench.plot", str(result), str(traces), "--out", str(out))))
+        by_layer = [str(traces / mode) for mode in engines.modes.split(",") if mode != "request"]
+        if by_layer:
+            steps.append(Step(f"{name}-hooks", ("-m", "bench.gpu.hooks", *by_layer)))
+    return steps
+
+
+def _measure(engines: Engines, model: Path, result: Path, logs: Path, more: str) -> tuple[str, ...]:
     """The KV cache has a fixed size, because engines that start side by side cannot measure free memory."""
     arguments = (
         "--dtype bfloat16",
         f"--kv-cache-memory-bytes {engines.kv_bytes}",
         f"--gpu-memory-utilization {0.9 / engines.count:.2f}",
+        more,
     )
     return (
-        *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes),
+        *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes, "--compare", "shapes"),
         *("--lengths", ",".join(map(str, engines.lengths)), "--rounds", "3", "--requests", "2"),
         *("--max-num-batched-tokens", str(STEP_TOKENS), "--engine-args", " ".join(arguments)),
         *("--engine-env", f"UCX_TLS={TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
@@ -176,7 +211,9 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path) -> tuple[s
 
 _STEPS: Mapping[str, Callable[[Path, Room, tuple[str, ...]], list[Step]]] = {
     "kernels": _kernels,
-    "push": _push,
-    "forward": _forward,
     "serve": _serve,
+    "eager": _eager,
+    "forward": _forward,
+    "push": _push,
+    "blocks": _blocks,
 }

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from bench.gpu import __main__ as command
 from bench.gpu import host
+from bench.gpu.hooks import problems
 from bench.gpu.model import LLAMA_8B, config_of, write_model
 from bench.gpu.parts import (
     KV_BYTES_PER_TOKEN,
@@ -36,6 +37,7 @@ from bench.gpu.parts import (
 )
 from bench.gpu.running import Ending, Ran, Runner
 from layerpush.apps.demo.model import ModelShape
+from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
 from tests.docblocks import Command
 from tests.docprograms import check
 
@@ -56,7 +58,9 @@ def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
 
 
 def test_every_part_leaves_its_result_in_the_folder() -> None:
-    for part, result in (("kernels", "kernel"), ("push", "push"), ("forward", "forward"), ("serve", "serve")):
+    results = {"kernels": "kernel", "blocks": "blocks-16"}
+    for part in PARTS:
+        result = results.get(part, part)
         assert any(f"/out/{result}.json" in step.arguments for step in steps(part)), part
 
 
@@ -69,9 +73,10 @@ def test_every_part_is_described_and_knows_its_modules() -> None:
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
     """Pictures are drawn of what is there by then."""
-    for name in ("serve", "serve-auto", "serve-request"):
-        (tmp_path / f"{name}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
-        (tmp_path / f"{name}.json").touch()
+    for name in ("serve", "eager", "blocks-16", "blocks-64"):
+        for run in (name, f"{name}-token", f"{name}-request"):
+            (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
+            (tmp_path / f"{run}.json").touch()
     for step in steps_of(part, tmp_path, Room(gpu_mib, tmp_path), ()):
         check(Command(("python", *step.arguments), ()))
 
@@ -79,7 +84,7 @@ def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_options_go_to_the_bench_and_not_to_what_is_around_it(part: str, gpu_mib: int) -> None:
-    bench = "bench.kernel" if part == "kernels" else f"bench.{part}"
+    bench = {"kernels": "bench.kernel", "push": "bench.push", "forward": "bench.forward"}.get(part, "bench.serve")
     got = {step.arguments[1] for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[-2:] == OPTIONS}
     assert got == {bench}
     plain = [step.arguments for step in steps(part, gpu_mib) if step.arguments[1] == bench]
@@ -95,10 +100,67 @@ def test_a_large_gpu_has_both_modes_side_by_side_and_prompts_of_64k() -> None:
 
 
 def test_a_smaller_gpu_has_one_mode_after_the_other() -> None:
-    assert [one.modes for one in engines_for(H100)] == ["auto", "request"]
+    assert [one.modes for one in engines_for(H100)] == ["token", "request"]
     names = [step.name for step in steps("serve", H100)]
-    assert names == ["model", "serve-auto", "serve-auto-pictures", "serve-request", "serve-request-pictures"]
-    assert sum(step.share for step in steps("serve", H100) if not step.name.endswith("pictures")) <= 1.11
+    token = ["serve-token", "serve-token-pictures", "serve-token-hooks"]
+    assert names == ["model", *token, "serve-request", "serve-request-pictures"]
+    assert sum(step.share for step in steps("serve", H100) if step.arguments[1].startswith("bench.serve")) <= 0.81
+
+
+def options_of(step: Step) -> list[str]:
+    return step.arguments[step.arguments.index("--engine-args") + 1].split()
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        ("serve", [["--no-enforce-eager"]]),
+        ("eager", [["--enforce-eager"]]),
+        ("blocks", [["--no-enforce-eager", "--block-size", size] for size in ("16", "64")]),
+    ],
+)
+def test_engines_run_with_graphs_without_them_and_with_other_blocks(part: str, given: list[list[str]]) -> None:
+    """Their answers are compared with those of a mode of the same shapes, and their hooks are checked."""
+    every = steps(part)
+    serving = [step for step in every if step.arguments[1] == "bench.serve"]
+    assert [options_of(step)[-len(words) :] for step, words in zip(serving, given, strict=True)] == given
+    for step in serving:
+        assert step.arguments[step.arguments.index("--compare") + 1] == "shapes"
+        logs = step.arguments[step.arguments.index("--keep-logs") + 1]
+        hooks = next(each for each in every if each.name == f"{step.name}-hooks")
+        assert hooks.arguments[-1] == f"{logs}/loopback-b{STEP_TOKENS}/trace/auto"
+
+
+def push_of(chunks: list[tuple[int, int, bool]], swept: set[int], mode: str = "auto") -> PushRecord:
+    """Chunks have a first block and an end, and may be cached; those in ``swept`` have one of two layers swept."""
+    push = PushRecord(request_id="p-1", engine_id="P", rank=0, mode=mode)
+    for number, (first, end, cached) in enumerate(chunks):
+        push.chunks.append(ChunkRecord(first, end, 0.0, cached))
+        for layer in (0, 1):
+            push.ready_at(number, layer, 1.0, None if cached else not (layer and number in swept))
+    return push
+
+
+@pytest.mark.parametrize(
+    ("chunks", "swept", "mode", "said"),
+    [
+        ([(0, 8, False), (8, 16, False)], set(), "auto", []),
+        ([(0, 8, False), (8, 16, False)], {1}, "auto", ["p-1, chunk 1: 1 layers called no hook"]),
+        ([(0, 8, True), (8, 16, False)], set(), "layer", []),
+        ([(0, 8, False), (8, 9, False)], {1}, "auto", []),
+        ([(0, 8, False)], {0}, "request", ["no push by layer has a chunk of several blocks"]),
+        ([], set(), "auto", ["no push by layer has a chunk of several blocks"]),
+    ],
+)
+def test_layers_that_should_have_called_their_hook_are_named(
+    chunks: list[tuple[int, int, bool]], swept: set[int], mode: str, said: list[str]
+) -> None:
+    """A replayed step of few tokens calls none, and a cached chunk has no step."""
+    assert problems([push_of(chunks, swept, mode)]) == said
+
+
+def test_the_parts_with_engines_come_before_those_without() -> None:
+    assert list(PARTS)[:3] == ["kernels", "serve", "eager"]
 
 
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
@@ -242,9 +304,10 @@ def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: 
     done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "push=--rounds 5", PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     for part in PARTS:
-        assert f"{part}: at most 10 minutes" in done.stdout
+        assert f"{part}: at most 8 minutes" in done.stdout
     lines = done.stdout.splitlines()
-    assert f"{sys.executable} -m pytest tests/unit/kernels tests/unit/test_fences.py -m gpu" in done.stdout
+    files = "tests/unit/kernels tests/unit/test_fences.py tests/unit/test_staging_memory.py"
+    assert f"{sys.executable} -m pytest {files} -m gpu" in done.stdout
     assert any("bench.push --device cuda" in line and "--rounds 5" in line for line in lines)
     assert any("bench.serve" in line and "8192," in line and "cuda_ipc" in line for line in lines)
     assert not list(tmp_path.iterdir()), "it ran nothing"
@@ -337,7 +400,7 @@ def test_a_gpu_without_room_for_engines_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kernel"], "none of kernels, push, forward, serve, all"),
+        (["kernel"], "none of kernels, serve, eager, forward, push, blocks, all"),
         (["push", "--option", "puhs=--quick"], "PART=TEXT"),
         (["push", "--option", "push"], "PART=TEXT"),
         (["push", "--minutes", "0"], "--minutes"),

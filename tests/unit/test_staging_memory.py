@@ -163,6 +163,24 @@ def test_copies_on_a_gpu_go_before_the_models_kernels(monkeypatch: pytest.Monkey
     assert streams == [(gpu, {"priority": -1})]
 
 
+@pytest.mark.gpu
+def test_blocks_go_into_the_ring_of_a_gpu_and_back() -> None:
+    device, blocks, layers = torch.device("cuda"), [7, 1, 4], slice(0, 3)
+    cache = torch.from_numpy(cache_of(6)).to(device)
+    memory = staging_memory(RING, device)
+    staging = TensorStaging(LAYOUT, cache.view(6, BLOCKS, BLOCK_BYTES).unbind(), memory)
+    copy = staging.gather(layers, np.asarray(blocks, np.int32), 0)
+    torch.cuda.synchronize()
+    assert copy.is_over()
+    assert copy.device_s() > 0
+    expected = packed(cache_of(6), blocks, layers)
+    assert np.array_equal(memory[: expected.size].cpu().numpy(), expected)
+    cache.zero_()
+    staging.scatter(layers, np.asarray(blocks, np.int32), 0)
+    torch.cuda.synchronize()
+    assert np.array_equal(packed(cache.cpu().numpy(), blocks, layers), expected)
+
+
 def test_copies_under_way_keep_their_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
     """Their spans lie one behind the other: the first bytes of the second need not be a multiple of a block's."""
     staging, ids = gpu
