@@ -58,6 +58,8 @@ assert not any(type(finder).__module__ == "layerpush.compat.busy_wait" for finde
 
 registered = KVConnectorFactory._registry["LayerwisePushConnector"]
 plugin.register()  # a second time, as vLLM may
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+assert GPUModelRunner.finish_requests.__module__ == "layerpush.compat.early_revocation"
 assert "layerpush.connector" not in sys.modules
 plugin._registered = False
 plugin.register()  # as if the operator had registered our class by hand before: no clash

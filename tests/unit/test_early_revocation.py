@@ -1,0 +1,81 @@
+"""Blocks that a step takes away: known before vLLM's V2 model runner overwrites them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed import kv_transfer
+
+from layerpush.compat.early_revocation import EarlyRevocation
+from layerpush.compat.metadata import LayerwiseMetadata
+
+
+class Connector:
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
+
+    def handle_preemptions(self, metadata: Any) -> None:
+        self.done.append(metadata)
+
+
+def runner(done: list[Any]) -> Any:
+    class GPUModelRunner:
+        def finish_requests(self, scheduler_output: Any) -> None:
+            done.append("vLLM")
+
+    module: Any = ModuleType("model_runner")
+    module.GPUModelRunner = GPUModelRunner
+    EarlyRevocation().patch(module)
+    return GPUModelRunner()
+
+
+def step(done: list[Any], connector: Any, metadata: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: connector is not None)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
+    runner(done).finish_requests(SimpleNamespace(kv_connector_metadata=metadata))
+    return done
+
+
+def test_the_connector_knows_before_the_runner_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    ours = LayerwiseMetadata()
+    assert step(done, Connector(done), ours, monkeypatch) == [ours, "vLLM"]
+
+
+def test_of_several_connectors_only_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    ours, other = LayerwiseMetadata(), SimpleNamespace()
+    several = SimpleNamespace(_connectors=[Connector(done), Connector(done)])
+    assert step(done, several, SimpleNamespace(metadata=(other, ours)), monkeypatch) == [ours, "vLLM"]
+
+
+@pytest.mark.parametrize("metadata", [None, SimpleNamespace()])
+def test_engines_without_our_connector_are_left_alone(metadata: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    assert step(done, None if metadata is None else Connector(done), metadata, monkeypatch) == ["vLLM"]
+
+
+def test_vllm_calls_it_before_it_zeroes_and_copies_blocks() -> None:
+    """By the source of the installed vLLM: the runner itself needs a GPU."""
+    found = importlib.util.find_spec("vllm.v1.worker.gpu.model_runner")
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse(Path(found.origin).read_text())
+    functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+    lines = {called: _line(functions["execute_model"], called) for called in ("finish_requests", "update_requests")}
+    assert lines["finish_requests"] < lines["update_requests"] < _line(functions["execute_model"], "pre_forward")
+    for overwriting in ("zero_block_ids", "copy_kv_cache_blocks_inplace"):
+        assert _line(functions["update_requests"], overwriting)
+
+
+def _line(function: ast.FunctionDef, called: str) -> int:
+    """The first line of ``function`` in which something of this name is called."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return min(
+        call.lineno for call in calls if called in (getattr(call.func, "attr", None), getattr(call.func, "id", None))
+    )
