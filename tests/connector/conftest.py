@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-PORTS = PortAllocator(range(26700, 27000))
+PORTS = PortAllocator(range(26000, 27000))
 """Below the ports that the system gives to sockets that connect: vLLM waits for ever when its own is taken."""
 
 
