@@ -93,7 +93,7 @@ class VllmPushScheduler(NixlPushConnectorScheduler):
         backoff = self._prefill_backoff()
         dropped = backoff if (request.kv_transfer_params or {}).get("_p_side_truncated") else 0
         whole = len(tokens) + dropped
-        kept = tokens[: whole - backoff] if whole > backoff else tokens
+        kept = tokens[: whole - backoff] if whole > backoff > 0 else tokens
         digest = hashlib.blake2b(array("i", kept).tobytes(), digest_size=16)
         if backoff:
             digest.update(str(whole).encode())

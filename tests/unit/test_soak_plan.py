@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.soak.kinds import KINDS, UnknownKindError, chosen
+from tests.faults.soak.kinds import KINDS, UnknownNameError, chosen
 from tests.faults.soak.plan import FaultPlan, RequestPlan
 from tests.faults.soak.soak import HANG_S
 from tests.faults.soak.specs import LEASE_S, MAX_MODEL_LEN, PEER_TIMEOUT_S, REGISTRATION_TIMEOUT_S, WRITE_TIMEOUT_S
@@ -45,8 +45,8 @@ def test_prompts_fit_the_engines_and_some_share_a_prefix():
 
 
 def test_an_unknown_kind_is_named_and_the_likely_one_offered():
-    with pytest.raises(UnknownKindError, match=r"'kil-p'; did you mean kill-p\? choose from: abort-p, "):
-        chosen(["abort-d", "kil-p"])
+    with pytest.raises(UnknownNameError, match=r"'kil-p'; did you mean kill-p\? choose from: abort-p, "):
+        chosen(["abort-d", "kil-p"], KINDS, "fault kind")
 
 
 def test_every_deadline_ends_before_a_request_counts_as_hung():

@@ -10,6 +10,7 @@ import pytest
 
 from layerpush.core.wire import Registration
 from layerpush.prefill.writer import WRITE_POLL_S
+from layerpush.telemetry.trace_records import PushRecord
 from layerpush.transport.base import Route, TransportError
 from layerpush.transport.packing import strategy
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
@@ -35,6 +36,17 @@ def story(
     return rig, prompt, decoder, wanted
 
 
+def arrived(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Registration) -> PushRecord:
+    """The push ends well: D has P's bytes, and no others are touched. Its record."""
+    rig.settle()
+    assert decoder.told() == [[b"d-p-1:1"]]
+    assert decoder.holds(prompt, wanted, rig.layers)
+    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
+    over(rig, prompt, decoder, wanted)
+    (record,) = rig.trace.records
+    return record
+
+
 def over(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Registration) -> None:
     """Everybody has let go of everything."""
     if not rig.host.released:
@@ -53,11 +65,7 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
     for _ in range(3):
         rig.step((prompt, 9))
         rig.settle()
-    assert decoder.told() == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
-    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
-    over(rig, prompt, decoder, wanted)
-    (record,) = rig.trace.records
+    record = arrived(rig, prompt, decoder, wanted)
     assert {write.plan for write in record.writes} == {plan}
     for write in record.writes:
         assert write.t_landed is not None
@@ -71,12 +79,7 @@ def test_a_write_that_is_too_large_is_packed_in_parts(limit: int, parts: int, mo
     monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", limit)
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 9, 1: 5}))
     rig.step((prompt, TOKENS))
-    rig.settle()
-    assert decoder.told() == [[b"d-p-1:1"]]
-    assert decoder.holds(prompt, wanted, rig.layers)
-    assert decoder.untouched(rig.layers, but=wanted.local_block_ids[0])
-    over(rig, prompt, decoder, wanted)
-    (record,) = rig.trace.records
+    record = arrived(rig, prompt, decoder, wanted)
     first = [write for write in record.writes if write.layers == (0, 0)]
     assert [(write.plan, write.bytes) for write in first] == [("packed", 96 // parts)] * parts
 

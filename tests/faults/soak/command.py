@@ -22,12 +22,11 @@ from tests.e2e.models import ModelShelf
 from tests.faults.soak.display import Display
 from tests.faults.soak.ending import Ending
 from tests.faults.soak.engine import Engine, Memory
-from tests.faults.soak.kinds import KINDS, Kind, UnknownKindError, chosen
+from tests.faults.soak.kinds import KINDS, Kind, UnknownNameError, chosen
 from tests.faults.soak.seats import Seats
 from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
-from tests.faults.soak.specs import LINE_UPS, UnknownLineUpError
-from tests.faults.soak.specs import chosen as chosen_line_ups
+from tests.faults.soak.specs import LINE_UPS
 from tests.faults.soak.tally import Tally
 
 PORTS = range(28000, 32000, 2)
@@ -96,12 +95,12 @@ def soak(
         console.print(_kinds_table(), _line_ups_table())
         return
     try:
-        kinds = () if faults == "none" else chosen(name.strip() for name in faults.split(",") if name.strip())
-    except UnknownKindError as error:
+        kinds = () if faults == "none" else chosen(_names(faults), KINDS, "fault kind")
+    except UnknownNameError as error:
         raise typer.BadParameter(str(error), param_hint="--faults") from error
     try:
-        turns = chosen_line_ups(name.strip() for name in line_ups.split(","))
-    except UnknownLineUpError as error:
+        turns = LINE_UPS if line_ups == "all" else chosen(_names(line_ups), LINE_UPS, "line-up")
+    except UnknownNameError as error:
         raise typer.BadParameter(str(error), param_hint="--line-ups") from error
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     folder = logs or Path(tempfile.mkdtemp(prefix="layerpush-soak-"))
@@ -110,6 +109,10 @@ def soak(
     ending.write(out)
     ending.show(console, out)
     raise typer.Exit(ending.exit_status)
+
+
+def _names(option: str) -> list[str]:
+    return [name.strip() for name in option.split(",") if name.strip()]
 
 
 def _run(console: Console, settings: Settings, folder: Path) -> Ending:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 Place = Literal["request", "engine", "wire"]
 Side = Literal["P", "D"]
@@ -52,18 +52,31 @@ KINDS = (
     Kind("garbage-notes", "wire", "an engine's peers get notifications that are none, or name strange requests"),
     Kind("garbage-port", "wire", "a client sends garbage to an engine's side channel"),
 )
+
+
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-class UnknownKindError(ValueError):
-    """There is no such kind of fault; the message lists all kinds."""
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
-def chosen(names: Iterable[str]) -> tuple[Kind, ...]:
-    """The kinds of these names, in the order of the table; all of them for no names. Raises UnknownKindError."""
-    wanted = set(names)
-    for name in sorted(wanted - set(BY_NAME)):
-        close = difflib.get_close_matches(name, BY_NAME, n=1)
+T = TypeVar("T", bound=Named)
+
+
+class UnknownNameError(ValueError):
+    """The table has no such name; the message lists all names."""
+
+
+def chosen(names: Iterable[str], table: Sequence[T], what: str) -> tuple[T, ...]:
+    """The rows of these names, in the order of the table; all of them for no names. Raises UnknownNameError.
+
+    ``what`` a row is, for the message.
+    """
+    wanted, known = set(names), [row.name for row in table]
+    for name in sorted(wanted - set(known)):
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UnknownKindError(f"no fault kind {name!r}; {hint}choose from: {', '.join(BY_NAME)}")
-    return tuple(kind for kind in KINDS if not wanted or kind.name in wanted)
+        raise UnknownNameError(f"no {what} {name!r}; {hint}choose from: {', '.join(known)}")
+    return tuple(row for row in table if not wanted or row.name in wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,22 +105,6 @@ LINE_UPS = (
     ),
     LineUp("stock", "one P and one D are stock; no faults, which stock does not survive", places=(), stock=True),
 )
-
-
-class UnknownLineUpError(ValueError):
-    """A line-up that the soak does not know; the message has the nearest one."""
-
-
-def chosen(names: Iterable[str]) -> tuple[LineUp, ...]:
-    """The line-ups of these names, in the order of `LINE_UPS`; `all` means all. Raises UnknownLineUpError."""
-    wanted = set(names)
-    known = {line_up.name: line_up for line_up in LINE_UPS}
-    for name in wanted - {"all"}:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UnknownLineUpError(f"there is no line-up {name!r}{hint} There are: {', '.join(known)}, all.")
-    return LINE_UPS if "all" in wanted else tuple(known[name] for name in known if name in wanted)
 
 
 def _transfer(fields: dict[str, str], **extra: Any) -> str:

@@ -211,6 +211,12 @@ class Made:
         return self.source
 
 
+def streamed(here: World) -> Any:
+    """An answer of three tokens, as a stream; to be entered."""
+    body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
+    return here.session.post(f"{here.url}/v1/completions", json=body)
+
+
 async def ready(here: World, engines: int = 2) -> None:
     fleet = here.proxy.fleet
     await until(lambda: len(list(fleet)) == engines and all(each.healthy for each in fleet), "all engines healthy")
@@ -244,9 +250,7 @@ async def test_an_engine_that_disappears_ends_its_requests_and_gets_no_more() ->
     async with world(1, 2, listed=made, wait=False) as here:
         await ready(here)
         here.d.step = asyncio.Semaphore(1)
-        async with here.session.post(
-            f"{here.url}/v1/completions", json={"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
-        ) as response:
+        async with streamed(here) as response:
             first = await response.content.readuntil(b"\n\n")
             made.source.decode = [here.decode[1]]
             await unlisted(here, here.d)
@@ -284,9 +288,7 @@ async def test_a_failure_of_an_engine_that_has_disappeared_ends_its_request_only
         await ready(here)
         here.d.step = asyncio.Semaphore(1)
         here.d.faults.append("cut")
-        async with here.session.post(
-            f"{here.url}/v1/completions", json={"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
-        ) as response:
+        async with streamed(here) as response:
             await response.content.readuntil(b"\n\n")
             made.source.decode = [here.decode[1]]
             await unlisted(here, here.d)
