@@ -67,7 +67,7 @@ def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Serve
     after = scrape(p)
     block = 32
     assert after.value("write_bytes_sum") == size + pushes * -(-TOKENS // block) * block * SHAPE.kv_bytes_per_token
-    assert after.value("writes_total", plan="direct") == after.value("write_bytes_count") > 0
+    assert after.value("writes_total") == after.value("write_bytes_count") > 0, "by any plan"
     assert after.value("exposed_seconds_count") == exposed + pushes
     for engine in both(servers):
         assert scrape(engine).value("ranks") == 1
