@@ -90,6 +90,14 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Seconds of a P's silence until D gives up the loads that it awaits from that P.",
         ),
     ] = 20
+    unknown_request_timeout_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="On P: seconds for which a registration waits for its request to come to P. Then P refuses it, "
+            "and D's load fails. A request in P's queue has come.",
+        ),
+    ] = 30
     write_timeout_s: Annotated[
         int,
         Meta(ge=1, description="Seconds that one WRITE may take until P gives up its push."),

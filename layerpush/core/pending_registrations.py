@@ -71,6 +71,11 @@ class PendingRegistrations:
         current = [entry for deadline, entry in self._entries.values() if deadline > now]
         return [entry for entry in current if self._is_for(entry, request_id)]
 
+    def older_than(self, age_s: float, now: float) -> list[tuple[float, Registration]]:
+        """Every registration that is older than ``age_s`` seconds, oldest first, with the time when it became so."""
+        ages = [(deadline - self._kept_s + age_s, entry) for deadline, entry in self._entries.values()]
+        return [(since, entry) for since, entry in ages if since <= now]
+
     def drop_if(self, condition: Callable[[Registration], bool]) -> list[Registration]:
         """Forget and return every registration that meets this condition."""
         dropped = [entry for _, entry in self._entries.values() if condition(entry)]

@@ -1,7 +1,8 @@
 """Messages of decode engines to this prefill rank: registrations, cancellations, pings. Writer thread only.
 
 A registration is matched with its request; either may come first. If the request has failed here, the registration is
-answered at once. If there is no such request yet, the registration is kept for a while.
+answered at once. If there is no such request yet, the registration is kept. It is refused once it has waited for
+``unknown_timeout_s`` seconds and the engine's scheduler still has no such request.
 
 Every rank of a decode engine sends an equal registration, but for the window that it offers. The first to come counts
 for all. If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or
@@ -11,12 +12,13 @@ another engine uses its name. It is held until the side channel of the connected
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
 
+from layerpush.core.arrivals import Arrivals
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
@@ -46,6 +48,7 @@ REMEMBERED = 4096
 ENDED_S = 60.0
 MAX_REASON = 400
 PROBES = 5
+LOOK_EVERY_S = 1.0
 NO_REQUEST = "no such request came to the prefill engine"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
@@ -70,7 +73,8 @@ class _Registered:
 
 class Registrations:
     """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
-    prompt of each live request, as far as this engine's scheduler has sent one.
+    prompt of each live request, as far as this engine's scheduler has sent one. ``steps`` returns the number of steps
+    that the engine has begun, and whether the last one runs.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class Registrations:
         peer_errors: PeerErrors,
         base_id: Callable[[str], str],
         digests: dict[str, str],
+        steps: Callable[[], tuple[int, bool]],
+        unknown_timeout_s: float,
     ) -> None:
         self.peers = DecodePeers(writer, connections, probe, peer_errors)
         self._writer = writer
@@ -89,6 +95,9 @@ class Registrations:
         self._names = RequestNames(base_id, digests)
         self._digests = digests
         self._pending = PendingRegistrations(self._names.is_for)
+        self._arrivals = Arrivals(base_id)
+        self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
+        self._look_at = 0.0
         self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
@@ -174,6 +183,12 @@ class Registrations:
         if sender in self._connections.agents(message.decode_engine_id):
             self._connections.notify(sender, encode(Pong(message.number)))
 
+    # From the engine's scheduler.
+
+    def came(self, request_ids: Sequence[str]) -> None:
+        """These requests have come to the engine. They may wait in its queue."""
+        self._arrivals.came(request_ids)
+
     # From the writer.
 
     def take(self, request_id: str, now: float) -> Registration | None:
@@ -258,6 +273,7 @@ class Registrations:
                     self._pending.drop(registration.key)
                     self._refuse(registration, failure, now)
         self._digests.pop(request_id, None)
+        self._arrivals.ended(request_id)
 
     def tick(self, now: float) -> None:
         """Forget old entries; drop connections that are closing."""
@@ -269,6 +285,7 @@ class Registrations:
             del self._ended[next(iter(self._ended))]
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
+        self._refuse_unknown(now)
         for engine_id in self.peers.tick(now):
             self._take_held(engine_id, now)
 
@@ -277,6 +294,18 @@ class Registrations:
         yield from waiting
         yield from (request_id for request_id in self._served.values() if request_id in self._writer)
         yield from self._ended
+
+    def _refuse_unknown(self, now: float) -> None:
+        self._arrivals.look(*self._steps(), now)
+        if not self._pending or now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        for since, registration in self._pending.older_than(self._unknown_timeout_s, now):
+            if not self._arrivals.is_complete(since, now):
+                return
+            if registration.layerpush and not self._arrivals.has_any(self._names.bases(registration)):
+                self._pending.drop(registration.key)
+                self._refuse(registration, NO_REQUEST, now)
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):

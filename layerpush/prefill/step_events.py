@@ -114,7 +114,7 @@ class StepEvents:
         self._wake_lazily = wake_lazily or wake
         self._fences = fences
         self._queue: deque[tuple[StepEvent, float, Fence | None]] = deque()
-        self._armed = False
+        self._armed = self._running = False
         self._step = 0
         self._void: dict[str, int] = {}
         self._revoked: deque[Revoked] = deque()
@@ -132,7 +132,7 @@ class StepEvents:
         self.revoke(plan.preempted, aborted)
         self.sweep()
         self._step += 1
-        self._armed = bool(plan.chunks)
+        self._running, self._armed = True, bool(plan.chunks)
         self._to_come = self._layers
         if plan.chunks:
             for chunk in plan.chunks:
@@ -203,9 +203,15 @@ class StepEvents:
 
     def sweep(self) -> None:
         """The step's forward is over: covers every layer that no hook reported. Later calls do nothing. Main thread."""
+        self._running = False
         if self._armed:
             self._armed = False
             self._put(StepEnded(), self._wake)
+
+    @property
+    def steps(self) -> tuple[int, bool]:
+        """The number of steps that have begun, and whether the last one runs. Any thread."""
+        return self._step, self._running
 
     def take(self) -> Iterator[tuple[StepEvent, float]]:
         """Yield each event with its time in order, up to the first whose fence has not passed. Writer thread.

@@ -79,6 +79,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._declined: list[tuple[Address, Decline]] = []
+        self._arrived: list[str] = []
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -111,6 +112,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
         self._request_filter.drop_invalid(request, time.perf_counter())
         super().on_new_request(request)
+        if is_streamed(request):
+            self._arrived.append(request.request_id)
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
@@ -182,11 +185,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
         declined, self._declined = self._declined, []
+        arrived, self._arrived = self._arrived, []
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, declined, headers)
+        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, declined, arrived, headers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of the workers on a step."""

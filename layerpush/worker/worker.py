@@ -146,7 +146,14 @@ class LayerwisePushWorker(VllmPushWorker):
             self._peer_lost,
             lambda host: self._make_writer(layout, fallback, host),
             lambda writer: Registrations(
-                writer, self._connections, self._probe_peer, peer_errors, get_base_request_id, self._digests
+                writer,
+                self._connections,
+                self._probe_peer,
+                peer_errors,
+                get_base_request_id,
+                self._digests,
+                lambda: self.step_events.steps,
+                config.unknown_request_timeout_s,
             ),
         )
         self._cuda = cuda.runtime(device)
@@ -228,6 +235,8 @@ class LayerwisePushWorker(VllmPushWorker):
         with contextlib.suppress(RuntimeError):  # the writer removed one meanwhile: then there is a next time
             while len(self._digests) > DIGESTS_KEPT:
                 self._digests.pop(next(iter(self._digests)), None)
+        if metadata.arrived:
+            self.task(partial(self.registrations.came, metadata.arrived))
         self._spans.expect(metadata.trace_headers)
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")

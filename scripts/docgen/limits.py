@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerpush.compat import push_worker
-from layerpush.core import pending_registrations, request_params, wire
+from layerpush.core import arrivals, pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
@@ -73,6 +73,7 @@ TABLES = (
     ("P", "agents of D to reach without a handshake", decode_peers.CONTACTS_KEPT, None, _FORGOTTEN),
     ("both", "agents that were notified without a handshake", nixl.MET_KEPT, None, "no more are notified so"),
     ("P", "speeds of links to decode engines", step_schedule.LINKS_KEPT, None, _FORGOTTEN),
+    ("P", "requests that have come", arrivals.KEPT, None, _FORGOTTEN),
     ("P", "digests of prompts", worker.DIGESTS_KEPT, None, _FORGOTTEN),
     ("both", "trace headers of requests", spans.HEADERS_KEPT, None, _FORGOTTEN),
     ("both", "records that wait for the trace file", trace_file.QUEUE_LIMIT, None, "the newest is dropped, counted"),

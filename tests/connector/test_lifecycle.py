@@ -230,6 +230,21 @@ def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: 
     assert gives_everything_back(d)
 
 
+def test_a_request_in_ps_queue_is_known_and_one_that_never_came_is_refused(engine: Build) -> None:
+    p, d = engine("kv_producer", {"unknown_request_timeout_s": 1}), engine("kv_consumer")
+    for unfetched in ("r-7", "r-8"):
+        p.prefill(unfetched, 480)
+    run(p, 16)
+    assert p.finished == ["r-7", "r-8"]
+    assert p.free_blocks < 10
+    p.prefill("r-1", 320)
+    for request_id in ("r-1", "r-9"):
+        d.decode_from(p, request_id, 320)
+    step_until(p, d, done=lambda: d.failed)
+    assert d.failed == ["r-9"]
+    assert (d.engine_id, "r-1") in p.worker.connector_worker.registrations._pending
+
+
 def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
     """P has its blocks back when prefill is over, D has its own when P has said that it writes no more."""
     p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")

@@ -17,6 +17,7 @@ PEER_TIMEOUT_S = 8
 WRITE_TIMEOUT_S = 4
 LEASE_S = 2
 REGISTRATION_TIMEOUT_S = 8
+UNKNOWN_S = 3
 # Seconds that a test allows on top of a deadline, for a busy machine.
 GRACE_S = 10.0
 
@@ -40,7 +41,9 @@ P_SMALL = dataclasses.replace(
     _prefill("P-small"),
     options=(("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
 )
-P_TIGHT = dataclasses.replace(_prefill("P-tight-lease", kv_lease_duration=LEASE_S), options=P_SMALL.options)
+P_TIGHT = dataclasses.replace(
+    _prefill("P-tight", kv_lease_duration=LEASE_S, unknown_request_timeout_s=UNKNOWN_S), options=P_SMALL.options
+)
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)

@@ -60,6 +60,17 @@ def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> No
     check_serves(p, d, reference, seed=345)
 
 
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+def test_p_knows_no_such_request(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
+    """P refuses a registration that no request came for, long before D's deadline."""
+    p, d = fleet.get(engines.P_TIGHT, d_spec)
+    handoff = early(p, d, LENGTH, seed=344)
+    check_load_failed(handoff, reference, timeout=engines.UNKNOWN_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "no such request came")
+    check_idle_soon(d)
+    check_serves(p, d, reference, seed=345)
+
+
 @pytest.mark.parametrize("order", ["early", "late"])
 def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
     """One push and one completion, whether the copy comes with the first or after the end."""

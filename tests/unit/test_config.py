@@ -20,6 +20,7 @@ OWN_KEYS = {
     "trace_dir",
     "first_token",
     "peer_timeout_s",
+    "unknown_request_timeout_s",
     "write_timeout_s",
     "allowed_hosts",
 }
@@ -37,6 +38,7 @@ def test_every_key_is_taken() -> None:
         "trace_dir": "/tmp/trace",
         "first_token": "prefill",
         "peer_timeout_s": 1,
+        "unknown_request_timeout_s": 1,
         "write_timeout_s": 600,
         "allowed_hosts": ["Prefill-0.cluster.local", "10.0.0.7", "10.0.0.0/8", "fd00::/8", "[::1]"],
     }

@@ -62,6 +62,7 @@ def asks(
     )
 
 
+UNKNOWN_S = 30.0
 STOCK = asks(layerpush=0)
 FIRST, SECOND = asks(blocks=(1, 2)), asks(blocks=(3, 4))
 """Two registrations of one id."""
@@ -125,6 +126,7 @@ class World(Town):
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
+        self.steps = (0, False)
         self.registrations = Registrations(
             self.writer,  # type: ignore[arg-type]
             self.peers,
@@ -132,6 +134,8 @@ class World(Town):
             self.peer_errors,
             base_id,
             self.digests,
+            lambda: self.steps,
+            UNKNOWN_S,
         )
         self.closing = self.registrations.peers.closing
         self.is_current = self.registrations.is_current
@@ -494,17 +498,59 @@ def test_a_bad_end_is_forgotten_in_time() -> None:
     assert world.registrations._failures == {}
 
 
+UNKNOWN = failure("no such request came to the prefill engine", epoch=0)
+
+
 def test_what_no_request_came_for_is_refused_in_the_end() -> None:
+    """The engine is idle: it would have begun a step for any request."""
     world = World()
     world.says(asks())
-    world.tick(KEPT_S / 2)
+    world.tick(UNKNOWN_S / 2)
     world.says(asks())  # another rank's: its time is that of the first
     world.heard()
-    world.tick(KEPT_S / 2)
-    refusal = failure("no such request came to the prefill engine", epoch=0)
-    assert world.heard() == [refusal]
+    world.tick(UNKNOWN_S / 2 - 0.1)
+    assert world.heard() == []
+    world.tick(1.0)
+    assert world.heard() == [UNKNOWN]
     world.says(asks())
-    assert world.heard() == [refusal]
+    assert world.heard() == [UNKNOWN]
+    assert world.takes() is None
+
+
+def test_a_request_that_waits_in_the_queue_is_waited_for() -> None:
+    world, wanted = World(), asks()
+    world.registrations.came(["a/p", "b/p"])
+    world.says(wanted)
+    world.tick(2 * UNKNOWN_S)
+    world.tick(2 * UNKNOWN_S)
+    assert world.heard() == [Accepted("a/d")]
+    assert world.takes() == wanted
+
+
+def test_a_request_that_has_left_is_waited_for_no_more() -> None:
+    """It was pushed to another decode engine."""
+    world = World()
+    world.registrations.came(["a/p"])
+    world.says(asks())
+    world.tick(UNKNOWN_S)
+    world.ends("a/p", None)
+    world.tick(UNKNOWN_S)
+    world.tick(2.0)
+    assert world.heard() == [Accepted("a/d"), UNKNOWN]
+
+
+def test_an_engine_that_computes_a_long_step_has_not_seen_its_queue() -> None:
+    """A step that begins next may have been scheduled before the request came."""
+    world = World()
+    world.steps = 1, True
+    world.says(asks())
+    for running in (True, False, True, False):
+        world.steps = (world.steps[0] + running, running)
+        world.tick(UNKNOWN_S)
+        assert world.heard() == [Accepted("a/d")][: world.steps == (2, True)]
+    world.steps = 4, True
+    world.tick(2.0)
+    assert world.heard() == [UNKNOWN]
 
 
 def test_too_many_are_refused_oldest_first() -> None:
@@ -763,6 +809,7 @@ def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
     world.tick(ENDED_S / 2)
     if not dropped:
         drops(world)
+    world.registrations.came(["c/p"])
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)

@@ -197,7 +197,7 @@ def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
     init = Registrations.__init__
 
     def mutated(self: Registrations, *args: Any) -> None:
-        init(self, *args[:-1], {})
+        init(self, *args[:5], {}, *args[6:])
 
     patch.setattr(Registrations, "__init__", mutated)
 

@@ -35,6 +35,7 @@ from tests.unit.both_sides.process import (
     LAYERS,
     P_BLOCKS,
     POISON,
+    UNKNOWN_S,
     Process,
     base_id,
 )
@@ -83,7 +84,16 @@ class PrefillRank(Process):
         )
         if policy.scheduled:
             wait_at_random(self.writer, random.Random(rank))
-        self.registrations = Registrations(self.writer, self.peers, self.probe, self.peer_errors, base_id, self.digests)
+        self.registrations = Registrations(
+            self.writer,
+            self.peers,
+            self.probe,
+            self.peer_errors,
+            base_id,
+            self.digests,
+            lambda: self.capture.steps,
+            UNKNOWN_S,
+        )
         self.peers.on_lost = self.registrations.peers.lost
 
     def _strategy(self) -> PackingStrategy | None:

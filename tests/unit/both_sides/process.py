@@ -27,6 +27,8 @@ POISON = 0xEE
 SAMPLING = "greedy"
 """P's sampling parameters."""
 HANDSHAKE_S, PROBE_S = 5.0, 2.0
+UNKNOWN_S = 30.0
+"""P's `unknown_request_timeout_s`."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""The requests that have come to a prefill engine, as one of its workers knows them. Pure; one thread.
+
+The scheduler names a request in the first step after it came, although the request may wait in the queue for a long
+time. So a worker can tell a request that waits from one that never came.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from layerpush.core.bounded_dict import BoundedDict
+
+KEPT = 1 << 16
+IDLE_S = 1.0
+"""Seconds without a step after which an engine is idle. An idle engine begins a step for every request that comes."""
+
+
+class Arrivals:
+    """``base_id`` strips the suffix that an engine adds to the id its router gave. Times are the caller's clock."""
+
+    def __init__(self, base_id: Callable[[str], str]) -> None:
+        self._base = base_id
+        self._requests: BoundedDict[str, str] = BoundedDict(KEPT)
+        self._bases: Counter[str] = Counter()
+        self._begun = 0
+        self._last_two: deque[float] = deque((float("-inf"),) * 2, maxlen=2)
+        self._idle_since = float("inf")
+
+    def came(self, request_ids: Iterable[str]) -> None:
+        """The scheduler has these requests."""
+        for request_id in request_ids:
+            oldest = next(iter(self._requests)) if len(self._requests) >= KEPT else None
+            if oldest is not None:
+                self.ended(oldest)
+            if request_id not in self._requests:
+                base = self._base(request_id)
+                self._requests.note(request_id, base)
+                self._bases[base] += 1
+
+    def ended(self, request_id: str) -> None:
+        """A request is over."""
+        base = self._requests.pop(request_id, None)
+        if base is not None:
+            self._bases[base] -= 1
+            if not self._bases[base]:
+                del self._bases[base]
+
+    def has_any(self, bases: Iterable[str]) -> bool:
+        """Whether a request with one of these base ids is here."""
+        return any(base in self._bases for base in bases)
+
+    def look(self, begun: int, running: bool, now: float) -> None:
+        """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""
+        for _ in range(min(begun - self._begun, 2)):
+            self._last_two.append(now)
+        if running or begun != self._begun:
+            self._idle_since = float("inf")
+        elif self._idle_since == float("inf"):
+            self._idle_since = now
+        self._begun = begun
+
+    def is_complete(self, since: float, now: float) -> bool:
+        """Whether every request that had come to the engine at the time ``since`` has been noted.
+
+        A step tells of requests that came before it was scheduled, and the next one may be scheduled already. So two
+        steps must have begun after ``since``, or the engine must be idle.
+        """
+        return now >= self._idle_since + IDLE_S or self._last_two[0] > since
