@@ -25,8 +25,10 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """Loads that this decode engine cancels: request id -> reason."""
     declined: Sequence[tuple[Address, Decline]] = ()
     """Requests that this decode engine computes itself although a prefill engine has them."""
-    arrived: Sequence[str] = ()
-    """Requests that this prefill engine is to push. Only those that came since the last step."""
+    arrived: Mapping[str, str | None] = MappingProxyType({})
+    """Requests that this prefill engine is to push, each with its router's ``transfer_id``. Only those that came since
+    the last step.
+    """
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
@@ -39,7 +41,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         sampled: Mapping[str, Sampled],
         cancelled: Mapping[str, str],
         declined: Sequence[tuple[Address, Decline]],
-        arrived: Sequence[str],
+        arrived: Mapping[str, str | None],
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         """vLLM's ``metadata`` and these fields. Copies no container."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 
 from layerpush.compat.first_tokens import sampling_of
+from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.core.first_token import Sampled
 
 if TYPE_CHECKING:
@@ -113,3 +114,13 @@ def awaits_scheduling(request: Any) -> bool:
     """Whether a decode engine has not registered this request's blocks yet."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))
+
+
+def name_prefill_request(request: Any) -> None:
+    """Fill in a missing ``remote_request_id``: P's request has the same id if the router sent both the same.
+
+    If it has another, the params' ``transfer_id`` pairs the two.
+    """
+    params = request.kv_transfer_params
+    if params.get("remote_request_id") is None:
+        params["remote_request_id"] = get_base_request_id(request.request_id)

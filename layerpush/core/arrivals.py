@@ -7,9 +7,7 @@ time. So a worker can tell a request that waits from one that never came.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-
-from layerpush.core.bounded_dict import BoundedDict
+from collections.abc import Callable, Iterable, Mapping
 
 KEPT = 1 << 16
 IDLE_S = 1.0
@@ -21,34 +19,39 @@ class Arrivals:
 
     def __init__(self, base_id: Callable[[str], str]) -> None:
         self._base = base_id
-        self._requests: BoundedDict[str, str] = BoundedDict(KEPT)
+        self._requests: dict[str, str | None] = {}
         self._bases: Counter[str] = Counter()
+        self._transfers: Counter[str] = Counter()
         self._begun = 0
         self._last_two: deque[float] = deque((float("-inf"),) * 2, maxlen=2)
         self._idle_since = float("inf")
 
-    def came(self, request_ids: Iterable[str]) -> None:
-        """The scheduler has these requests."""
-        for request_id in request_ids:
-            oldest = next(iter(self._requests)) if len(self._requests) >= KEPT else None
-            if oldest is not None:
-                self.ended(oldest)
-            if request_id not in self._requests:
-                base = self._base(request_id)
-                self._requests.note(request_id, base)
-                self._bases[base] += 1
+    def came(self, requests: Mapping[str, str | None]) -> None:
+        """The scheduler has these requests: the ``transfer_id`` of each, by request id."""
+        for request_id, transfer in requests.items():
+            self.ended(request_id)
+            if len(self._requests) >= KEPT:
+                self.ended(next(iter(self._requests)))
+            self._requests[request_id] = transfer
+            self._bases[self._base(request_id)] += 1
+            if transfer is not None:
+                self._transfers[transfer] += 1
 
     def ended(self, request_id: str) -> None:
         """A request is over."""
-        base = self._requests.pop(request_id, None)
-        if base is not None:
-            self._bases[base] -= 1
-            if not self._bases[base]:
-                del self._bases[base]
+        if request_id in self._requests:
+            transfer = self._requests.pop(request_id)
+            _remove(self._bases, self._base(request_id))
+            if transfer is not None:
+                _remove(self._transfers, transfer)
 
-    def has_any(self, bases: Iterable[str]) -> bool:
-        """Whether a request with one of these base ids is here."""
-        return any(base in self._bases for base in bases)
+    def transfer_of(self, request_id: str) -> str | None:
+        """The ``transfer_id`` of a request, if it is here and has one."""
+        return self._requests.get(request_id)
+
+    def has_any(self, bases: Iterable[str], transfer: str | None) -> bool:
+        """Whether a request with one of these base ids is here, or one with this ``transfer_id``."""
+        return transfer in self._transfers or any(base in self._bases for base in bases)
 
     def look(self, begun: int, running: bool, now: float) -> None:
         """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""
@@ -67,3 +70,9 @@ class Arrivals:
         steps must have begun after ``since``, or the engine must be idle.
         """
         return now >= self._idle_since + IDLE_S or self._last_two[0] > since
+
+
+def _remove(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

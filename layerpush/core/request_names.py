@@ -1,4 +1,8 @@
-"""Finds the request of this prefill engine that a registration means, by names and by prompt. Pure."""
+"""Finds the request of this prefill engine that a registration means, by names and by prompt. Pure.
+
+A router may give both engines the same ``transfer_id``. Where both requests have one, it decides before their ids: all
+prompts and answers of a client's request share it, and their numbers tell these apart.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ Named = Registration | Decline
 """A message that names a request of P, and may have a digest of its prompt."""
 
 _ANSWER = re.compile(r"^(\d+)_")
-_PROMPT = re.compile(r"^(cmpl-.*)-\d+$")
+_PROMPT = re.compile(r"^(?:\d+_)?(cmpl-.*)-(\d+)$")
 """vLLM adds numbers to a router's id: the choice's in front, and, for completions, the prompt's at the end."""
 
 
@@ -22,12 +26,16 @@ def is_one_of_several(request_id: str) -> bool:
 
 class RequestNames:
     """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
-    prompt of each live request, as far as this engine's scheduler has sent one.
+    prompt of each live request, as far as this engine's scheduler has sent one. ``transfer_of`` returns the
+    ``transfer_id`` of a request of this engine, if it has one.
     """
 
-    def __init__(self, base_id: Callable[[str], str], digests: Mapping[str, str]) -> None:
+    def __init__(
+        self, base_id: Callable[[str], str], digests: Mapping[str, str], transfer_of: Callable[[str], str | None]
+    ) -> None:
         self.base = base_id
         self._digests = digests
+        self._transfer_of = transfer_of
 
     def bases(self, registration: Named) -> list[str]:
         """The base ids of a registration's names. D's first answer to a prompt may have the only one here."""
@@ -46,6 +54,9 @@ class RequestNames:
         """Whether the registration may mean this request: names agree, and prompts are equal as far as is known."""
         if self._prompts_differ(registration, request_id):
             return False
+        same = self._same_transfer(registration, request_id)
+        if same is not None:
+            return same and _place(self.base(request_id)) == _place(self.base(registration.request_id))
         return request_id in self._names(registration) or self.base(request_id) in self.bases(registration)
 
     def is_misnamed(self, registration: Named, request_id: str) -> bool:
@@ -59,8 +70,22 @@ class RequestNames:
         """
         number, prompt = self._answer(registration)
         return bool(number) and any(
-            prompt == self.base(each) and not self._prompts_differ(registration, each) for each in candidates
+            self._is_prompt(registration, prompt, each) and not self._prompts_differ(registration, each)
+            for each in candidates
         )
+
+    def _is_prompt(self, registration: Named, prompt: str, request_id: str) -> bool:
+        """Whether a request is the only one for the prompt of which D computes several answers."""
+        base = self.base(request_id)
+        same = self._same_transfer(registration, request_id)
+        if same is None:
+            return prompt == base
+        return same and not is_one_of_several(base) and _place(base) == _place(prompt)
+
+    def _same_transfer(self, registration: Named, request_id: str) -> bool | None:
+        """Whether the router gave both the same ``transfer_id``; None if one has none."""
+        ours = self._transfer_of(request_id)
+        return None if ours is None or registration.transfer_id is None else ours == registration.transfer_id
 
     def _answer(self, registration: Named) -> tuple[int | None, str]:
         """The number of the answer that D's own id has, if any, and the base id of its prompt."""
@@ -85,6 +110,12 @@ class RequestNames:
         """Whether these are ids of different prompts or answers of one client's request."""
         first, second = self.base(one), self.base(other)
         return first != second and _stem(first) == _stem(second)
+
+
+def _place(base: str) -> tuple[int, str]:
+    """The number of the answer, 0 if there is one, and that of the prompt, as text: empty for a chat."""
+    answer, prompt = _ANSWER.match(base), _PROMPT.match(base)
+    return 0 if answer is None else int(answer[1]), "" if prompt is None else prompt[2]
 
 
 def _stem(base: str) -> str:

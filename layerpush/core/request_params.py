@@ -20,8 +20,10 @@ MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 MAX_CACHED_TOKENS = 2**31 - 1
 
+TRANSFER = "transfer_id"
+"""The key with which a router names one transfer to both engines."""
+
 # Keys of D's request that vLLM reads. In some versions a bad value ends the engine or the front end.
-_IDS = ("remote_engine_id", "remote_request_id")
 _SIZES = {"pp_size": MAX_PP_SIZE, "dcp_size": MAX_TP_SIZE}
 _FROM_P = "; the router copies it from P's response"
 
@@ -56,6 +58,8 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
     if sends:
         _check_role("do_remote_decode", role, "kv_consumer", "does not push KV cache; send the request to a prefill")
         _check_mode(params.get(MODE))
+    if (receives or sends) and params.get(TRANSFER) is not None:
+        _check_id(TRANSFER, params[TRANSFER], "; a router that sends it sends both engines the same")
     if "_p_side_truncated" in params:
         _refuse("_p_side_truncated", "is vLLM's own mark; leave it out")
 
@@ -63,6 +67,11 @@ def check_params(params: object, role: KvRole, config: LayerPushConfig) -> None:
 def chosen_mode(params: Mapping[str, object]) -> PushMode | None:
     """The push mode in these checked params; None: the engine's configuration decides."""
     return cast("PushMode | None", params.get(MODE))
+
+
+def transfer_id(params: Mapping[str, object]) -> str | None:
+    """The transfer's name in these checked params; None: the router has given none."""
+    return cast("str | None", params.get(TRANSFER))
 
 
 def _check_mode(mode: object) -> None:
@@ -76,8 +85,9 @@ def _check_source(params: Mapping[object, object], config: LayerPushConfig) -> N
     mode = params.get("transfer_mode", "push")
     if mode != "push":
         _refuse("transfer_mode", f"is {_shown(mode)}, must be 'push': P's connector has to be a push connector")
-    for key in _IDS:
-        _check_id(key, _needed(params, key))
+    _check_id("remote_engine_id", _needed(params, "remote_engine_id"))
+    if params.get(TRANSFER) is None or params.get("remote_request_id") is not None:
+        _check_id("remote_request_id", _needed(params, "remote_request_id"))
     _check_host(_needed(params, "remote_host"), config)
     _check_integer("remote_port", _needed(params, "remote_port"), 1, MAX_PORT)
     _check_integer("tp_size", _needed(params, "tp_size"), 1, MAX_TP_SIZE)
@@ -110,9 +120,9 @@ def _needed(params: Mapping[object, object], key: str) -> object:
     return value
 
 
-def _check_id(key: str, value: object) -> None:
+def _check_id(key: str, value: object, remedy: str = _FROM_P) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS or not value.isprintable():
-        _refuse(key, f"is {_shown(value)}, must be text of 1 to {MAX_ID_CHARS} printable characters{_FROM_P}")
+        _refuse(key, f"is {_shown(value)}, must be text of 1 to {MAX_ID_CHARS} printable characters{remedy}")
 
 
 def _check_host(value: object, config: LayerPushConfig) -> None:

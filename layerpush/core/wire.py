@@ -89,6 +89,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``local_block_ids`` holds the decode engine's logical block ids, one list per transferable KV cache group,
     uncached blocks only, in token order. ``layerpush`` is the newest version of our messages that the worker speaks,
     0 if none; ``prefill_request_id`` is the prefill engine's id of the request, if the worker knows it;
+    ``transfer_id`` is the name that a router gave the transfer on both engines, if any;
     ``prompt_digest`` distinguishes prompts of requests with the same base id. ``window`` is the rank's staging memory
     for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
     digest of the request's sampling parameters, None if the worker does not ask. ``contact`` is the address of the
@@ -104,6 +105,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     local_block_ids: Groups
     layerpush: Count = 0
     prefill_request_id: RequestId | None = None
+    transfer_id: Name | None = None
     prompt_digest: Name | None = None
     window: Window | None = None
     sampling: Name | None = None
@@ -206,6 +208,7 @@ class Decline(_PeerMessage, frozen=True):
     decode_engine_id: Name
     prefill_request_id: RequestId | None = None
     prompt_digest: Name | None = None
+    transfer_id: Name | None = None
 
     @property
     def key(self) -> tuple[str, str]:

@@ -149,7 +149,13 @@ class Load:
         """P's blocks need not wait for a registration that will not come."""
         if self._record.t_registered is None:
             mine = self.registration
-            names = mine.request_id, mine.decode_engine_id, mine.prefill_request_id, mine.prompt_digest
+            names = (
+                mine.request_id,
+                mine.decode_engine_id,
+                mine.prefill_request_id,
+                mine.prompt_digest,
+                mine.transfer_id,
+            )
             self._peers.decline(self.address, Decline(*names))
 
     def _log(self, level: int, reason: str) -> None:

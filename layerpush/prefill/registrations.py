@@ -12,7 +12,7 @@ another engine uses its name. It is held until the side channel of the connected
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -92,10 +92,10 @@ class Registrations:
         self._writer = writer
         self._connections = connections
         self._peer_errors = peer_errors
-        self._names = RequestNames(base_id, digests)
+        self._arrivals = Arrivals(base_id)
+        self._names = RequestNames(base_id, digests, self._arrivals.transfer_of)
         self._digests = digests
         self._pending = PendingRegistrations(self._names.is_for)
-        self._arrivals = Arrivals(base_id)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
         self._look_at = 0.0
         self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
@@ -185,9 +185,11 @@ class Registrations:
 
     # From the engine's scheduler.
 
-    def came(self, request_ids: Sequence[str]) -> None:
-        """These requests have come to the engine. They may wait in its queue."""
-        self._arrivals.came(request_ids)
+    def came(self, requests: Mapping[str, str | None]) -> None:
+        """These requests have come to the engine: the ``transfer_id`` of each, by request id. They may wait in its
+        queue.
+        """
+        self._arrivals.came(requests)
 
     # From the writer.
 
@@ -303,9 +305,12 @@ class Registrations:
         for since, registration in self._pending.older_than(self._unknown_timeout_s, now):
             if not self._arrivals.is_complete(since, now):
                 return
-            if registration.layerpush and not self._arrivals.has_any(self._names.bases(registration)):
+            if registration.layerpush and not self._is_here(registration):
                 self._pending.drop(registration.key)
                 self._refuse(registration, NO_REQUEST, now)
+
+    def _is_here(self, registration: Registration) -> bool:
+        return self._arrivals.has_any(self._names.bases(registration), registration.transfer_id)
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):

@@ -12,13 +12,19 @@ from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, 
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
-from layerpush.compat.push_scheduler import StagedRegistration, VllmPushScheduler, awaits_scheduling, is_streamed
+from layerpush.compat.push_scheduler import (
+    StagedRegistration,
+    VllmPushScheduler,
+    awaits_scheduling,
+    is_streamed,
+    name_prefill_request,
+)
 from layerpush.compat.spans import traces_requests
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.last_window import LastWindows
 from layerpush.core.prefix_hits import PrefixHits, Tables
-from layerpush.core.request_params import chosen_mode
+from layerpush.core.request_params import chosen_mode, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
@@ -79,7 +85,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._traces_requests = traces_requests(vllm_config)
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._declined: list[tuple[Address, Decline]] = []
-        self._arrived: list[str] = []
+        self._arrived: dict[str, str | None] = {}
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -111,9 +117,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def on_new_request(self, request: Request) -> None:
         """Drop bad ``kv_transfer_params`` before vLLM's code reads them."""
         self._request_filter.drop_invalid(request, time.perf_counter())
+        if awaits_scheduling(request):
+            name_prefill_request(request)
         super().on_new_request(request)
         if is_streamed(request):
-            self._arrived.append(request.request_id)
+            self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
@@ -165,12 +173,13 @@ class LayerwisePushScheduler(VllmPushScheduler):
             params.get("pp_size", 1),
         )
         names = request.request_id, self.engine_id, params["remote_request_id"]
-        self._declined.append((address, Decline(*names, self.prompt_digest(request))))
+        self._declined.append((address, Decline(*names, self.prompt_digest(request), transfer_id(params))))
 
     def _await(self, request: Request, staged: StagedRegistration) -> None:
         staged.message.update(
             layerpush=PROTOCOL_VERSION,
             prefill_request_id=request.kv_transfer_params.get("remote_request_id"),
+            transfer_id=transfer_id(request.kv_transfer_params),
             prompt_digest=self.prompt_digest(request),
             sampling=None if self.first_tokens is None else self.first_tokens.ask(request),
         )
@@ -185,7 +194,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         digests, self._prompt_digests = self._prompt_digests, {}
         headers, self._trace_headers = self._trace_headers, {}
         declined, self._declined = self._declined, []
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived = self._arrived, {}
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)

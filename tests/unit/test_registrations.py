@@ -46,6 +46,7 @@ def asks(
     blocks: tuple[int, ...] = (1, 2),
     sampling: str | None = None,
     contact: bytes | None = None,
+    transfer: str | None = None,
 ) -> Registration:
     return Registration(
         request_id=request_id,
@@ -59,6 +60,7 @@ def asks(
         prompt_digest=digest,
         sampling=sampling,
         contact=contact,
+        transfer_id=transfer,
     )
 
 
@@ -144,6 +146,12 @@ class World(Town):
     def says(self, registration: Registration, sender: str = "d-0") -> None:
         self.registrations.on_registration(sender, registration, self.now)
         self.settle()
+
+    def begins(self, **transfers: str) -> None:
+        """Requests come and begin, each with its ``transfer_id``. In their names "_" is a dash."""
+        named = {f"cmpl-{name.replace('_', '-')}/p": transfer for name, transfer in transfers.items()}
+        self.registrations.came(named)
+        self.writer.unclaimed += named
 
     def cancels(self, registration: Registration, sender: str = "d-0") -> None:
         named = registration
@@ -519,7 +527,7 @@ def test_what_no_request_came_for_is_refused_in_the_end() -> None:
 
 def test_a_request_that_waits_in_the_queue_is_waited_for() -> None:
     world, wanted = World(), asks()
-    world.registrations.came(["a/p", "b/p"])
+    world.registrations.came({"a/p": None, "b/p": None})
     world.says(wanted)
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
@@ -530,7 +538,7 @@ def test_a_request_that_waits_in_the_queue_is_waited_for() -> None:
 def test_a_request_that_has_left_is_waited_for_no_more() -> None:
     """It was pushed to another decode engine."""
     world = World()
-    world.registrations.came(["a/p"])
+    world.registrations.came({"a/p": None})
     world.says(asks())
     world.tick(UNKNOWN_S)
     world.ends("a/p", None)
@@ -558,6 +566,77 @@ def test_too_many_are_refused_oldest_first() -> None:
     for number in range(KEPT + 1):
         world.says(asks(f"r{number}/d"))
     assert [message.request_id for message in world.heard() if isinstance(message, Fail)] == ["r0/d"]
+
+
+# A router that gives both engines the same transfer_id.
+
+
+@pytest.mark.parametrize("order", ["the request first", "the registration first"])
+def test_a_transfer_id_pairs_requests_of_different_names(order: str) -> None:
+    world, wanted = World(), asks("cmpl-d-0/d", transfer="t")
+    if order == "the request first":
+        world.begins(p_0="t")
+        world.says(wanted)
+        assert world.pushes == {"cmpl-p-0/p": "cmpl-d-0/d"}
+    else:
+        world.says(wanted)
+        world.begins(p_0="t")
+        assert world.takes("cmpl-p-0/p") == wanted
+
+
+def test_transfer_ids_that_differ_keep_equal_names_apart() -> None:
+    """A router that tries again with the same id."""
+    world = World()
+    world.begins(x_0="t-1")
+    world.says(asks("cmpl-x-0/d", transfer="t-2"))
+    assert world.pushes == {}
+    world.begins(x_0="t-2")
+    assert world.takes("cmpl-x-0/p") == asks("cmpl-x-0/d", transfer="t-2")
+
+
+@pytest.mark.parametrize("ours", [None, "t"])
+def test_without_a_transfer_id_on_both_sides_names_decide(ours: str | None) -> None:
+    world = World()
+    world.registrations.came({"a/p": ours})
+    world.writer.unclaimed = ["a/p"]
+    world.says(asks("a/d", transfer=None if ours else "t"))
+    assert world.pushes == {"a/p": "a/d"}
+
+
+def test_prompts_of_one_transfer_are_told_apart_by_their_numbers() -> None:
+    world = World()
+    world.begins(p_0="t", p_1="t")
+    for number in (1, 0):
+        world.says(asks(f"cmpl-d-{number}/d", transfer="t"))
+    assert world.pushes == {"cmpl-p-1/p": "cmpl-d-1/d", "cmpl-p-0/p": "cmpl-d-0/d"}
+
+
+def test_a_transfer_id_pairs_no_different_prompts() -> None:
+    world = World(digests={"cmpl-p-0/p": "one"})
+    world.begins(p_0="t")
+    world.says(asks("cmpl-d-0/d", transfer="t", digest="another"))
+    assert world.pushes == {}
+
+
+def test_the_first_of_several_answers_gets_the_push_of_a_transfer() -> None:
+    world = World()
+    world.begins(p_0="t")
+    for number in (1, 0):
+        world.says(asks(f"{number}_cmpl-d-0/d", transfer="t"))
+    assert world.pushes == {"cmpl-p-0/p": "0_cmpl-d-0/d"}
+    assert failure(SPARE_ANSWER, request_id="1_cmpl-d-0/d", epoch=0) in world.heard()
+
+
+def test_a_request_of_the_same_transfer_in_the_queue_is_waited_for() -> None:
+    world = World()
+    world.registrations.came({"cmpl-p-0/p": "t"})
+    world.says(asks("cmpl-d-0/d", transfer="t"))
+    world.tick(2 * UNKNOWN_S)
+    world.tick(2 * UNKNOWN_S)
+    assert world.heard() == [Accepted("cmpl-d-0/d")]
+    world.ends("cmpl-p-0/p", None)
+    world.tick(2.0)
+    assert world.heard() == [failure(UNKNOWN.reason, request_id="cmpl-d-0/d", epoch=0)]
 
 
 # Stock engines: they cannot be told anything, so they wait.
@@ -809,7 +888,7 @@ def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
     world.tick(ENDED_S / 2)
     if not dropped:
         drops(world)
-    world.registrations.came(["c/p"])
+    world.registrations.came({"c/p": None})
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)

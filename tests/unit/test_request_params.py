@@ -61,6 +61,11 @@ def changed(**changes: object) -> dict[str, object]:
         *(TO_P | {"layerpush_mode": mode} for mode in ("auto", "layer", "chunk", "request", None)),
         {"do_remote_prefill": False, "tp_size": "many", "layerpush_mode": "fast"},  # nobody reads them
         changed(layerpush_mode="fast"),  # D need not know how P pushes
+        TO_P | {"transfer_id": "tx-1"},
+        changed(transfer_id="tx-1"),
+        changed(transfer_id=None),
+        changed(transfer_id="tx-1", remote_request_id=DROPPED),
+        changed(transfer_id="tx-1", remote_request_id=None),
     ],
 )
 def test_good_params_pass(params: object) -> None:
@@ -74,6 +79,9 @@ def test_good_params_pass(params: object) -> None:
           for key in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")),
         *((key, None, f"{key!r} is null; D needs it")
           for key in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")),
+        ("transfer_id", 7, "'transfer_id' is 7 (int), must be text of 1 to 1024 printable characters; a router that"),
+        ("transfer_id", "", "'transfer_id' is '' (str)"),
+        ("transfer_id", "x" * 1025, "'transfer_id' is 'xxx"),
         ("do_remote_prefill", "true", "'do_remote_prefill' is 'true' (str), must be true or false"),
         ("do_remote_prefill", 1, "'do_remote_prefill' is 1 (int), must be true or false"),
         ("do_remote_decode", [], "'do_remote_decode' is [] (list), must be true or false"),

@@ -66,7 +66,7 @@ class PrefillEngine:
         self.requests[request.request_id] = request
         for rank in self.ranks:
             rank.digests[request.request_id] = prompt.text
-            rank.registrations.came([request.request_id])
+            rank.registrations.came({request.request_id: None})
         return request
 
     def begin_step(self, request: Request, tokens: int, cached: int = 0) -> bool:
