@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layerpush.compat import busy_wait
 from layerpush.compat.admission import AdmissionHook
+from layerpush.compat.early_answer import EarlyAnswers
 from layerpush.compat.early_revocation import EarlyRevocation
 
 CONNECTOR_NAME = "LayerwisePushConnector"
@@ -20,7 +21,8 @@ class ConnectorNameError(RuntimeError):
 def register() -> None:
     """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check requests in vLLM's front end.
 
-    V2 model runners tell the connector of preemptions early (`early_revocation`).
+    P's front end may answer early (`early_answer`). V2 model runners tell the connector of preemptions early
+    (`early_revocation`).
     Also patches busy waits if LAYERPUSH_CALM asks. Idempotent and lazy: the connector and NIXL are imported when vLLM
     creates a connector of that name, and the front end is patched when vLLM imports it.
 
@@ -50,6 +52,7 @@ def register() -> None:
                 f"{holder}. Uninstall one of the two plugins, or name the ones to load in VLLM_PLUGINS."
             ) from taken
     AdmissionHook(CONNECTOR_NAME).install()
+    EarlyAnswers(CONNECTOR_NAME).install()
     EarlyRevocation().install()
     _registered = True
 

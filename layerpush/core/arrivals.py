@@ -45,6 +45,11 @@ class Arrivals:
             if transfer is not None:
                 _remove(self._transfers, transfer)
 
+    @property
+    def requests(self) -> list[str]:
+        """The requests that are here, in the order in which they came."""
+        return list(self._requests)
+
     def transfer_of(self, request_id: str) -> str | None:
         """The ``transfer_id`` of a request, if it is here and has one."""
         return self._requests.get(request_id)

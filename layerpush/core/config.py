@@ -90,6 +90,13 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Seconds of a P's silence until D gives up the loads that it awaits from that P.",
         ),
     ] = 20
+    answer_early: Annotated[
+        bool,
+        Meta(
+            description="On P: answer a router that asks P before D as soon as the engine has the request, and go on "
+            "computing. D's engines must push, too."
+        ),
+    ] = False
     unknown_request_timeout_s: Annotated[
         int,
         Meta(

@@ -23,6 +23,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
 
     ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
     empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
+    ``withdrawn``: on a prefill engine, requests that the decode engine does not want any more.
     """
 
     parked: Ranks = field(default_factory=dict)
@@ -31,6 +32,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
     settling: bool = False
     completed: dict[str, float] = field(default_factory=dict)
     clock: str = ""
+    withdrawn: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
         """Join the reports of two ranks, or two reports of one rank. vLLM calls it in the engine core."""
@@ -43,7 +45,8 @@ class DecodeReport(KVConnectorWorkerMetadata):
             if not isinstance(tokens.get(request_id), int):  # one rank's token is every rank's
                 tokens[request_id] = token
         clock = self.clock if self.clock == other.clock else ""
-        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock)
+        withdrawn = self.withdrawn | other.withdrawn
+        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock, withdrawn)
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

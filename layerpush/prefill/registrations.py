@@ -74,7 +74,8 @@ class _Registered:
 class Registrations:
     """``base_id`` strips the suffix that an engine adds to the id its router gave. ``digests`` holds a digest of the
     prompt of each live request, as far as this engine's scheduler has sent one. ``steps`` returns the number of steps
-    that the engine has begun, and whether the last one runs.
+    that the engine has begun, and whether the last one runs. ``on_withdrawn`` gets each request that its decode engine
+    does not want any more.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Registrations:
         digests: dict[str, str],
         steps: Callable[[], tuple[int, bool]],
         unknown_timeout_s: float,
+        on_withdrawn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.peers = DecodePeers(writer, connections, probe, peer_errors)
         self._writer = writer
@@ -98,6 +100,7 @@ class Registrations:
         self._pending = PendingRegistrations(self._names.is_for)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
         self._look_at = 0.0
+        self._on_withdrawn = on_withdrawn
         self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
@@ -165,6 +168,7 @@ class Registrations:
         if kept is not None:
             self._cancelled_early.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
         request_id = self._writer.serving(key)
+        self._withdraw(request_id, kept)
         if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
             self._answers.note(key, Cancelled(message.request_id))
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
@@ -174,6 +178,7 @@ class Registrations:
         """A decode engine will not load a request. If it has registered the request, the registration counts."""
         if message.key in self._senders:
             return
+        self._withdraw(None, message)
         request_id = self._names.match(message, self._writer.waiting())
         if request_id is None or not self._writer.decline(request_id):
             self._cancelled_early.note(message.key, (now + KEPT_S, message))
@@ -308,6 +313,12 @@ class Registrations:
             if registration.layerpush and not self._is_here(registration):
                 self._pending.drop(registration.key)
                 self._refuse(registration, NO_REQUEST, now)
+
+    def _withdraw(self, request_id: str | None, named: Registration | Decline | None) -> None:
+        if request_id is None and named is not None:
+            request_id = self._names.match(named, self._arrivals.requests)
+        if request_id is not None:
+            self._on_withdrawn(request_id)
 
     def _is_here(self, registration: Registration) -> bool:
         return self._arrivals.has_any(self._names.bases(registration), registration.transfer_id)

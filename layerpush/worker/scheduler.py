@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from layerpush.compat import early_answer
 from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
@@ -31,7 +32,7 @@ from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
-from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
+from layerpush.telemetry.metrics.catalog import EARLY_ANSWERS, FIRST_TOKENS
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
@@ -86,6 +87,11 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._declined: list[tuple[Address, Decline]] = []
         self._arrived: dict[str, str | None] = {}
+        self._answered: set[str] = set()
+        """P's requests that the front end has answered early."""
+        self._withdrawn: set[str] = set()
+        if config.answer_early:
+            early_answer.install()
         self._workers_settle_until = 0.0
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
@@ -122,6 +128,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().on_new_request(request)
         if is_streamed(request):
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
+            if self._config.answer_early and request.kv_transfer_params.get(early_answer.MARK):
+                self._answered.add(request.request_id)
+                self.metrics.recorder.count(EARLY_ANSWERS, "answered")
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
 
@@ -211,12 +220,20 @@ class LayerwisePushScheduler(VllmPushScheduler):
         received, now = connector_output.finished_recving or (), time.perf_counter()
         self.awaited.reported(received, report)
         if report is not None:
+            self._withdrawn |= report.withdrawn & self._answered
             self._hand_overs.completed(report.completed, report.clock)
         self._hand_overs.reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.reported(received, {} if report is None else report.first_tokens)
         if report is not None and report.settling:  # a step without a report does not come here
             self._workers_settle_until = now + NEXT_REPORT_S
+
+    def take_withdrawn(self) -> set[str]:
+        """The answered requests whose decode engine has withdrawn since the last call. The caller aborts them."""
+        taken, self._withdrawn = self._withdrawn, set()
+        for _ in taken:
+            self.metrics.recorder.count(EARLY_ANSWERS, "withdrawn")
+        return taken
 
     def measured(self, now: float) -> Tally | None:
         """Metrics since the last call. vLLM asks at the end of each step."""
@@ -227,6 +244,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Forget a request, and cancel its load if it has one. Returns vLLM's answer."""
         self._prompts.pop(request.request_id, None)
         self._prefix_hits.forget(request.request_id)
+        self._answered.discard(request.request_id)
+        self._withdrawn.discard(request.request_id)
         never_registered = awaits_scheduling(request)
         if never_registered:
             self._decline(request)

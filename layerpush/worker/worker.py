@@ -154,6 +154,7 @@ class LayerwisePushWorker(VllmPushWorker):
                 self._digests,
                 lambda: self.step_events.steps,
                 config.unknown_request_timeout_s,
+                self._withdrawn if config.answer_early else lambda _: None,
             ),
         )
         self._cuda = cuda.runtime(device)
@@ -330,6 +331,9 @@ class LayerwisePushWorker(VllmPushWorker):
                 self.loads.abort(request_id, reason, now)
             else:
                 self.loads.time_out(request_id, reason, now)
+
+    def _withdrawn(self, request_id: str) -> None:
+        self._reports.append(DecodeReport(withdrawn=frozenset({request_id}), clock=self._clock))
 
     def parked(self, request_id: str) -> None:
         self._reports.append(DecodeReport(parked={request_id: {self._rank}}, clock=self._clock))

@@ -90,6 +90,14 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Unclaimed: P waits for D. Pending registrations: D waits for P.",
         ),
     ),
+    "Prefill: routers": (
+        Panel(
+            "Early answers",
+            "reqps",
+            {"{{event}}": rate(catalog.EARLY_ANSWERS, by="event")},
+            "Empty without `answer_early`.",
+        ),
+    ),
     "Prefill: WRITEs": (
         Panel("Pushed", "Bps", {"bytes": rate(catalog.WRITE_BYTES, part="_sum")}),
         Panel(

@@ -129,6 +129,7 @@ class World(Town):
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
         self.steps = (0, False)
+        self.withdrawn: list[str] = []
         self.registrations = Registrations(
             self.writer,  # type: ignore[arg-type]
             self.peers,
@@ -138,6 +139,7 @@ class World(Town):
             self.digests,
             lambda: self.steps,
             UNKNOWN_S,
+            self.withdrawn.append,
         )
         self.closing = self.registrations.peers.closing
         self.is_current = self.registrations.is_current
@@ -637,6 +639,24 @@ def test_a_request_of_the_same_transfer_in_the_queue_is_waited_for() -> None:
     world.ends("cmpl-p-0/p", None)
     world.tick(2.0)
     assert world.heard() == [failure(UNKNOWN.reason, request_id="cmpl-d-0/d", epoch=0)]
+
+
+# Whose KV its decode engine does not want any more.
+
+
+@pytest.mark.parametrize("when", ["it is pushed", "it waits in the queue", "it is not here", "it was declined"])
+def test_a_request_is_withdrawn_from(when: str) -> None:
+    world, wanted = World(), asks()
+    if when == "it is pushed":
+        world.served(wanted)
+    elif when != "it is not here":
+        world.registrations.came({"b/p": None, "a/p": None})
+    if when == "it was declined":
+        world.registrations.on_decline(declined(), world.now)
+    else:
+        world.says(wanted)
+        world.cancels(wanted)
+    assert world.withdrawn == ([] if when == "it is not here" else ["a/p"])
 
 
 # Stock engines: they cannot be told anything, so they wait.

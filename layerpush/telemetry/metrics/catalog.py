@@ -230,6 +230,17 @@ HAND_OVER_FIRST_STEP = Metric(
     "From the beginning of that step until the engine has the first token: D's forward pass and its sampling.",
     buckets=SECONDS,
 )
+EARLY_ANSWERS = Metric(
+    "early_answers",
+    Kind.COUNTER,
+    Side.PREFILL,
+    "Requests that P has answered before it has computed them, because of `answer_early`.",
+    "event",
+    {
+        "answered": "its router has the answer",
+        "withdrawn": "then D did not want the KV any more, and P aborted the request",
+    },
+)
 FIRST_TOKENS = Metric(
     "first_tokens",
     Kind.COUNTER,
@@ -334,7 +345,7 @@ CATALOG: tuple[Metric, ...] = (
     WRITES, WRITE_BYTES, WRITE_DESCRIPTORS, WRITE_LAYERS, WRITE_ESTIMATE, WRITE_SECONDS,
     FAILED_WRITES, LAYERS_READY,
     ACTIVE_PUSHES, UNCLAIMED_PUSHES, PENDING_REGISTRATIONS,
-    LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS,
+    LOADS, LOAD, HAND_OVER, HAND_OVER_REPORT, HAND_OVER_SCHEDULE, HAND_OVER_FIRST_STEP, FIRST_TOKENS, EARLY_ANSWERS,
     AWAITED_LOADS, PARKED_REQUESTS, PARKED_BLOCKS, LOST_PEERS,
     DROPPED_MESSAGES, DROPPED_RECORDS, RING_BYTES, RING_USED_BYTES, WRITER_LAG, RANKS,
 )  # fmt: skip

@@ -1,0 +1,203 @@
+"""P with ``answer_early`` behind routers that ask P first and D afterwards: layers stream all the same."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from layerpush.apps.demo.engines import Engine, EngineGroup
+from layerpush.apps.demo.interrupts import Interrupts
+from layerpush.apps.demo.ports import PortAllocator
+from layerpush.apps.tracing.figures import read_pushes
+from layerpush.telemetry.trace_records import PushRecord
+from tests.e2e.proxyrig import MODEL, WORDS, client_of, metric, model_with_tokenizer, server_spec, until, words
+from tests.e2e.servedrig import scrape, wait_for
+from tests.e2e.test_vllm_router import ROOT, router
+
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+TO_P = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+BAD = {"layerpush_mode": "fast"}
+TOKENS, LONG = 1500, 3000
+patient = pytest.mark.timeout(600)
+
+
+@dataclass
+class Pair:
+    """P computes alone what is right."""
+
+    scratch: Path
+    ports: PortAllocator
+    prefill: Engine
+    decode: Engine
+
+    def right(self, prompt: str) -> str:
+        alone = GREEDY | {"extra_body": {"ignore_eos": True}}
+        return str(client_of(self.prefill.url).completions.create(prompt=prompt, **alone).choices[0].text)
+
+    def answer_of_p(self, prompt: Any, request_id: str, *, chat: bool = False, **changes: Any) -> dict[str, Any]:
+        """P's answer to a router that wants one token of it."""
+        client, asked = client_of(self.prefill.url), GREEDY | {"max_tokens": 1} | changes
+        extra = {"ignore_eos": True, "kv_transfer_params": TO_P} | asked.pop("extra_body", {})
+        headers = {"X-Request-Id": request_id}
+        if chat:
+            messages: Any = [{"role": "user", "content": prompt}]
+            said: Any = client.chat.completions.create(
+                messages=messages, extra_headers=headers, extra_body=extra, **asked
+            )
+        else:
+            said = client.completions.create(prompt=prompt, extra_headers=headers, extra_body=extra, **asked)
+        return dict(said.to_dict())
+
+    def answer_of_d(self, prompt: str, request_id: str, params: dict[str, Any], within_s: float = 60.0) -> str:
+        extra = {"ignore_eos": True, "kv_transfer_params": params}
+        said = client_of(self.decode.url).completions.create(
+            prompt=prompt, extra_headers={"X-Request-Id": request_id}, extra_body=extra, timeout=within_s, **GREEDY
+        )
+        return said.choices[0].text
+
+    def push(self, request_id: str) -> PushRecord:
+        def found() -> list[PushRecord]:
+            return [push for push in read_pushes(self.scratch / "trace") if request_id in push.request_id]
+
+        until(found, f"a trace of {request_id}")
+        return found()[0]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    scratch = tmp_path_factory.mktemp("early")
+    model, ports = model_with_tokenizer(scratch / "model"), PortAllocator(range(18900, 19000))
+    extra: dict[str, object] = {"answer_early": True, "trace_dir": str(scratch / "trace")}
+    with Interrupts() as interrupts, EngineGroup(scratch, interrupts, ports) as group:
+        prefill = group.start(server_spec("prefill", "prefill", model, WORDS, extra=extra))
+        decode = group.start(server_spec("decode", "decode", model, WORDS))
+        group.wait_ready([prefill, decode])
+        running = Pair(scratch, ports, prefill, decode)
+        warm_up = str(uuid.uuid4())  # P and D connect when they first meet
+        answer = running.answer_of_p(words(50, seed=1), warm_up)
+        running.answer_of_d(words(50, seed=1), warm_up, answer["kv_transfer_params"])
+        yield running
+
+
+def answered(pair: Pair) -> float:
+    return scrape(pair.prefill).value("early_answers_total", event="answered")
+
+
+@patient
+def test_one_after_the_other_layers_stream(pair: Pair) -> None:
+    """As AIBrix, production-stack, llm-d's nixlv2 and vLLM's toy proxy ask: D gets P's params as they are."""
+    before, prompt, request_id = answered(pair), words(TOKENS, seed=2), str(uuid.uuid4())
+    answer = pair.answer_of_p(prompt, request_id)
+    params = answer["kv_transfer_params"]
+    assert pair.answer_of_d(prompt, request_id, params) == pair.right(prompt)
+    push = pair.push(request_id)
+    assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
+    assert params["remote_request_id"] == push.request_id
+    assert (params["transfer_mode"], params["remote_block_ids"]) == ("push", [])
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "length")
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (TOKENS, 0)
+    until(lambda: answered(pair) == before + 1, "it is counted")
+
+
+@patient
+def test_a_chat_is_answered_early(pair: Pair) -> None:
+    answer = pair.answer_of_p(words(TOKENS, seed=3), str(uuid.uuid4()), chat=True)
+    assert answer["choices"][0]["message"]["content"] in ("", None)
+    assert answer["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+@patient
+def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
+    """It asks one after the other until it knows P."""
+    subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
+    known = {push.request_id for push in read_pushes(pair.scratch / "trace")}
+    prompt = words(TOKENS, seed=4)
+    with router(pair.scratch, pair.ports.take(), pair.ports.take(), [pair.prefill], [pair.decode]) as url:
+        alone = GREEDY | {"extra_body": {"ignore_eos": True}}
+        said = client_of(url).completions.create(prompt=prompt, **alone).choices[0].text
+    assert said == pair.right(prompt)
+
+    def new() -> list[PushRecord]:
+        return [push for push in read_pushes(pair.scratch / "trace") if push.request_id not in known]
+
+    until(new, "its trace")
+    assert [(push.mode, push.fallback, push.outcome) for push in new()] == [("auto", None, "completed")]
+
+
+WHOLE_ANSWERS: dict[str, dict[str, Any]] = {
+    "log probabilities": {"logprobs": 1},
+    "echo": {"echo": True},
+    "several answers": {"n": 2, "temperature": 1.0},
+    "token ids": {"extra_body": {"return_token_ids": True}},
+}
+
+
+@patient
+@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in WHOLE_ANSWERS.items()])
+def test_a_router_that_wants_more_of_the_answer_gets_it_whole(pair: Pair, changes: dict[str, Any]) -> None:
+    before = answered(pair)
+    answer = pair.answer_of_p(words(60, seed=5), str(uuid.uuid4()), **changes)
+    assert answer["usage"]["completion_tokens"] > 0
+    assert answered(pair) == before
+
+
+@patient
+def test_several_prompts_are_answered_whole(pair: Pair) -> None:
+    answer = pair.answer_of_p([words(60, seed=6), words(60, seed=7)], str(uuid.uuid4()))
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+@patient
+@pytest.mark.parametrize(
+    ("prompt", "changes", "says"),
+    [
+        (words(5000, seed=8), {}, "maximum context length"),
+        (
+            words(60, seed=8),
+            {"extra_body": {"kv_transfer_params": TO_P | {"layerpush_mode": "fast"}}},
+            "layerpush_mode",
+        ),
+    ],
+    ids=["too long", "bad params"],
+)
+def test_what_the_engine_does_not_admit_is_refused(pair: Pair, prompt: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        pair.answer_of_p(prompt, str(uuid.uuid4()), **changes)
+
+
+@patient
+def test_ds_client_leaves_and_p_stops_computing(pair: Pair) -> None:
+    """P's client is the router, which has its answer: nobody else could abort P's request."""
+    withdrawn = scrape(pair.prefill).value("early_answers_total", event="withdrawn")
+    prompt, request_id = words(LONG, seed=9), str(uuid.uuid4())
+    params = pair.answer_of_p(prompt, request_id)["kv_transfer_params"]
+    with pytest.raises(openai.APITimeoutError):
+        pair.answer_of_d(prompt, request_id, params, within_s=0.2)
+    wait_for(pair.prefill, "early_answers_total", withdrawn + 1, event="withdrawn")
+    until(lambda: metric(pair.prefill.url, "vllm:num_requests_running") == 0, "P computes nothing")
+    assert pair.push(request_id).outcome == "cancelled"
+    again, request_id = words(100, seed=10), str(uuid.uuid4())
+    params = pair.answer_of_p(again, request_id)["kv_transfer_params"]
+    assert pair.answer_of_d(again, request_id, params) == pair.right(again)
+
+
+@patient
+def test_p_dies_after_it_has_answered(pair: Pair) -> None:
+    """D says so within its deadlines; its `kv_load_failure_policy` decides that the client gets an error."""
+    prompt, request_id = words(LONG, seed=11), str(uuid.uuid4())
+    params = pair.answer_of_p(prompt, request_id)["kv_transfer_params"]
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(pair.answer_of_d, prompt, request_id, params)
+        until(lambda: scrape(pair.decode).value("awaited_loads") > 0, "D awaits its push")
+        pair.prefill.signal(signal.SIGKILL)
+        with pytest.raises(openai.InternalServerError):
+            asking.result()

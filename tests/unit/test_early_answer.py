@@ -1,0 +1,65 @@
+"""Which requests and which engines are answered early."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerpush.compat.early_answer import _allows, _wants_the_transfer_only
+
+NAME = "LayerwisePushConnector"
+
+
+def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> Any:
+    ours = {"kv_connector": NAME, "kv_role": role, "kv_connector_extra_config": extra}
+    if connector == "MultiConnector":
+        ours = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": {"connectors": [ours]}}
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**({"kv_connector_module_path": None} | ours)))
+
+
+@pytest.mark.parametrize(
+    ("config", "allows"),
+    [
+        (engine(answer_early=True), True),
+        (engine("kv_both", answer_early=True), True),
+        (engine(), False),
+        (engine("kv_consumer", answer_early=True), False),
+        (engine(connector="NixlConnector"), False),
+        (SimpleNamespace(kv_transfer_config=None), False),
+    ],
+    ids=["asked for", "both roles", "not asked for", "a decode engine", "another connector", "no connector"],
+)
+def test_only_prefill_engines_that_ask_for_it(config: Any, allows: bool) -> None:
+    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == "NixlConnector":
+        config.kv_transfer_config.kv_connector_extra_config = {}
+    assert _allows(config, NAME) is allows
+
+
+def test_inside_of_multi_connector_it_is_said_that_there_is_no_early_answer(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not _allows(engine(connector="MultiConnector", answer_early=True), NAME)
+    assert "answer_early has no effect inside of MultiConnector" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "wants"),
+    [
+        ({"prompt": "a"}, True),
+        ({"prompt": [1, 2, 3]}, True),
+        ({"messages": []}, True),
+        ({"prompt": "a", "stream": False, "n": 1, "logprobs": None}, True),
+        ({"prompt": ["a"]}, False),
+        ({"prompt": [[1, 2]]}, False),
+        ({"prompt": None}, False),
+        ({"prompt": "a", "logprobs": 0}, False),
+        *(({"prompt": "a", more: True}, False) for more in ("stream", "echo", "return_token_ids", "use_beam_search")),
+        ({"messages": [], "logprobs": True, "top_logprobs": 0}, False),
+        ({"prompt": "a", "n": 2}, False),
+    ],
+    ids=str,
+)
+def test_who_wants_more_than_the_transfer_waits_for_the_answer(request_fields: dict[str, Any], wants: bool) -> None:
+    assert _wants_the_transfer_only(SimpleNamespace(**({"n": None} | request_fields))) is wants
