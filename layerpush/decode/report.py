@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from layerpush.core.first_token import Missing
+from layerpush.telemetry.metrics.endings import Ending
 
 ABORTED = "aborted"
 """The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
@@ -21,6 +22,8 @@ class DecodeReport(KVConnectorWorkerMetadata):
     these parked loads are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of
     complete loads that have asked for one.
 
+    ``endings``: the ends of pushes and loads on these ranks, for the metrics.
+
     ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
     empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
     """
@@ -31,6 +34,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
     settling: bool = False
     completed: dict[str, float] = field(default_factory=dict)
     clock: str = ""
+    endings: list[Ending] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
         """Join the reports of two ranks, or two reports of one rank. vLLM calls it in the engine core."""
@@ -43,7 +47,8 @@ class DecodeReport(KVConnectorWorkerMetadata):
             if not isinstance(tokens.get(request_id), int):  # one rank's token is every rank's
                 tokens[request_id] = token
         clock = self.clock if self.clock == other.clock else ""
-        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock)
+        endings = [*self.endings, *other.endings]
+        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock, endings)
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

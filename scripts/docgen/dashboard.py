@@ -34,13 +34,6 @@ def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str
     return f"sum by ({by}) ({inner})" if by else f"sum({inner})"
 
 
-def per_request(metric: Metric) -> str:
-    """Events per second by the metric's label; ranks that count the same request count once."""
-    counted = rate(metric, by=f"instance, engine, {metric.label}")
-    ranks = f"clamp_min(max by (instance, engine) ({catalog.RANKS.exposed_name}{{{HERE}}}), 1)"
-    return f"sum by ({metric.label}) ({counted} / on (instance, engine) group_left () {ranks})"
-
-
 def quantiles(metric: Metric) -> dict[str, str]:
     """The 50th, 90th and 99th percentile of a histogram, by legend."""
     buckets = rate(metric, by="le", part="_bucket")
@@ -67,14 +60,14 @@ def share(metric: Metric, value: str, of: Sequence[str]) -> str:
 COMPLETED = ("layerwise", "whole", "fallback", "late_registration")
 ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Prefill: pushes": (
-        Panel("Pushes by outcome", "reqps", {"{{outcome}}": per_request(catalog.PUSHES)}, stacked=True),
+        Panel("Pushes by outcome", "reqps", {"{{outcome}}": rate(catalog.PUSHES, by="outcome")}, stacked=True),
         Panel(
             "Pushed by layer",
             "percentunit",
             {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
             "Share of completed pushes that overlap with prefill.",
         ),
-        Panel("Fallbacks by reason", "reqps", {"{{reason}}": per_request(catalog.FALLBACKS)}, stacked=True),
+        Panel("Fallbacks by reason", "reqps", {"{{reason}}": rate(catalog.FALLBACKS, by="reason")}, stacked=True),
         Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
         Panel("Transfer time", "s", quantiles(catalog.TRANSFER), catalog.TRANSFER.meaning),
         Panel(
@@ -113,7 +106,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
     ),
     "Decode: loads": (
-        Panel("Loads by outcome", "reqps", {"{{outcome}}": per_request(catalog.LOADS)}, stacked=True),
+        Panel("Loads by outcome", "reqps", {"{{outcome}}": rate(catalog.LOADS, by="outcome")}, stacked=True),
         Panel(
             "First tokens by origin",
             "reqps",

@@ -33,6 +33,7 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.writes import Transfer, Writes
 from tests.support.fake_transport import Faults
+from tests.support.measured import measured
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one
@@ -56,7 +57,7 @@ class Metered:
             self.rig.settle()
         self.rig.finish(self.prompt)
         self.rig.settle()
-        return self.recorder.take()
+        return measured(self.recorder)
 
 
 def pushes(tally: Tally) -> dict[str, int]:
@@ -84,10 +85,10 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     for tokens in (9, 9, 9):
         metered.rig.step((metered.prompt, tokens))
     metered.rig.finish(metered.prompt)
-    assert metered.recorder.take().is_empty, "nothing is over"
+    assert measured(metered.recorder).is_empty, "nothing is over"
     metered.rig.writer.register(metered.prompt.name, metered.wanted)
     metered.rig.settle()
-    tally = metered.recorder.take()
+    tally = measured(metered.recorder)
     assert pushes(tally) == {"late_registration": 1}
     assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
     assert tally.observed(WRITE_BYTES).count == 1
@@ -102,7 +103,7 @@ def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
     metered.rig.finish(metered.prompt)
     metered.rig.expire(metered.prompt)
     metered.rig.settle()
-    assert pushes(metered.recorder.take()) == {"unclaimed": 1}
+    assert pushes(measured(metered.recorder)) == {"unclaimed": 1}
 
 
 def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
@@ -145,7 +146,7 @@ def test_an_aborted_push_is_cancelled() -> None:
     assert metered.rig.writer.active == len(metered.rig.writer) == 1
     metered.rig.abort(metered.prompt)
     metered.rig.settle()
-    assert pushes(metered.recorder.take()) == {"cancelled": 1}
+    assert pushes(measured(metered.recorder)) == {"cancelled": 1}
     assert metered.rig.writer.active == 0
 
 
@@ -157,7 +158,7 @@ def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faul
     release = metered.rig.host.release
 
     def released(request_id: str) -> None:
-        seen.append((metered.recorder.take().counted(PUSHES), metered.rig.writer.active))
+        seen.append((measured(metered.recorder).counted(PUSHES), metered.rig.writer.active))
         release(request_id)
 
     metered.rig.host.release = released  # type: ignore[method-assign]
@@ -197,7 +198,7 @@ def record(outcome: str, mode: str, fallback: str | None = None, *, registered: 
 def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | None) -> None:
     recorder = Recorder()
     PushMeter(recorder, engine_fallback=ENGINE_FALLBACK).closed(push)
-    tally = recorder.take()
+    tally = measured(recorder)
     assert pushes(tally) == {outcome: 1}
     assert outcome in PUSHES.values
     assert tally.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})
