@@ -38,6 +38,12 @@ def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
     return Scrape()
 
 
+def upstreams(scrape: Scrape) -> dict[str, float]:
+    """vLLM's own metrics of the first engine's NIXL, by name without its prefix."""
+    found = [sample for sample in scrape.samples if sample.labels.get("engine") == "0"]
+    return {sample.name.removeprefix("vllm:nixl_"): sample.value for sample in found if "nixl" in sample.name}
+
+
 def run_dry(engine: Engine) -> None:
     """As vLLM's core does: no step more than the scheduler asks for."""
 
@@ -85,6 +91,13 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("ranks", engine="0") == scrape.value("ranks", engine="1") == 1
     for level in ("active_pushes", "unclaimed_pushes", "pending_registrations", "awaited_loads", "parked_requests"):
         assert scrape.value(level) == 0, level
+    upstream = upstreams(scrape)
+    assert upstream["bytes_transferred_count"] == upstream["num_descriptors_count"] == 1
+    assert upstream["bytes_transferred_sum"] == counters.bytes
+    assert upstream["num_descriptors_sum"] == counters.descriptors
+    assert upstream["xfer_time_seconds_sum"] == pytest.approx(scrape.value("transfer_seconds_sum"))
+    assert 0 < upstream["post_time_seconds_sum"] < upstream["xfer_time_seconds_sum"]
+    assert upstream["num_failed_transfers_total"] == 0
     assert "Layer-wise pushes=1" in (front_end.log_line() or "")
 
 
@@ -134,9 +147,8 @@ def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> N
     assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
     assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
     assert scrape.value("write_bytes_count", engine="0") == 1
-    assert {sample.name: sample.value for sample in scrape.samples if sample.labels.get("engine") == "0"}[
-        "vllm:nixl_bytes_transferred_count"
-    ] == 1, "upstream counts what upstream pushed"
+    assert upstreams(scrape)["bytes_transferred_count"] == 1, "upstream counts what upstream pushed"
+    assert upstreams(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
 
 
 def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: FrontEnd) -> None:

@@ -78,6 +78,10 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     assert tally.observed(WRITE_LAYERS).total == 3 * layers
     assert (tally.observed(EXPOSED).count, tally.observed(TRANSFER).count) == (1, 1)
     assert 0 < tally.observed(TRANSFER).total < 10
+    ((written, transfer_s),) = filter(None, metered.rig.host.transfers)
+    assert (written.bytes, written.descriptors) == (layers * 6 * 16, sum(write.descriptors for write in writes))
+    assert written.post_s == pytest.approx(sum(write.t_posted - write.t_post for write in writes))
+    assert transfer_s == tally.observed(TRANSFER).total
 
 
 def test_a_late_registration_is_told_from_other_fallbacks() -> None:
@@ -95,6 +99,7 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     assert tally.counters[WRITES.key] == {"direct": 1}
     assert tally.observed(WRITE_LAYERS).count == 0, "of a whole-request WRITE the layers are not known"
     assert tally.observed(EXPOSED).count == 1
+    assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
 
 def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
@@ -104,6 +109,7 @@ def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
     metered.rig.expire(metered.prompt)
     metered.rig.settle()
     assert pushes(measured(metered.recorder)) == {"unclaimed": 1}
+    assert metered.rig.host.transfers == []
 
 
 def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
@@ -134,8 +140,10 @@ def test_writes_are_told_apart_by_their_plan() -> None:
 
 @pytest.mark.parametrize("faults", [Faults(fail_writes={1}), Faults(fail_posts={0})], ids=["lost", "not posted"])
 def test_a_failed_write_and_the_push_that_it_fails_are_counted(faults: Faults) -> None:
-    tally = Metered(faults).run()
+    metered = Metered(faults)
+    tally = metered.run()
     assert pushes(tally) == {"failed": 1}
+    assert metered.rig.host.transfers == [None]
     assert tally.counted(FAILED_WRITES) == 1
     assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
 
@@ -147,6 +155,7 @@ def test_an_aborted_push_is_cancelled() -> None:
     metered.rig.abort(metered.prompt)
     metered.rig.settle()
     assert pushes(measured(metered.recorder)) == {"cancelled": 1}
+    assert metered.rig.host.transfers == []
     assert metered.rig.writer.active == 0
 
 
