@@ -12,7 +12,9 @@ from layerpush.telemetry.metrics.catalog import Kind, Metric
 
 FILE = Path(__file__).parents[2] / "layerpush/apps/files/grafana.json"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
-HERE = 'instance=~"$instance"'
+VARIABLES = {"model_name": "Model", "namespace": "Namespace", "pod": "Pod", "instance": "Instance"}
+"""Labels of a scrape to choose engines by, and their titles. "All" has series without the label, too."""
+HERE = ", ".join(f'{label}=~"${label}"' for label in VARIABLES)
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -164,7 +166,6 @@ def dashboard() -> dict[str, object]:
             place = {"x": column * WIDTH, "y": top + line * HEIGHT, "w": WIDTH, "h": HEIGHT}
             panels.append({"id": len(panels) + 1, "gridPos": place, **_panel(panel)})
         top += -(-len(row) // COLUMNS) * HEIGHT
-    instances = f"label_values({catalog.RANKS.exposed_name}, instance)"
     return {
         "title": "layerpush",
         "uid": "layerpush",
@@ -177,22 +178,30 @@ def dashboard() -> dict[str, object]:
         "templating": {
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                {
-                    "name": "instance",
-                    "type": "query",
-                    "label": "Engine",
-                    "datasource": DATA_SOURCE,
-                    "definition": instances,
-                    "query": {"query": instances, "refId": "instances"},
-                    "refresh": 2,
-                    "multi": True,
-                    "includeAll": True,
-                    "allValue": ".*",
-                    "current": {"text": "All", "value": "$__all"},
-                },
+                *map(_variable, VARIABLES),
             ]
         },
         "panels": panels,
+    }
+
+
+def _variable(label: str) -> dict[str, object]:
+    """The values that the variables before it leave."""
+    before = list(VARIABLES)[: list(VARIABLES).index(label)]
+    chosen = ", ".join(f'{each}=~"${each}"' for each in before)
+    query = f"label_values({catalog.RANKS.exposed_name}{{{chosen}}}, {label})"
+    return {
+        "name": label,
+        "type": "query",
+        "label": VARIABLES[label],
+        "datasource": DATA_SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": label},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
     }
 
 
