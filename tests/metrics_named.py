@@ -10,7 +10,7 @@ from typing import Any
 from tests.metrics_scrape import Scrape
 
 FOLDER = Path(__file__).parents[1] / "layerpush/apps/files"
-ADDED_BY_PROMETHEUS = {"instance", "job"}
+ADDED_BY_PROMETHEUS = {"namespace", "pod", "instance", "job"}
 DASHBOARD, ALERTS = FOLDER / "grafana.json", FOLDER / "alerts.yml"
 
 

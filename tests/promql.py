@@ -48,8 +48,6 @@ def _labels(node: Any) -> frozenset[str] | None:
             buckets = _labels(node.args[1])
             if buckets is not None and "le" in buckets:
                 return buckets - {"le"}
-        case "Call" if node.func.name == "clamp_min":
-            return _labels(node.args[0])
     raise PromqlError(
         f"{node.prettify()}: a counter without its rate, a rate of no counter, buckets without le, or a bare range"
     )

@@ -9,6 +9,7 @@ from bench.pair.reach import DECODE, Reach
 from layerpush.core.push_protocol import WHOLE, ReportFailure, Segment, Write
 from layerpush.core.wire import Registration, encode_completion
 from layerpush.prefill.push import Push
+from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.base import Transport
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer, Writes
@@ -81,6 +82,12 @@ class PairHost:
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:  # noqa: ARG002
         if landed:  # each of D's ranks gets a completion of its own
             self._transport.notify(DECODE, self.completion(self._delegated[request_id]))
+
+    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+        """Does nothing: no vLLM counts transfers."""
+
+    def failed_by_layer(self) -> None:
+        """The same."""
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, 1)

@@ -24,6 +24,7 @@ from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
+from layerpush.compat.stats import TransferStats
 from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
@@ -81,7 +82,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._tasks: deque[tuple[str, Task]] = deque()
         self._noted: list[RankTarget] | None = None
         self._leases = SendLeases()
-        self._whole_writes = WholeWrites(self.transport)
+        self.transfer_stats = TransferStats()
+        self._whole_writes = WholeWrites(self.transport, self.transfer_stats)
         self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
 
     # Hooks that a subclass overrides.
@@ -144,9 +146,9 @@ class VllmPushWorker(NixlPushConnectorWorker):
     # Main thread: steps.
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        for telemetry in self._whole_writes.telemetry():
-            self.xfer_stats.record_transfer(telemetry)
-        return super().get_transfer_results()
+        results = super().get_transfer_results()
+        self.transfer_stats.feed(self.xfer_stats)  # last: vLLM may not ask again once it has the results
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Always empty. Failed loads are reported by request, because other requests may have the blocks by then."""
@@ -221,7 +223,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         if landed:
             self._whole_writes.landed(self.nixl_wrapper, request_id, transfer)
             return
-        self.xfer_stats.record_failed_transfer()
+        self.transfer_stats.failed()
         with self._sending_transfers_lock:
             self._send_failures.add(request_id)
 

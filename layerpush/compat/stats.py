@@ -1,8 +1,10 @@
-"""vLLM's statistics of a connector, extended by layerpush's. vLLM's own numbers do not change."""
+"""vLLM's statistics of a connector, extended by layerpush's. In vLLM's own a push by layer is one transfer."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -10,8 +12,44 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 
 from layerpush.telemetry.metrics.summary import is_eventful, summary
 from layerpush.telemetry.metrics.tally import Tally
+from layerpush.telemetry.trace_records import WriteSums
 
 KEY = "layerpush"
+
+
+class TransferStats:
+    """Figures of pushes on their way from the writer to vLLM's own statistics. Writer thread, except ``feed``."""
+
+    def __init__(self) -> None:
+        self._telemetry: deque[Any] = deque()
+
+    def landed(self, telemetry: Any) -> None:
+        """A WRITE of a whole-request push has landed. ``telemetry`` is NIXL's."""
+        self._telemetry.append(telemetry)
+
+    def pushed(self, written: WriteSums, transfer_s: float) -> None:
+        """A push by layer is complete: for vLLM it is one transfer, of ``transfer_s`` seconds."""
+        self._telemetry.append(
+            SimpleNamespace(
+                xferDuration=1e6 * transfer_s,
+                postDuration=1e6 * written.post_s,
+                totalBytes=written.bytes,
+                descCount=written.descriptors,
+            )
+        )
+
+    def failed(self) -> None:
+        """A WRITE of a whole-request push, or a push by layer, has failed."""
+        self._telemetry.append(None)
+
+    def feed(self, stats: NixlKVConnectorStats) -> None:
+        """Record in ``stats`` all figures since the last call. Main thread."""
+        while self._telemetry:
+            telemetry = self._telemetry.popleft()
+            if telemetry is None:
+                stats.record_failed_transfer()
+            else:
+                stats.record_transfer(telemetry)
 
 
 class LayerPushStats(NixlKVConnectorStats):
@@ -52,7 +90,7 @@ class LayerPushStats(NixlKVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Numbers for vLLM's log line: layerpush's first, then vLLM's if there were whole-request WRITEs."""
+        """Numbers for vLLM's log line: layerpush's first, then vLLM's if there were pushes."""
         line = summary(self.tally)
         if not self._is_silent_upstream():
             line |= super().reduce()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
+from layerpush.compat.stats import TransferStats
 from layerpush.telemetry.trace_records import WriteRecord
 from layerpush.transport.base import TransportError
 from layerpush.transport.nixl import NixlTransport
@@ -21,12 +21,12 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class WholeWrites:
     """Takes over each WRITE that vLLM posts: the main thread must not poll NIXL, so it gets no handle.
 
-    Writer thread, except ``telemetry``.
+    Writer thread.
     """
 
-    def __init__(self, transport: NixlTransport) -> None:
+    def __init__(self, transport: NixlTransport, stats: TransferStats) -> None:
         self._transport = transport
-        self._telemetry: deque[Any] = deque()
+        self._stats = stats
         self._setup_failures: dict[str, BaseException] = {}
 
     def setup_failed(self, request_id: str, error: BaseException) -> None:
@@ -77,9 +77,4 @@ class WholeWrites:
             logger.warning("NIXL has no telemetry of a WRITE of %s: %s", request_id, error)
             return
         transfer.record.descriptors, transfer.record.bytes = telemetry.descCount, telemetry.totalBytes
-        self._telemetry.append(telemetry)
-
-    def telemetry(self) -> Iterator[Any]:
-        """Take NIXL's telemetry of the WRITEs that have landed since the last call. Main thread."""
-        while self._telemetry:
-            yield self._telemetry.popleft()
+        self._stats.landed(telemetry)

@@ -13,6 +13,7 @@ from layerpush.core.first_token import Missing
 from layerpush.core.wire import Decline
 from layerpush.decode.unpacking import Unpacking
 from layerpush.telemetry.metrics.catalog import LOAD, LOADS
+from layerpush.telemetry.metrics.endings import Ending
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
@@ -88,9 +89,8 @@ class Outcomes:
         """A load is over for its request. ``completions``: the notifications of one that is ``loaded``.
         ``first_token``: P's token or the reason that there is none; None if the load did not ask for it.
         """
-        self._recorder.count(LOADS, outcome)
-        if outcome == "loaded" and record.t_awaited is not None:
-            self._recorder.observe((LOAD, now - record.t_awaited))
+        times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
+        self._recorder.ended(Ending(record.request_id, LOADS.key, outcome, times=times))
         settled = {"loaded": "completed", "aborted": "cancelled"}.get(outcome, "failed")
         record.settled(settled, reason, now)
         if outcome == "parked":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from layerpush.core.first_token import Missing
+from layerpush.telemetry.metrics.endings import Ending
 
 ABORTED = "aborted"
 """The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
@@ -21,6 +22,8 @@ class DecodeReport(KVConnectorWorkerMetadata):
     these parked loads are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of
     complete loads that have asked for one.
 
+    ``endings``: the ends of pushes and loads on these ranks, for the metrics.
+
     ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
     empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
     ``withdrawn``: on a prefill engine, requests that the decode engine does not want any more.
@@ -32,6 +35,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
     settling: bool = False
     completed: dict[str, float] = field(default_factory=dict)
     clock: str = ""
+    endings: list[Ending] = field(default_factory=list)
     withdrawn: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
@@ -45,8 +49,16 @@ class DecodeReport(KVConnectorWorkerMetadata):
             if not isinstance(tokens.get(request_id), int):  # one rank's token is every rank's
                 tokens[request_id] = token
         clock = self.clock if self.clock == other.clock else ""
-        withdrawn = self.withdrawn | other.withdrawn
-        return DecodeReport(parked, cleared, tokens, self.settling or other.settling, completed, clock, withdrawn)
+        return DecodeReport(
+            parked,
+            cleared,
+            tokens,
+            self.settling or other.settling,
+            completed,
+            clock,
+            [*self.endings, *other.endings],
+            self.withdrawn | other.withdrawn,
+        )
 
 
 def _union(some: Ranks, others: Ranks) -> Ranks:

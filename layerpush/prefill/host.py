@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Registration
+from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer
 
@@ -51,6 +52,12 @@ class Host(Protocol):
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         """One of upstream's WRITEs is over; its handle is still valid."""
+
+    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+        """A push by layer is complete. ``transfer_s``: seconds with at least one WRITE on the wire. Raises nothing."""
+
+    def failed_by_layer(self) -> None:
+        """A push by layer has failed. Raises nothing."""
 
     def completion(self, registration: Registration) -> bytes:
         """This rank's completion, as a notification."""

@@ -62,7 +62,7 @@ from layerpush.prefill.host import Host
 from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
+from layerpush.telemetry.trace_records import ChunkRecord, PushRecord, WriteSums
 from layerpush.transport.base import PeerLostError, Transport, TransportError, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.writes import Transfer, Writes
@@ -108,6 +108,7 @@ class Push:
         self.busy_since: float | None = None
         self.transfer_s = 0.0
         """Seconds for which at least one WRITE was on its way."""
+        self.written = WriteSums()
         self._shared = shared
         self._link: Link | None = None
         self._losses: dict[int, _Loss] = {}
@@ -343,6 +344,8 @@ class Push:
         try:
             if whole:
                 self._whole_write_ended(transfer, landed=error is None)
+            elif error is None:
+                self.written.add(record)
             if error is None:
                 shared.meter.landed(record, record.plan, whole=whole)
             elif not transfer.halted:
@@ -417,9 +420,17 @@ class Push:
 
     def _account(self) -> None:
         """Count a push that has ended, once. Comes before the report to the engine, which may then stop stepping."""
-        if self.record.outcome == "pending":
-            self.record.outcome, self.record.reason = self.session.outcome, self.session.failure
-            self._shared.meter.closed(self.record, self.exposed_s, self.transfer_s)
+        record = self.record
+        if record.outcome != "pending":
+            return
+        record.outcome, record.reason = self.session.outcome, self.session.failure
+        self._shared.meter.closed(record, self.exposed_s, self.transfer_s)
+        if record.mode == "request" or record.decode_request_id is None:
+            return  # vLLM counts its own WRITEs, and requests that no D has wanted
+        if record.outcome == "completed" and self.written.bytes:
+            self._shared.host.pushed_by_layer(self.written, self.transfer_s)
+        elif record.outcome == "failed":
+            self._shared.host.failed_by_layer()
 
 
 @dataclass(slots=True)

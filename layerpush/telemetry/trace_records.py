@@ -74,6 +74,20 @@ class WriteRecord(msgspec.Struct):
     t_planned: float | None = None
 
 
+class WriteSums(msgspec.Struct):
+    """The landed WRITEs of a push by layer: their bytes, their descriptors, the seconds that posting them took."""
+
+    bytes: int = 0
+    descriptors: int = 0
+    post_s: float = 0.0
+
+    def add(self, write: WriteRecord) -> None:
+        """One more has landed."""
+        self.bytes += write.bytes
+        self.descriptors += write.descriptors
+        self.post_s += write.t_posted - write.t_post
+
+
 class PushRecord(msgspec.Struct, kw_only=True):
     """One push on one prefill rank. ``ready`` rows are ``(chunk, layer, time, hooked)``."""
 

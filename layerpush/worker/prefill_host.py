@@ -20,6 +20,7 @@ from layerpush.prefill.host import HandshakeError, Host
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
+from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
@@ -115,6 +116,12 @@ class WorkerHost:
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self._worker.whole_write_ended(request_id, transfer, landed)
+
+    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+        self._worker.transfer_stats.pushed(written, transfer_s)
+
+    def failed_by_layer(self) -> None:
+        self._worker.transfer_stats.failed()
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self._worker.world_size)

@@ -33,6 +33,7 @@ from layerpush.decode.deadlines import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.catalog import EARLY_ANSWERS, FIRST_TOKENS
+from layerpush.telemetry.metrics.endings import Endings
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
@@ -99,6 +100,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
         receives = vllm_config.kv_transfer_config.is_kv_consumer
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
+        ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
+        self._endings = Endings(ranks, self.metrics.recorder)  # one rank of each prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
         self._can_stream = engine_fallback(self) is None
         self.first_tokens = self._first_tokens(vllm_config)
@@ -222,6 +225,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if report is not None:
             self._withdrawn |= report.withdrawn & self._answered
             self._hand_overs.completed(report.completed, report.clock)
+            self._endings.reported(report.endings, now)
         self._hand_overs.reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.reported(received, {} if report is None else report.first_tokens)
@@ -238,6 +242,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def measured(self, now: float) -> Tally | None:
         """Metrics since the last call. vLLM asks at the end of each step."""
         self._hand_overs.tick(now)
+        self._endings.tick(now)
         return self.metrics.take(now)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:

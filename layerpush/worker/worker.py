@@ -273,12 +273,13 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.metrics.take(now)
 
     def report(self) -> DecodeReport | None:
-        """Loads that were completed, parked or cleared since the last report, their first tokens, and whether pushes of
-        aborted requests still run.
+        """Loads that were completed, parked or cleared since the last report, their first tokens, ended pushes and
+        loads, and whether pushes of aborted requests still run.
         """
-        if not self._reports and not self._settles:
+        endings = self.metrics.recorder.endings()
+        if not self._reports and not self._settles and not endings:
             return None
-        report = DecodeReport(settling=self._settles, clock=self._clock)
+        report = DecodeReport(settling=self._settles, clock=self._clock, endings=endings)
         while self._reports:
             report = report.aggregate(self._reports.popleft())
         return report

@@ -12,7 +12,9 @@ from layerpush.telemetry.metrics.catalog import Kind, Metric
 
 FILE = Path(__file__).parents[2] / "layerpush/apps/files/grafana.json"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
-HERE = 'instance=~"$instance"'
+VARIABLES = {"model_name": "Model", "namespace": "Namespace", "pod": "Pod", "instance": "Instance"}
+"""Labels of a scrape to choose engines by, and their titles. "All" has series without the label, too."""
+HERE = ", ".join(f'{label}=~"${label}"' for label in VARIABLES)
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -32,13 +34,6 @@ def rate(metric: Metric, matcher: str = "", by: str = "", part: str = "") -> str
     matchers = ", ".join(filter(None, (HERE, matcher)))
     inner = f"rate({metric.exposed_name}{part}{{{matchers}}}[$__rate_interval])"
     return f"sum by ({by}) ({inner})" if by else f"sum({inner})"
-
-
-def per_request(metric: Metric) -> str:
-    """Events per second by the metric's label; ranks that count the same request count once."""
-    counted = rate(metric, by=f"instance, engine, {metric.label}")
-    ranks = f"clamp_min(max by (instance, engine) ({catalog.RANKS.exposed_name}{{{HERE}}}), 1)"
-    return f"sum by ({metric.label}) ({counted} / on (instance, engine) group_left () {ranks})"
 
 
 def quantiles(metric: Metric) -> dict[str, str]:
@@ -67,14 +62,14 @@ def share(metric: Metric, value: str, of: Sequence[str]) -> str:
 COMPLETED = ("layerwise", "whole", "fallback", "late_registration")
 ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Prefill: pushes": (
-        Panel("Pushes by outcome", "reqps", {"{{outcome}}": per_request(catalog.PUSHES)}, stacked=True),
+        Panel("Pushes by outcome", "reqps", {"{{outcome}}": rate(catalog.PUSHES, by="outcome")}, stacked=True),
         Panel(
             "Pushed by layer",
             "percentunit",
             {"of completed pushes": share(catalog.PUSHES, "layerwise", COMPLETED)},
             "Share of completed pushes that overlap with prefill.",
         ),
-        Panel("Fallbacks by reason", "reqps", {"{{reason}}": per_request(catalog.FALLBACKS)}, stacked=True),
+        Panel("Fallbacks by reason", "reqps", {"{{reason}}": rate(catalog.FALLBACKS, by="reason")}, stacked=True),
         Panel("Exposed time", "s", quantiles(catalog.EXPOSED), catalog.EXPOSED.meaning),
         Panel("Transfer time", "s", quantiles(catalog.TRANSFER), catalog.TRANSFER.meaning),
         Panel(
@@ -121,7 +116,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         ),
     ),
     "Decode: loads": (
-        Panel("Loads by outcome", "reqps", {"{{outcome}}": per_request(catalog.LOADS)}, stacked=True),
+        Panel("Loads by outcome", "reqps", {"{{outcome}}": rate(catalog.LOADS, by="outcome")}, stacked=True),
         Panel(
             "First tokens by origin",
             "reqps",
@@ -179,7 +174,6 @@ def dashboard() -> dict[str, object]:
             place = {"x": column * WIDTH, "y": top + line * HEIGHT, "w": WIDTH, "h": HEIGHT}
             panels.append({"id": len(panels) + 1, "gridPos": place, **_panel(panel)})
         top += -(-len(row) // COLUMNS) * HEIGHT
-    instances = f"label_values({catalog.RANKS.exposed_name}, instance)"
     return {
         "title": "layerpush",
         "uid": "layerpush",
@@ -192,22 +186,30 @@ def dashboard() -> dict[str, object]:
         "templating": {
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                {
-                    "name": "instance",
-                    "type": "query",
-                    "label": "Engine",
-                    "datasource": DATA_SOURCE,
-                    "definition": instances,
-                    "query": {"query": instances, "refId": "instances"},
-                    "refresh": 2,
-                    "multi": True,
-                    "includeAll": True,
-                    "allValue": ".*",
-                    "current": {"text": "All", "value": "$__all"},
-                },
+                *map(_variable, VARIABLES),
             ]
         },
         "panels": panels,
+    }
+
+
+def _variable(label: str) -> dict[str, object]:
+    """The values that the variables before it leave."""
+    before = list(VARIABLES)[: list(VARIABLES).index(label)]
+    chosen = ", ".join(f'{each}=~"${each}"' for each in before)
+    query = f"label_values({catalog.RANKS.exposed_name}{{{chosen}}}, {label})"
+    return {
+        "name": label,
+        "type": "query",
+        "label": VARIABLES[label],
+        "datasource": DATA_SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": label},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
     }
 
 

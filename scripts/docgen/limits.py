@@ -7,7 +7,7 @@ from layerpush.core import arrivals, pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
 from layerpush.prefill import decode_peers, registrations, step_schedule
 from layerpush.telemetry import peer_errors, spans, trace_file
-from layerpush.telemetry.metrics import tally
+from layerpush.telemetry.metrics import endings, tally
 from layerpush.transport import nixl
 from layerpush.transport.packing import unpacker
 from layerpush.worker import side_channel, side_channel_probe, worker
@@ -89,6 +89,7 @@ TABLES = (
     ("D", "answers to `Unpack`", unpacker.ANSWERS_KEPT, None, _FORGOTTEN),
     ("D", "declines that wait for P's address", side_channel_probe.MAX_SEARCHING, None, "dropped: P's lease ends"),
     ("both", "probes that wait", side_channel_probe.MAX_PENDING, None, _NO_ANSWER),
+    ("both", "ends of pushes and loads that not all ranks have reported", None, endings.KEPT_S, "counted as they are"),
     ("both", "label values of a counter", tally.MAX_LABEL_VALUES, None, "counted as one, `other`"),
     ("both", "geometry of disconnected engines", push_worker.DEPARTED_KEPT, None, _FORGOTTEN),
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from layerpush.core.config import LayerPushConfig
 from layerpush.prefill.writer import PushWriter
+from layerpush.telemetry.metrics.endings import Endings
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.memory import PIECE_BYTES
 from tests.connector.engine import LAYERS, Engine
@@ -31,6 +36,12 @@ def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
             front_end.hear(payload, index)
         engine.stats.clear()
     return Scrape()
+
+
+def upstreams(scrape: Scrape) -> dict[str, float]:
+    """vLLM's own metrics of the first engine's NIXL, by name without its prefix."""
+    found = [sample for sample in scrape.samples if sample.labels.get("engine") == "0"]
+    return {sample.name.removeprefix("vllm:nixl_"): sample.value for sample in found if "nixl" in sample.name}
 
 
 def run_dry(engine: Engine) -> None:
@@ -80,7 +91,49 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("ranks", engine="0") == scrape.value("ranks", engine="1") == 1
     for level in ("active_pushes", "unclaimed_pushes", "pending_registrations", "awaited_loads", "parked_requests"):
         assert scrape.value(level) == 0, level
+    upstream = upstreams(scrape)
+    assert upstream["bytes_transferred_count"] == upstream["num_descriptors_count"] == 1
+    assert upstream["bytes_transferred_sum"] == counters.bytes
+    assert upstream["num_descriptors_sum"] == counters.descriptors
+    assert upstream["xfer_time_seconds_sum"] == pytest.approx(scrape.value("transfer_seconds_sum"))
+    assert 0 < upstream["post_time_seconds_sum"] < upstream["xfer_time_seconds_sum"]
+    assert upstream["num_failed_transfers_total"] == 0
     assert "Layer-wise pushes=1" in (front_end.log_line() or "")
+
+
+def with_two_ranks(engine: Engine) -> None:
+    """From here on a second rank reports in each step the same as the first one."""
+    scheduler, update, ranks = engine.connector.connector_scheduler, engine._update, KVOutputAggregator(2)
+    scheduler._endings = Endings(2, scheduler.metrics.recorder)
+
+    def update_from_both(output: SchedulerOutput, result: KVConnectorOutput) -> None:
+        reports = [result, pickle.loads(pickle.dumps(result))]
+        outputs = [ModelRunnerOutput([], {}, kv_connector_output=report) for report in reports]
+        joined = ranks.aggregate(outputs)
+        assert joined is not None
+        assert joined.kv_connector_output is not None
+        update(output, joined.kv_connector_output)
+
+    engine._update = update_from_both  # type: ignore[method-assign]
+
+
+def test_two_ranks_of_an_engine_share_a_push(engine: Build, front_end: FrontEnd) -> None:
+    p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
+    with_two_ranks(p)
+    with_two_ranks(d)
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    d.decode_from(p, "r-1", TOKENS)
+    ends_well(p, d)
+    run_dry(d)
+    scrape, counters = scraped(front_end, p, d), p.totals
+    assert scrape.value("pushes_total") == scrape.value("pushes_total", outcome="late_registration") == 1
+    assert scrape.value("fallbacks_total") == 1
+    assert scrape.value("loads_total") == scrape.value("loads_total", outcome="loaded") == 1
+    for name in ("exposed", "transfer", "load", "hand_over"):
+        assert scrape.value(f"{name}_seconds_count") == 1, name
+    assert scrape.value("write_bytes_sum") == 2 * counters.bytes > 0
+    assert scrape.value("writes_total") == scrape.value("write_bytes_count") == 2 * counters.writes
 
 
 def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> None:
@@ -94,9 +147,8 @@ def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> N
     assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
     assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
     assert scrape.value("write_bytes_count", engine="0") == 1
-    assert {sample.name: sample.value for sample in scrape.samples if sample.labels.get("engine") == "0"}[
-        "vllm:nixl_bytes_transferred_count"
-    ] == 1, "upstream counts what upstream pushed"
+    assert upstreams(scrape)["bytes_transferred_count"] == 1, "upstream counts what upstream pushed"
+    assert upstreams(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
 
 
 def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: FrontEnd) -> None:

@@ -12,6 +12,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
+from tests.e2e.pushtrace import wait_for_pushes
 from tests.e2e.test_tensor_parallel import D_TWO, P_TWO
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 from tests.metrics_scrape import Scrape
@@ -53,14 +54,26 @@ def test_a_push_is_counted_by_its_outcome(fleet: Fleet, reference: Reference, or
             assert value(host, level) == 0, level
 
 
-@pytest.mark.parametrize(("p_spec", "d_spec"), [(P_TWO, D_TWO)], ids=["2-to-2"])
-def test_ranks_are_added_up(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
+@pytest.mark.parametrize(
+    ("p_spec", "d_spec"),
+    [(P_TWO, engines.D_LAYER), (engines.P_LAYER, D_TWO), (P_TWO, D_TWO)],
+    ids=["2-to-1", "1-to-2", "2-to-2"],
+)
+def test_ranks_share_a_push(fleet: Fleet, reference: Reference, p_spec: EngineSpec, d_spec: EngineSpec) -> None:
     p, d = fleet.get(p_spec, d_spec)
-    pushes, loads = value(p, "pushes_total"), value(d, "loads_total")
-    check_tokens(send(p, d, prompt(700, seed=401), "together").outcome(), reference)
-    wait_for(p, "pushes_total", pushes + 2)
-    wait_for(d, "loads_total", loads + 2)
-    assert value(p, "ranks") == value(d, "ranks") == 2
+    before = {host: scrape(host) for host in (p, d)}
+    handoff = send(p, d, prompt(700, seed=401), "together")
+    check_tokens(handoff.outcome(), reference)
+    wait_for(p, "pushes_total", before[p].value("pushes_total") + 1)
+    wait_for(d, "loads_total", before[d].value("loads_total", outcome="loaded") + 1, outcome="loaded")
+    for outcome in ("failed", "unclaimed", "cancelled"):
+        assert value(p, "pushes_total", outcome=outcome) == before[p].value("pushes_total", outcome=outcome)
+    assert value(p, "exposed_seconds_count") == before[p].value("exposed_seconds_count") + 1
+    assert value(d, "load_seconds_count") == before[d].value("load_seconds_count") + 1
+    pushes = wait_for_pushes(p.trace_dir, handoff.request_id, p_spec.ranks)
+    written = sum(write["bytes"] for push in pushes for write in push.writes)
+    assert value(p, "write_bytes_sum") == before[p].value("write_bytes_sum") + written
+    assert (value(p, "ranks"), value(d, "ranks")) == (p_spec.ranks, d_spec.ranks)
 
 
 def test_everything_that_the_dashboard_and_the_alerts_name_is_there(fleet: Fleet) -> None:

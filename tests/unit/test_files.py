@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from layerpush.apps.cli import app
-from layerpush.apps.files.command import DESCRIPTIONS, MANIFESTS, RULE, text_of
+from layerpush.apps.files.command import DESCRIPTIONS, MANIFESTS, RULE, WITH_ALERTS, text_of
 from tests.docprograms import check_transfer_config
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,32 @@ def test_a_file_that_does_not_exist_is_an_error_in_one_line() -> None:
     assert done.exit_code == 2
     assert done.stderr.startswith("layerpush files: no file '../cli.py'; there are alerts.yml, ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", WITH_ALERTS)
+def test_alerts_name_the_page_where_the_operator_has_it(name: str) -> None:
+    done = CliRunner().invoke(app, ["files", name, "--runbook-url", "https://docs.example.org/layerpush/metrics/"])
+    assert done.exit_code == 0
+    plain, linked = (re.findall(r"runbook(?:_url)?: (.*)", text) for text in (text_of(name), done.stdout))
+    sections = [each.removeprefix("docs/metrics.md#") for each in plain]
+    assert linked == [f'"https://docs.example.org/layerpush/metrics/#{each}"' for each in sections] != []
+    yaml.safe_load(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "problem"),
+    [
+        ("grafana.json", "https://a.example/", "--runbook-url is for alerts.yml and prometheus-rule.yaml"),
+        ("alerts.yml", "a.example/metrics", "--runbook-url must be the http address of a page"),
+        ("alerts.yml", "https://a.example/#b", "--runbook-url must be the http address of a page"),
+        ("alerts.yml", 'https://a.example/"', "--runbook-url must be the http address of a page"),
+    ],
+)
+def test_a_page_that_alerts_cannot_name_is_an_error(name: str, url: str, problem: str) -> None:
+    done = CliRunner().invoke(app, ["files", name, "--runbook-url", url])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"layerpush files: {problem}")
+    assert done.stdout == ""
 
 
 def test_the_prometheus_rule_has_the_alerts() -> None:

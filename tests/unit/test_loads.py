@@ -40,6 +40,7 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import TRIES, Address
+from tests.support.measured import measured
 from tests.unit.peers_rig import Town
 
 PATIENCE_S = 20.0
@@ -974,7 +975,7 @@ def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
 
 def counted(world: World) -> tuple[dict[str, int], dict[str, int], int]:
     """Loads by outcome, lost peers by how, and how many load times were noted."""
-    tally = world.recorder.take()
+    tally = measured(world.recorder)
     return tally.counters.get(LOADS.key, {}), tally.counters.get(LOST_PEERS.key, {}), tally.observed(LOAD).count
 
 
@@ -983,7 +984,7 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
     world.awaiting()
     world.now += 3.0
     world.hears(Completion("r", 1))
-    tally = world.recorder.take()
+    tally = measured(world.recorder)
     assert tally.counters == {LOADS.key: {"loaded": 1}}
     assert tally.observed(LOAD).total == pytest.approx(3.0)
 
@@ -992,7 +993,7 @@ def test_a_load_is_counted_before_the_engine_hears_of_it() -> None:
     """It may stop stepping then, and with it reporting."""
     world = World()
     seen: list[int] = []
-    world.engine.on_told = lambda _, __: seen.append(world.recorder.take().counted(LOADS))
+    world.engine.on_told = lambda _, __: seen.append(measured(world.recorder).counted(LOADS))
     world.awaiting()
     world.hears(Completion("r", 1))
     assert seen == [1]

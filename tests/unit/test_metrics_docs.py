@@ -99,13 +99,27 @@ def test_panels_are_what_grafana_takes() -> None:
             assert all(target["legendFormat"] for target in panel["targets"])
 
 
+def test_every_panel_and_variable_obeys_the_variables_before_it() -> None:
+    board = documents()["dashboard"]
+    labels = list(dashboard.VARIABLES)
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            for rest in re.split(r"vllm:\w+", target["expr"])[1:]:
+                assert rest.startswith("{" + dashboard.HERE), target["expr"]
+    queries = [each for each in board["templating"]["list"] if each["type"] == "query"]
+    assert [each["name"] for each in queries] == labels
+    for number, query in enumerate(queries):
+        assert re.findall(r"\$(\w+)", query["definition"]) == labels[:number]
+        assert (query["includeAll"], query["allValue"]) == (True, ".*"), "a scrape may lack the label"
+
+
 def test_expressions_are_promql() -> None:
     wanted = [text for document in documents().values() for text in expressions(document)]
     checked = [text for text in wanted if not text.startswith("label_values(")]
     assert len(checked) > 40
     for text in checked:
         promql.check(text)
-    assert len(wanted) - len(checked) == 2, "the variable's query is Grafana's own language"
+    assert len(wanted) - len(checked) == 2 * len(dashboard.VARIABLES), "their queries are Grafana's own language"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +163,8 @@ def test_rules_are_valid_and_have_a_severity_and_the_engine() -> None:
         summary_text = rule["annotations"]["summary"]
         for template in re.findall(r"\{\{ (.*?) \}\}", summary_text):
             assert re.fullmatch(r"\$labels\.\w+|\$value( \| humanize(Percentage|Duration)?)?", template)
+        for names in re.findall(r"by \(([^)]*)\)", rule["expr"]):
+            assert {*dashboard.VARIABLES, "job"} <= set(names.split(", ")), rule["alert"]
         kept = {name for names in re.findall(r"by \(([^)]*)\)", rule["expr"]) for name in names.split(", ")}
         assert {"instance"} <= set(re.findall(r"\$labels\.(\w+)", summary_text)) <= kept, rule["alert"]
 

@@ -33,6 +33,7 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 from layerpush.transport.packing.cost_model import Plan
 from layerpush.transport.writes import Transfer, Writes
 from tests.support.fake_transport import Faults
+from tests.support.measured import measured
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one
@@ -56,7 +57,7 @@ class Metered:
             self.rig.settle()
         self.rig.finish(self.prompt)
         self.rig.settle()
-        return self.recorder.take()
+        return measured(self.recorder)
 
 
 def pushes(tally: Tally) -> dict[str, int]:
@@ -77,6 +78,10 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     assert tally.observed(WRITE_LAYERS).total == 3 * layers
     assert (tally.observed(EXPOSED).count, tally.observed(TRANSFER).count) == (1, 1)
     assert 0 < tally.observed(TRANSFER).total < 10
+    ((written, transfer_s),) = filter(None, metered.rig.host.transfers)
+    assert (written.bytes, written.descriptors) == (layers * 6 * 16, sum(write.descriptors for write in writes))
+    assert written.post_s == pytest.approx(sum(write.t_posted - write.t_post for write in writes))
+    assert transfer_s == tally.observed(TRANSFER).total
 
 
 def test_a_late_registration_is_told_from_other_fallbacks() -> None:
@@ -84,16 +89,17 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     for tokens in (9, 9, 9):
         metered.rig.step((metered.prompt, tokens))
     metered.rig.finish(metered.prompt)
-    assert metered.recorder.take().is_empty, "nothing is over"
+    assert measured(metered.recorder).is_empty, "nothing is over"
     metered.rig.writer.register(metered.prompt.name, metered.wanted)
     metered.rig.settle()
-    tally = metered.recorder.take()
+    tally = measured(metered.recorder)
     assert pushes(tally) == {"late_registration": 1}
     assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
     assert tally.observed(WRITE_BYTES).count == 1
     assert tally.counters[WRITES.key] == {"direct": 1}
     assert tally.observed(WRITE_LAYERS).count == 0, "of a whole-request WRITE the layers are not known"
     assert tally.observed(EXPOSED).count == 1
+    assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
 
 def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
@@ -102,7 +108,8 @@ def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
     metered.rig.finish(metered.prompt)
     metered.rig.expire(metered.prompt)
     metered.rig.settle()
-    assert pushes(metered.recorder.take()) == {"unclaimed": 1}
+    assert pushes(measured(metered.recorder)) == {"unclaimed": 1}
+    assert metered.rig.host.transfers == []
 
 
 def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
@@ -133,8 +140,10 @@ def test_writes_are_told_apart_by_their_plan() -> None:
 
 @pytest.mark.parametrize("faults", [Faults(fail_writes={1}), Faults(fail_posts={0})], ids=["lost", "not posted"])
 def test_a_failed_write_and_the_push_that_it_fails_are_counted(faults: Faults) -> None:
-    tally = Metered(faults).run()
+    metered = Metered(faults)
+    tally = metered.run()
     assert pushes(tally) == {"failed": 1}
+    assert metered.rig.host.transfers == [None]
     assert tally.counted(FAILED_WRITES) == 1
     assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
 
@@ -145,7 +154,8 @@ def test_an_aborted_push_is_cancelled() -> None:
     assert metered.rig.writer.active == len(metered.rig.writer) == 1
     metered.rig.abort(metered.prompt)
     metered.rig.settle()
-    assert pushes(metered.recorder.take()) == {"cancelled": 1}
+    assert pushes(measured(metered.recorder)) == {"cancelled": 1}
+    assert metered.rig.host.transfers == []
     assert metered.rig.writer.active == 0
 
 
@@ -157,7 +167,7 @@ def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faul
     release = metered.rig.host.release
 
     def released(request_id: str) -> None:
-        seen.append((metered.recorder.take().counted(PUSHES), metered.rig.writer.active))
+        seen.append((measured(metered.recorder).counted(PUSHES), metered.rig.writer.active))
         release(request_id)
 
     metered.rig.host.release = released  # type: ignore[method-assign]
@@ -197,7 +207,7 @@ def record(outcome: str, mode: str, fallback: str | None = None, *, registered: 
 def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | None) -> None:
     recorder = Recorder()
     PushMeter(recorder, engine_fallback=ENGINE_FALLBACK).closed(push)
-    tally = recorder.take()
+    tally = measured(recorder)
     assert pushes(tally) == {outcome: 1}
     assert outcome in PUSHES.values
     assert tally.counters.get(FALLBACKS.key) == (None if reason is None else {reason: 1})

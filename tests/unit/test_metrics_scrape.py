@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from layerpush.compat.stats import KEY, LayerPushStats
+from layerpush.compat.stats import KEY, LayerPushStats, TransferStats
 from layerpush.connector import LayerwisePushConnector
 from layerpush.telemetry.metrics.bulk import observe_buckets
 from layerpush.telemetry.metrics.catalog import (
@@ -37,6 +38,7 @@ from layerpush.telemetry.metrics.catalog import (
     Kind,
 )
 from layerpush.telemetry.metrics.tally import Buckets, Tally
+from layerpush.telemetry.trace_records import WriteSums
 from tests.metrics_scrape import FrontEnd, Scrape
 
 Opened = Callable[..., FrontEnd]
@@ -143,6 +145,25 @@ def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
     assert scrape.value("pending_registrations") == 2, "both ranks mean the same two"
     assert scrape.value("parked_blocks") == 7
     assert {s.name: s.value for s in Scrape().samples}["vllm:nixl_bytes_transferred_sum"] == 1 << 20
+
+
+def test_pushes_by_layer_are_transfers_of_vllm(front_end: Opened) -> None:
+    stats, transfers = LayerPushStats(), TransferStats()
+    transfers.pushed(WriteSums(bytes=3 << 20, descriptors=48, post_s=0.002), transfer_s=0.25)
+    transfers.landed(SimpleNamespace(xferDuration=5e5, postDuration=1e3, totalBytes=1 << 20, descCount=4))
+    transfers.failed()
+    for _ in range(2):  # the second time there is nothing to feed
+        transfers.feed(stats)
+    one = front_end()
+    one.hear(stats.to_dict())
+    found = {sample.name.removeprefix("vllm:nixl_"): sample.value for sample in Scrape().samples}
+    assert found["bytes_transferred_count"] == found["num_descriptors_count"] == 2
+    assert found["bytes_transferred_sum"] == 4 << 20
+    assert found["num_descriptors_sum"] == 52
+    assert found["xfer_time_seconds_sum"] == pytest.approx(0.75)
+    assert found["post_time_seconds_sum"] == pytest.approx(0.003)
+    assert found["num_failed_transfers_total"] == 1
+    assert "Num successful transfers=2" in (one.log_line() or "")
 
 
 def test_adding_up_leaves_the_added_alone() -> None:

@@ -21,7 +21,7 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import PushRecord, WriteRecord
+from layerpush.telemetry.trace_records import PushRecord, WriteRecord, WriteSums
 from layerpush.transport.base import Route, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.packer import PushWindow
@@ -181,6 +181,8 @@ class ScriptedHost:
         self.connecting: dict[str, Push] = {}
         self.endings: dict[str, list[str | None]] = {}
         self.whole_writes_ended: list[tuple[str, bool]] = []
+        self.transfers: list[tuple[WriteSums, float] | None] = []
+        """Pushes by layer, as vLLM's statistics have them; None: a failed one."""
         self.lost: list[str] = []
         self.wrongs: list[str] = []
         """What should never happen; the writer would swallow an exception here."""
@@ -251,6 +253,12 @@ class ScriptedHost:
 
     def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
         self.whole_writes_ended.append((request_id, landed))
+
+    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+        self.transfers.append((written, transfer_s))
+
+    def failed_by_layer(self) -> None:
+        self.transfers.append(None)
 
     def ended(self, request_id: str, failure: str | None) -> None:
         self.endings.setdefault(request_id, []).append(failure)

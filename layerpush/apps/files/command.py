@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files as resources
 from importlib.resources.abc import Traversable
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,6 +23,7 @@ DESCRIPTIONS = {
     "kubernetes/pod-monitor.yaml": "PodMonitor of P, D and proxy, for the Prometheus Operator.",
     "llm-d/decode.yaml": "D behind llm-d's sidecar, in the place of kubernetes/decode.yaml.",
 }
+WITH_ALERTS = ("alerts.yml", RULE)
 MANIFESTS = [name for name in DESCRIPTIONS if name.startswith("kubernetes/")]
 _RULE_HEAD = """\
 apiVersion: monitoring.coreos.com/v1
@@ -31,6 +33,11 @@ metadata:
   labels: {app.kubernetes.io/name: layerpush}
 spec:
 """
+
+
+def with_runbooks(text: str, url: str) -> str:
+    """Alert rules whose ``runbook_url`` is the alert's section of ``url``, the page docs/metrics.md wherever it is."""
+    return re.sub(r"runbook: docs/metrics\.md(#\w+)", lambda found: f'runbook_url: "{url}{found[1]}"', text)
 
 
 def text_of(name: str) -> str:
@@ -48,6 +55,13 @@ def text_of(name: str) -> str:
 
 def files(
     name: Annotated[str | None, typer.Argument(help="The file to print. Without it, the command lists all.")] = None,
+    runbook_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where you publish docs/metrics.md. Each alert then has a runbook_url: its section of that page.",
+        ),
+    ] = None,
 ) -> None:
     """Print a dashboard, alert rules or Kubernetes manifests, which are part of this package.
 
@@ -55,16 +69,28 @@ def files(
 
     Example:  layerpush files grafana.json > grafana.json
 
+    Example:  layerpush files alerts.yml --runbook-url https://docs.example.org/layerpush/metrics/ > alerts.yml
+
     Example:  layerpush files kubernetes > layerpush.yaml; set image and model there; kubectl apply -f layerpush.yaml
 
-    Exit status: 0, or 2 if there is no such file.
+    Exit status: 0, or 2 if there is no such file, or it has no alerts.
     """
     if name is None:
         for each, description in DESCRIPTIONS.items():
             typer.echo(f"{each:32}{description}")
         return
-    try:
-        typer.echo(text_of(name), nl=False)
-    except KeyError:
-        typer.echo(f"layerpush files: no file {name!r}; there are {', '.join(DESCRIPTIONS)}", err=True)
-        raise typer.Exit(2) from None
+    if name not in DESCRIPTIONS:
+        _refuse(f"no file {name!r}; there are {', '.join(DESCRIPTIONS)}")
+    text = text_of(name)
+    if runbook_url is not None:
+        if name not in WITH_ALERTS:
+            _refuse(f"--runbook-url is for {' and '.join(WITH_ALERTS)}, not for {name}")
+        if not re.fullmatch(r"https?://[^\s\"\\#]+", runbook_url):
+            _refuse(f"--runbook-url must be the http address of a page, without #: {runbook_url!r}")
+        text = with_runbooks(text, runbook_url)
+    typer.echo(text, nl=False)
+
+
+def _refuse(problem: str) -> NoReturn:
+    typer.echo(f"layerpush files: {problem}", err=True)
+    raise typer.Exit(2)

@@ -102,14 +102,14 @@ EXPOSED = Metric(
     Kind.HISTOGRAM,
     Side.PREFILL,
     "Time that a completed push adds after prefill: from the last layer being ready and D being registered, to the "
-    "completion.",
+    "completion, on the slowest rank.",
     buckets=SECONDS,
 )
 TRANSFER = Metric(
     "transfer_seconds",
     Kind.HISTOGRAM,
     Side.PREFILL,
-    "Time with at least one WRITE of a completed push on the wire.",
+    "Time with at least one WRITE of a completed push on the wire, on the rank with the longest.",
     buckets=SECONDS,
 )
 WRITE_BYTES = Metric(
@@ -162,7 +162,7 @@ LAYERS_READY = Metric(
     "layers",
     Kind.COUNTER,
     Side.PREFILL,
-    "(chunk, layer) pairs of ended pushes, by how P found them ready.",
+    "(chunk, layer) pairs of ended pushes, by how P found them ready; every rank counts its own.",
     "found",
     {
         "hooked": "by the layer's hook, as soon as it was computed",
@@ -197,7 +197,7 @@ LOAD = Metric(
     "load_seconds",
     Kind.HISTOGRAM,
     Side.DECODE,
-    "Time from D's registration until every byte is there, including P's prefill.",
+    "Time from D's registration until every byte is there on the slowest rank, including P's prefill.",
     buckets=LONG_SECONDS,
 )
 HAND_OVER = Metric(
@@ -278,7 +278,7 @@ LOST_PEERS = Metric(
     "lost_peers",
     Kind.COUNTER,
     Side.DECODE,
-    "P ranks that D gave up waiting for.",
+    "P ranks that a rank of D gave up waiting for.",
     "how",
     {
         "silent": "no message for `peer_timeout_s`",
@@ -337,7 +337,7 @@ RANKS = Metric(
     "ranks",
     Kind.GAUGE,
     Side.BOTH,
-    "Worker processes of the engine. Divide counts per rank by it to get counts per request.",
+    "Worker processes of the engine.",
 )
 
 CATALOG: tuple[Metric, ...] = (

@@ -6,7 +6,6 @@ from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
     FAILED_WRITES,
-    FALLBACKS,
     LAYERS_READY,
     PUSHES,
     TRANSFER,
@@ -17,12 +16,13 @@ from layerpush.telemetry.metrics.catalog import (
     WRITE_SECONDS,
     WRITES,
 )
+from layerpush.telemetry.metrics.endings import Ending
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 
 
 class PushMeter:
-    """Counts pushes and their WRITEs. Writer thread only.
+    """Records WRITEs, and the ends of pushes on this rank. Writer thread only.
 
     ``engine_fallback``: the reason why this engine cannot push by layer or chunk.
     """
@@ -47,15 +47,15 @@ class PushMeter:
 
     def closed(self, push: PushRecord, exposed_s: float | None = None, transfer_s: float = 0.0) -> None:
         """A push is over; see ``Push`` for its times, in seconds."""
-        self._recorder.count(PUSHES, self._outcome(push))
         self._recorder.count(LAYERS_READY, "hooked", push.hooked_layers)
         self._recorder.count(LAYERS_READY, "swept", push.swept_layers)
-        if push.fallback is not None:
-            self._recorder.count(FALLBACKS, self._reason(push.fallback))
+        fallback = None if push.fallback is None else self._reason(push.fallback)
+        times = {}
         if push.outcome == "completed":
-            self._recorder.observe((TRANSFER, transfer_s))
+            times[TRANSFER.key] = transfer_s
             if exposed_s is not None:
-                self._recorder.observe((EXPOSED, exposed_s))
+                times[EXPOSED.key] = exposed_s
+        self._recorder.ended(Ending(push.request_id, PUSHES.key, self._outcome(push), fallback, times))
 
     def _outcome(self, push: PushRecord) -> str:
         if push.outcome == "failed" and push.decode_request_id is None:

@@ -31,10 +31,7 @@ def is_eventful(tally: Tally) -> bool:
 
 
 def summary(tally: Tally) -> dict[str, int | float]:
-    """The numbers of one interval by their names. Numbers without an event are left out.
-
-    Every rank counts its pushes and loads, as in the metrics.
-    """
+    """The numbers of one interval by their names. Numbers without an event are left out."""
     line: dict[str, int | float] = {}
     if tally.counted(PUSHES):
         line |= _pushes(tally)

@@ -21,7 +21,7 @@ from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_file import TraceFile
-from layerpush.telemetry.trace_records import WriteRecord
+from layerpush.telemetry.trace_records import WriteRecord, WriteSums
 from layerpush.transport.base import DescriptorIds, Route, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.cost_model import Costs
@@ -246,6 +246,12 @@ class PrefillRank(Process):
         agent, registration = self.whole.pop(id(transfer.handle))
         if landed:
             self.peers.notify(agent, self.completion(registration))
+
+    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
+        pass
+
+    def failed_by_layer(self) -> None:
+        pass
 
     def report_failure(self, report: ReportFailure) -> None:
         self.registrations.report_failure(report, self.world.now)
