@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.compat import early_answer
+from layerpush.compat import early_answer, failed_loads
 from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
@@ -99,6 +99,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self.metrics = Reporter("scheduler")
         watch_peer_errors(self.metrics, self._request_filter.peer_errors)
         receives = vllm_config.kv_transfer_config.is_kv_consumer
+        if receives:
+            failed_loads.install()
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
         self._endings = Endings(ranks, self.metrics.recorder)  # one rank of each prefill context parallel group pushes

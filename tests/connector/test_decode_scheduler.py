@@ -271,6 +271,22 @@ def test_a_received_load_is_decoded_and_its_blocks_returned(waiting: tuple[Decod
     assert len(d.scheduler.connector.connector_scheduler.awaited) == 0
 
 
+def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
+    """It needs the blocks of its first load, which are set aside, again: only the end of the others frees some."""
+    d = decode(policy="recompute")
+    names = [f"r{number}" for number in range(5)]
+    for name in names:
+        d.decode(name)
+    d.step()
+    assert d.free_blocks < 7
+    first, *others = names
+    d.step(report=DecodeReport(parked={first: {0}}), failed=(first,))
+    d.step(*others)
+    d.finish()
+    assert set(d.reasons) == set(names)
+    assert set(d.reasons.values()) == {"length"}
+
+
 def test_every_rank_that_parked_must_clear(decode: Build) -> None:
     """Ranks report in different steps; the engine hears of the failure with the last one's."""
     d = decode(policy="fail")
