@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+import threading
+import urllib.request
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,14 @@ from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docsrig import block
 from tests.e2e.proxyrig import (
+    DEADLINE_S,
     MODEL,
     START_TIMEOUT_S,
     WORDS,
     ReservedPorts,
     client_of,
     get,
+    metric,
     model_with_tokenizer,
     server_spec,
     until,
@@ -37,6 +44,8 @@ ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
+REGISTRATION_TIMEOUT_S = 8
+"""D's `push_registration_timeout`: how long it waits for a push that never begins."""
 patient = pytest.mark.timeout(600)
 
 
@@ -45,14 +54,16 @@ class Stack:
     """``start_prefill`` starts another process in the place of one that has ended, by its number."""
 
     url: str
-    trace_dir: Path
+    scratch: Path
+    ports: PortAllocator
     plain: Engine
     prefills: list[Engine]
+    decodes: list[Engine]
     start_prefill: Callable[[int, str], Engine]
 
     def pushes(self, known: Collection[str] = ()) -> list[PushRecord]:
         """All but those of these requests."""
-        return [push for push in read_pushes(self.trace_dir) if push.request_id not in known]
+        return [push for push in read_pushes(self.scratch / "trace") if push.request_id not in known]
 
     def known(self) -> set[str]:
         """The requests that P has pushed so far."""
@@ -79,16 +90,18 @@ def answer(client: openai.OpenAI, prompt: str, *, chat: bool, stream: bool) -> s
 
 
 @contextlib.contextmanager
-def router(scratch: Path, port: int, metrics_port: int, prefills: list[Engine], decodes: list[Engine]) -> Iterator[str]:
-    """The router as the page starts it, but for ports and engines; ready. Its URL."""
-    documented = shlex.split(block("docs/routers.md", "vllm-router").text.replace("\\\n", ""))
-    command = [str(ROUTER), *documented[1 : documented.index("--prefill")]]
-    command += ["--port", str(port), "--prometheus-port", str(metrics_port)]
-    for engine in prefills:
-        command += ["--prefill", engine.url]
-    for engine in decodes:
-        command += ["--decode", engine.url]
-    with (scratch / "router.log").open("wb") as log:
+def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str, str]) -> Iterator[str]:
+    """The router as ``page`` starts it, but for its port; ready. Its URL.
+
+    ``engines`` has the URL here for the host of each engine of the page.
+    """
+    urls = {f"http://{host}:8000": url for host, url in engines.items()}
+    documented = shlex.split(block(page, "vllm-router").text.replace("\\\n", ""))
+    assert urls.keys() == {word for word in documented if word.startswith("http://")}
+    port = ports.take()
+    command = [str(ROUTER), *(urls.get(word, word) for word in documented[1:])]
+    command += ["--port", str(port), "--prometheus-port", str(ports.take())]
+    with (scratch / f"router-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -102,6 +115,45 @@ def router(scratch: Path, port: int, metrics_port: int, prefills: list[Engine], 
         process.wait()
 
 
+@contextlib.contextmanager
+def refusing(engine: Engine, port: int) -> Iterator[str]:
+    """The URL of an HTTP server in front of ``engine``. It answers with the status in a request's ``user``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(*get(engine.url + self.path))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status = json.loads(body).get("user")
+            if status is not None:
+                self.answer(int(status), json.dumps({"error": {"message": "P refuses", "code": int(status)}}))
+                return
+            headers = {name: self.headers[name] for name in ("Content-Type", "X-Request-Id")}
+            request = urllib.request.Request(engine.url + self.path, body, headers)
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+                self.answer(response.status, response.read().decode())
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
@@ -110,6 +162,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ports = PortAllocator(range(19400, 19500))
     places = [(ports.take(), ports.take()) for _ in range(2)]
     tracing: dict[str, object] = {"trace_dir": str(scratch / "trace")}
+    hasty: dict[str, object] = {"push_registration_timeout": REGISTRATION_TIMEOUT_S}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(number: int, engine_id: str) -> Engine:
@@ -118,13 +171,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         plain = others.start(server_spec("plain", "plain", model, WORDS))
-        decodes = [others.start(server_spec(f"decode-{number}", "decode", model, WORDS)) for number in range(2)]
+        decodes = [
+            others.start(server_spec(f"decode-{number}", "decode", model, WORDS, extra=hasty)) for number in range(2)
+        ]
         prefills = [start_prefill(number, f"prefill-{number}") for number in range(2)]
         others.wait_ready([plain, *decodes])
         for engine in prefills:
             until(engine.is_ready, f"{engine.name} is ready", START_TIMEOUT_S)
-        with router(scratch, ports.take(), ports.take(), prefills, decodes) as url:
-            running = Stack(url, scratch / "trace", plain, prefills, start_prefill)
+        hosts = ("10.0.0.1", "10.0.0.3", "10.0.0.2", "10.0.0.4")
+        engines = {host: engine.url for host, engine in zip(hosts, [*prefills, *decodes], strict=True)}
+        with router(scratch, ports, "docs/deployment.md", engines) as url:
+            running = Stack(url, scratch, ports, plain, prefills, decodes, start_prefill)
             for seed in range(8):  # the router learns who each P is; each P and each D connect when they first meet
                 running.text(words(40, seed=seed))
             yield running
@@ -143,6 +200,31 @@ def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
     pushes = stack.pushes(known)
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
     assert {push.engine_id for push in pushes} == {engine.name for engine in stack.prefills}
+
+
+@patient
+def test_a_prefill_engine_refuses(stack: Stack) -> None:
+    """While D waits for its push. The client gets P's error, 503 as 500, once D has given up; then D works on."""
+    p, d = stack.prefills[0], stack.decodes[0]
+
+    def status(client: openai.OpenAI, refusal: int) -> int:
+        with pytest.raises(openai.APIStatusError) as error:
+            client.completions.create(prompt=words(100, seed=300 + refusal), user=str(refusal), **GREEDY)
+        assert "P refuses" in error.value.response.text or f"status {refusal}" in error.value.response.text
+        return error.value.status_code
+
+    with refusing(p, stack.ports.take()) as at_p:
+        engines = {"10.0.0.1": at_p, "10.0.0.2": d.url}
+        with router(stack.scratch, stack.ports, "docs/routers.md", engines) as url:
+            client = client_of(url)
+            assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # which is the client's
+            first, then = words(100, seed=300), words(100, seed=301)
+            assert answer(client, first, chat=False, stream=False) == stack.right(first)  # the router learns who P is
+            known = metric(d.url, "vllm:layerpush_loads_total")
+            with ThreadPoolExecutor() as pool:
+                assert list(pool.map(lambda refusal: status(client, refusal), (400, 500, 503))) == [400, 500, 500]
+            until(lambda: metric(d.url, "vllm:layerpush_loads_total") == known + 3, "D has given up all three")
+            assert answer(client, then, chat=False, stream=False) == stack.right(then)
 
 
 @patient
