@@ -1,4 +1,6 @@
-"""vLLM's router, as the package index has it, before two prefill and two decode engines of ours."""
+"""vLLM's router, as the package index has it, before two prefill and two decode engines of ours. They also answer
+requests that our backend for Ray Serve has shaped.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import Engine, EngineGroup
+from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.tracing.figures import read_pushes
@@ -39,6 +42,7 @@ from tests.e2e.proxyrig import (
     until,
     words,
 )
+from tests.support.rays import HOST, PORT, Chat, Completion, ray_in_place
 
 ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
@@ -115,6 +119,12 @@ def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str,
         process.wait()
 
 
+def post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
+    request = urllib.request.Request(url, body, dict(headers))
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S) as response:
+        return response.status, response.read().decode()
+
+
 @contextlib.contextmanager
 def refusing(engine: Engine, port: int) -> Iterator[str]:
     """The URL of an HTTP server in front of ``engine``. It answers with the status in a request's ``user``."""
@@ -130,9 +140,7 @@ def refusing(engine: Engine, port: int) -> Iterator[str]:
                 self.answer(int(status), json.dumps({"error": {"message": "P refuses", "code": int(status)}}))
                 return
             headers = {name: self.headers[name] for name in ("Content-Type", "X-Request-Id")}
-            request = urllib.request.Request(engine.url + self.path, body, headers)
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
-                self.answer(response.status, response.read().decode())
+            self.answer(*post(engine.url + self.path, body, headers))
 
         def answer(self, status: int, text: str) -> None:
             self.send_response(status)
@@ -225,6 +233,43 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
                 assert list(pool.map(lambda refusal: status(client, refusal), (400, 500, 503))) == [400, 500, 500]
             until(lambda: metric(d.url, "vllm:layerpush_loads_total") == known + 3, "D has given up all three")
             assert answer(client, then, chat=False, stream=False) == stack.right(then)
+
+
+@patient
+@pytest.mark.parametrize("kind", [Completion, Chat], ids=["completions", "chat"])
+def test_requests_shaped_for_ray_serve_stream(
+    stack: Stack, kind: type[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asks both engines at the same time, each with the request's id in the header."""
+    p, d, is_chat = stack.prefills[1], stack.decodes[1], kind is Chat
+    monkeypatch.setenv(HOST, LOOPBACK.host)
+    monkeypatch.setenv(PORT, str(p.side_channel_port))
+    prompt, known = words(TOKENS, seed=400 + is_chat), stack.known()
+    content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    client = kind(**content, max_tokens=GREEDY["max_tokens"], min_tokens=GREEDY["max_tokens"], request_id="a client's")
+    with ray_in_place() as ours:
+        backend = ours.LayerwisePushBackend(
+            SimpleNamespace(engine_kwargs={"kv_transfer_config": {"engine_id": p.name}})
+        )
+        peer = backend.replica_metadata()
+        to_p = backend.prepare_prefill_request(request=client, peer=peer)
+        to_d = backend.prepare_decode_request(request=client, peer=peer, prefill_response=None)
+
+    def ask(engine: Engine, shaped: Completion) -> dict[str, Any]:
+        body = shaped.model_dump(exclude={"prompt"} if is_chat else {}, exclude_none=True)
+        body |= {"model": MODEL, "temperature": 0, "ignore_eos": True}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        headers = {"Content-Type": "application/json", "X-Request-Id": shaped.request_id}
+        return json.loads(post(engine.url + path, json.dumps(body).encode(), headers)[1])["choices"][0]
+
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, p, to_p)
+        choice = ask(d, to_d)
+        asked.result()
+    assert (choice["message"]["content"] if is_chat else choice["text"]) == stack.right(prompt, chat=is_chat)
+    until(lambda: stack.pushes(known), "the push's trace")
+    (push,) = stack.pushes(known)
+    assert (push.engine_id, push.mode, push.fallback, push.outcome) == (p.name, "auto", None, "completed")
 
 
 @patient

@@ -259,7 +259,18 @@ def test_yaml_is_yaml() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found
     for block in found:
-        assert yaml.safe_load(block.text)["kind"]
+        assert {"kind", "applications"} & yaml.safe_load(block.text).keys()
+
+
+def test_the_application_for_ray_has_a_builder_and_good_configurations() -> None:
+    (block,) = (block for block in blocks("docs/routers.md") if block.language == "yaml")
+    (application,) = yaml.safe_load(block.text)["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    assert f"\ndef {builder}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        config = application["args"][f"{role}_config"]["engine_kwargs"]["kv_transfer_config"]
+        check_transfer_config(config)
+        assert config["kv_role"] == kv_role
 
 
 def unknown_variables(text: str, vllms: str) -> list[str]:

