@@ -8,6 +8,7 @@ import email
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -473,3 +474,59 @@ def test_every_make_target_has_its_script() -> None:
     scripts = {file.name for file in (ROOT / "scripts").iterdir() if os.access(file, os.X_OK)}
     assert targets <= scripts
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def run_lines(dockerfile: Path) -> list[list[str]]:
+    """The words of each command of each ``RUN``."""
+    text = dockerfile.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^RUN (.+)$", text, re.MULTILINE)
+    return [shlex.split(command) for line in lines for command in line.split("&&")]
+
+
+DOCKERFILES = sorted((ROOT / "docker").iterdir())
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_pip_takes_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, tmp_path: Path) -> None:
+    """pip resolves them against the environment of the tests, which has all but vLLM's CUDA build, and installs
+    nothing.
+    """
+    places = {"/src/layerpush": str(built.sdist), "/src/cpu.lock": str(ROOT / "requirements/cpu.lock")}
+    commands = [words[3:] for words in run_lines(dockerfile) if words[1:3] == ["-m", "pip"]]
+    assert commands
+    for words in commands:
+        assert words.pop(0) == "install"
+        here = [re.sub("^/src/[^[]+", lambda place: places[place[0]], word) for word in words]
+        assert here != words
+        without_dependencies = ["--no-deps"] if any("[cuda]" in word for word in here) else []
+        dry = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation"]
+        done = subprocess.run(
+            [*dry, *without_dependencies, *here],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "does not provide the extra" not in done.stderr
+        assert "--requirement" in words or f"Would install layerpush-{layerpush.__version__}" in done.stdout
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_hadolint_finds_nothing_in_a_dockerfile(dockerfile: Path) -> None:
+    """It parses the instructions, and the shell in them."""
+    assert hadolint(dockerfile.read_text()) == []
+
+
+def test_hadolint_finds_a_wrong_instruction() -> None:
+    assert hadolint("FROM python:3.12-slim\nRUM true\n") != []
+    assert hadolint("FROM python:3.12-slim\nRUN cd /src\n") != []
+
+
+def hadolint(text: str) -> list[str]:
+    command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "--format", "tty", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    found = (done.stdout + done.stderr).splitlines()
+    assert bool(found) == (done.returncode != 0)
+    return found
