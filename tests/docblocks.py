@@ -15,7 +15,9 @@ PAGES = (
     "bench/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
-PROGRAMS = frozenset({"cat", "curl", "export", "git", "layerpush", "make", "pip", "python", "scripts", "ss", "vllm"})
+PROGRAMS = frozenset(
+    {"cat", "curl", "export", "git", "layerpush", "make", "pip", "python", "scripts", "ss", "vllm", "vllm-router"}
+)
 """An indented block of commands begins with one of these."""
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)

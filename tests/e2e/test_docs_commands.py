@@ -20,6 +20,7 @@ patient = pytest.mark.timeout(1200)
 QUICKSTART, DEPLOYMENT, PROXY, CONTRACT = (
     f"docs/{name}.md" for name in ("quickstart", "deployment", "proxy", "kv-transfer-params")
 )
+VLLM_ROUTER = "vllm-router --host"  # tests/e2e/test_vllm_router.py runs it
 ON_P, ON_D = (f"export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.{number}" for number in (1, 2))
 
 
@@ -40,8 +41,9 @@ def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Ser
 
 def test_what_stands_twice_is_the_same() -> None:
     """So one run is for both."""
-    for first in (ON_P, ON_D, "layerpush proxy --prefill http://10.0.0.1:8000"):
+    for first in (ON_P, ON_D, VLLM_ROUTER, "layerpush proxy --prefill http://10.0.0.1:8000"):
         assert block("README.md", first).text == block(QUICKSTART, first).text
+    assert block("docs/routers.md", VLLM_ROUTER).text == block(QUICKSTART, VLLM_ROUTER).text
 
 
 @patient

@@ -1,42 +1,55 @@
-"""vLLM's router, as the package index has it, before two prefill and two decode engines of ours."""
+"""vLLM's router, as the package index has it, before two prefill and two decode engines of ours. They also answer
+requests that our backend for Ray Serve has shaped.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+import threading
+import urllib.request
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import Engine, EngineGroup
+from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docsrig import block
 from tests.e2e.proxyrig import (
+    DEADLINE_S,
     MODEL,
     START_TIMEOUT_S,
     WORDS,
     ReservedPorts,
     client_of,
     get,
+    metric,
     model_with_tokenizer,
     server_spec,
     until,
     words,
 )
+from tests.support.rays import HOST, PORT, Chat, Completion, ray_in_place
 
 ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
+REGISTRATION_TIMEOUT_S = 8
+"""D's `push_registration_timeout`: how long it waits for a push that never begins."""
 patient = pytest.mark.timeout(600)
 
 
@@ -45,14 +58,16 @@ class Stack:
     """``start_prefill`` starts another process in the place of one that has ended, by its number."""
 
     url: str
-    trace_dir: Path
+    scratch: Path
+    ports: PortAllocator
     plain: Engine
     prefills: list[Engine]
+    decodes: list[Engine]
     start_prefill: Callable[[int, str], Engine]
 
     def pushes(self, known: Collection[str] = ()) -> list[PushRecord]:
         """All but those of these requests."""
-        return [push for push in read_pushes(self.trace_dir) if push.request_id not in known]
+        return [push for push in read_pushes(self.scratch / "trace") if push.request_id not in known]
 
     def known(self) -> set[str]:
         """The requests that P has pushed so far."""
@@ -79,16 +94,18 @@ def answer(client: openai.OpenAI, prompt: str, *, chat: bool, stream: bool) -> s
 
 
 @contextlib.contextmanager
-def router(scratch: Path, port: int, metrics_port: int, prefills: list[Engine], decodes: list[Engine]) -> Iterator[str]:
-    """The router as the page starts it, but for ports and engines; ready. Its URL."""
-    documented = shlex.split(block("docs/routers.md", "vllm-router").text.replace("\\\n", ""))
-    command = [str(ROUTER), *documented[1 : documented.index("--prefill")]]
-    command += ["--port", str(port), "--prometheus-port", str(metrics_port)]
-    for engine in prefills:
-        command += ["--prefill", engine.url]
-    for engine in decodes:
-        command += ["--decode", engine.url]
-    with (scratch / "router.log").open("wb") as log:
+def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str, str]) -> Iterator[str]:
+    """The router as ``page`` starts it, but for its port; ready. Its URL.
+
+    ``engines`` has the URL here for the host of each engine of the page.
+    """
+    urls = {f"http://{host}:8000": url for host, url in engines.items()}
+    documented = shlex.split(block(page, "vllm-router").text.replace("\\\n", ""))
+    assert urls.keys() == {word for word in documented if word.startswith("http://")}
+    port = ports.take()
+    command = [str(ROUTER), *(urls.get(word, word) for word in documented[1:])]
+    command += ["--port", str(port), "--prometheus-port", str(ports.take())]
+    with (scratch / f"router-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -102,6 +119,49 @@ def router(scratch: Path, port: int, metrics_port: int, prefills: list[Engine], 
         process.wait()
 
 
+def post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
+    request = urllib.request.Request(url, body, dict(headers))
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S) as response:
+        return response.status, response.read().decode()
+
+
+@contextlib.contextmanager
+def refusing(engine: Engine, port: int) -> Iterator[str]:
+    """The URL of an HTTP server in front of ``engine``. It answers with the status in a request's ``user``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(*get(engine.url + self.path))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status = json.loads(body).get("user")
+            if status is not None:
+                self.answer(int(status), json.dumps({"error": {"message": "P refuses", "code": int(status)}}))
+                return
+            headers = {name: self.headers[name] for name in ("Content-Type", "X-Request-Id")}
+            self.answer(*post(engine.url + self.path, body, headers))
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
@@ -110,6 +170,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ports = PortAllocator(range(19400, 19500))
     places = [(ports.take(), ports.take()) for _ in range(2)]
     tracing: dict[str, object] = {"trace_dir": str(scratch / "trace")}
+    hasty: dict[str, object] = {"push_registration_timeout": REGISTRATION_TIMEOUT_S}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:
 
         def start_prefill(number: int, engine_id: str) -> Engine:
@@ -118,13 +179,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
         others = groups.enter_context(EngineGroup(scratch, interrupts, ports))
         plain = others.start(server_spec("plain", "plain", model, WORDS))
-        decodes = [others.start(server_spec(f"decode-{number}", "decode", model, WORDS)) for number in range(2)]
+        decodes = [
+            others.start(server_spec(f"decode-{number}", "decode", model, WORDS, extra=hasty)) for number in range(2)
+        ]
         prefills = [start_prefill(number, f"prefill-{number}") for number in range(2)]
         others.wait_ready([plain, *decodes])
         for engine in prefills:
             until(engine.is_ready, f"{engine.name} is ready", START_TIMEOUT_S)
-        with router(scratch, ports.take(), ports.take(), prefills, decodes) as url:
-            running = Stack(url, scratch / "trace", plain, prefills, start_prefill)
+        hosts = ("10.0.0.1", "10.0.0.3", "10.0.0.2", "10.0.0.4")
+        engines = {host: engine.url for host, engine in zip(hosts, [*prefills, *decodes], strict=True)}
+        with router(scratch, ports, "docs/deployment.md", engines) as url:
+            running = Stack(url, scratch, ports, plain, prefills, decodes, start_prefill)
             for seed in range(8):  # the router learns who each P is; each P and each D connect when they first meet
                 running.text(words(40, seed=seed))
             yield running
@@ -143,6 +208,68 @@ def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
     pushes = stack.pushes(known)
     assert {(push.mode, push.fallback, push.outcome) for push in pushes} == {("auto", None, "completed")}
     assert {push.engine_id for push in pushes} == {engine.name for engine in stack.prefills}
+
+
+@patient
+def test_a_prefill_engine_refuses(stack: Stack) -> None:
+    """While D waits for its push. The client gets P's error, 503 as 500, once D has given up; then D works on."""
+    p, d = stack.prefills[0], stack.decodes[0]
+
+    def status(client: openai.OpenAI, refusal: int) -> int:
+        with pytest.raises(openai.APIStatusError) as error:
+            client.completions.create(prompt=words(100, seed=300 + refusal), user=str(refusal), **GREEDY)
+        assert "P refuses" in error.value.response.text or f"status {refusal}" in error.value.response.text
+        return error.value.status_code
+
+    with refusing(p, stack.ports.take()) as at_p:
+        engines = {"10.0.0.1": at_p, "10.0.0.2": d.url}
+        with router(stack.scratch, stack.ports, "docs/routers.md", engines) as url:
+            client = client_of(url)
+            assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # which is the client's
+            first, then = words(100, seed=300), words(100, seed=301)
+            assert answer(client, first, chat=False, stream=False) == stack.right(first)  # the router learns who P is
+            known = metric(d.url, "vllm:layerpush_loads_total")
+            with ThreadPoolExecutor() as pool:
+                assert list(pool.map(lambda refusal: status(client, refusal), (400, 500, 503))) == [400, 500, 500]
+            until(lambda: metric(d.url, "vllm:layerpush_loads_total") == known + 3, "D has given up all three")
+            assert answer(client, then, chat=False, stream=False) == stack.right(then)
+
+
+@patient
+@pytest.mark.parametrize("kind", [Completion, Chat], ids=["completions", "chat"])
+def test_requests_shaped_for_ray_serve_stream(
+    stack: Stack, kind: type[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asks both engines at the same time, each with the request's id in the header."""
+    p, d, is_chat = stack.prefills[1], stack.decodes[1], kind is Chat
+    monkeypatch.setenv(HOST, LOOPBACK.host)
+    monkeypatch.setenv(PORT, str(p.side_channel_port))
+    prompt, known = words(TOKENS, seed=400 + is_chat), stack.known()
+    content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    client = kind(**content, max_tokens=GREEDY["max_tokens"], min_tokens=GREEDY["max_tokens"], request_id="a client's")
+    with ray_in_place() as ours:
+        backend = ours.LayerwisePushBackend(
+            SimpleNamespace(engine_kwargs={"kv_transfer_config": {"engine_id": p.name}})
+        )
+        peer = backend.replica_metadata()
+        to_p = backend.prepare_prefill_request(request=client, peer=peer)
+        to_d = backend.prepare_decode_request(request=client, peer=peer, prefill_response=None)
+
+    def ask(engine: Engine, shaped: Completion) -> dict[str, Any]:
+        body = shaped.model_dump(exclude={"prompt"} if is_chat else {}, exclude_none=True)
+        body |= {"model": MODEL, "temperature": 0, "ignore_eos": True}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        headers = {"Content-Type": "application/json", "X-Request-Id": shaped.request_id}
+        return json.loads(post(engine.url + path, json.dumps(body).encode(), headers)[1])["choices"][0]
+
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, p, to_p)
+        choice = ask(d, to_d)
+        asked.result()
+    assert (choice["message"]["content"] if is_chat else choice["text"]) == stack.right(prompt, chat=is_chat)
+    until(lambda: stack.pushes(known), "the push's trace")
+    (push,) = stack.pushes(known)
+    assert (push.engine_id, push.mode, push.fallback, push.outcome) == (p.name, "auto", None, "completed")
 
 
 @patient

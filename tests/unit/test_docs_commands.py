@@ -46,6 +46,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (DEPLOYED,),
+    (DEPLOYMENT, "vllm-router --host 0.0.0.0"): ("tests/e2e/test_vllm_router.py::test_layers_stream",),
     (DEPLOYMENT, "layerpush proxy --host 0.0.0.0"): (DEPLOYED,),
     (PROXY, "layerpush proxy --port 8000"): (README_RUN,),
     (PROXY, "layerpush proxy --port 8000 --prefill dns://"): (PROXY_PAGE,),
@@ -57,7 +58,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 python"): (BY_HAND,),
     (QUICKSTART, "VLLM_NIXL_SIDE_CHANNEL_PORT=5700 python"): (BY_HAND,),
     (QUICKSTART, "layerpush proxy --prefill http://127.0.0.1:8100"): (BY_HAND,),
-    ("docs/routers.md", "vllm-router --host"): ("tests/e2e/test_vllm_router.py::test_layers_stream",),
+    ("docs/routers.md", "vllm-router --host"): ("tests/e2e/test_vllm_router.py::test_a_prefill_engine_refuses",),
     ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
     ("docs/trace.md", "layerpush trace summary DIR"): (
         "tests/unit/test_trace_command.py::test_summary_is_for_people_or_programs",
@@ -258,7 +259,18 @@ def test_yaml_is_yaml() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found
     for block in found:
-        assert yaml.safe_load(block.text)["kind"]
+        assert {"kind", "applications"} & yaml.safe_load(block.text).keys()
+
+
+def test_the_application_for_ray_has_a_builder_and_good_configurations() -> None:
+    (block,) = (block for block in blocks("docs/routers.md") if block.language == "yaml")
+    (application,) = yaml.safe_load(block.text)["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    assert f"\ndef {builder}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        config = application["args"][f"{role}_config"]["engine_kwargs"]["kv_transfer_config"]
+        check_transfer_config(config)
+        assert config["kv_role"] == kv_role
 
 
 def unknown_variables(text: str, vllms: str) -> list[str]:

