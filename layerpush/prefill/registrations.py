@@ -192,9 +192,9 @@ class Registrations:
 
     def came(self, requests: Mapping[str, str | None]) -> None:
         """These requests have come to the engine: the ``transfer_id`` of each, by request id. They may wait in its
-        queue.
+        queue. Their end may have been told first.
         """
-        self._arrivals.came(requests)
+        self._arrivals.came({each: transfer for each, transfer in requests.items() if each not in self._ended})
 
     # From the writer.
 

@@ -549,6 +549,14 @@ def test_a_request_that_has_left_is_waited_for_no_more() -> None:
     assert world.heard() == [Accepted("a/d"), UNKNOWN]
 
 
+def test_a_request_that_has_ended_does_not_come() -> None:
+    """It was aborted at once: the writer may hear of its end before it hears that it came."""
+    world = World()
+    world.ends("a/p")
+    world.registrations.came({"a/p": None, "b/p": None})
+    assert world.registrations._arrivals.requests == ["b/p"]
+
+
 def test_an_engine_that_computes_a_long_step_has_not_seen_its_queue() -> None:
     """A step that begins next may have been scheduled before the request came."""
     world = World()
