@@ -44,11 +44,6 @@ class LayerwisePushConnector(NixlPushConnector):
                 "Start the engine without enable_sleep_mode (--enable-sleep-mode)."
             )
         config = LayerPushConfig.from_extra_config(self.kv_transfer_config.kv_connector_extra_config)
-        if config.answer_early and vllm_config.parallel_config.data_parallel_size > 1:
-            raise ValueError(
-                "LayerwisePushConnector: answer_early needs data_parallel_size 1: P answers before it is known which "
-                "rank has the request. Start one API server for each rank, or remove answer_early."
-            )
         self.connector_scheduler: LayerwisePushScheduler | None = None
         self.connector_worker: LayerwisePushWorker | None = None
         if role == KVConnectorRole.SCHEDULER:

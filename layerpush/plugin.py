@@ -6,6 +6,7 @@ from layerpush.compat import busy_wait
 from layerpush.compat.admission import AdmissionHook
 from layerpush.compat.early_answer import EarlyAnswers
 from layerpush.compat.early_revocation import EarlyRevocation
+from layerpush.compat.other_ranks import OtherRanks
 
 CONNECTOR_NAME = "LayerwisePushConnector"
 CONNECTOR_MODULE = "layerpush.connector"
@@ -21,7 +22,8 @@ class ConnectorNameError(RuntimeError):
 def register() -> None:
     """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check requests in vLLM's front end.
 
-    P's front end may answer early (`early_answer`). V2 model runners tell the connector of preemptions early
+    P's front end may answer early (`early_answer`), and tells its data-parallel ranks of each other's requests
+    (`other_ranks`). V2 model runners tell the connector of preemptions early
     (`early_revocation`).
     Also patches busy waits if LAYERPUSH_CALM asks. Idempotent and lazy: the connector and NIXL are imported when vLLM
     creates a connector of that name, and the front end is patched when vLLM imports it.
@@ -53,6 +55,7 @@ def register() -> None:
             ) from taken
     AdmissionHook(CONNECTOR_NAME).install()
     EarlyAnswers(CONNECTOR_NAME).install()
+    OtherRanks(CONNECTOR_NAME).install()
     EarlyRevocation().install()
     _registered = True
 

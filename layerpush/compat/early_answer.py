@@ -6,8 +6,8 @@ have, and an empty choice. The engine goes on computing. The router asks D, D re
 
 Two processes take part:
 
-- The front end. ``EarlyAnswers`` patches ``to_sampling_params`` of OpenAI requests, which marks the params of a request
-  whose router wants nothing but the transfer, and ``AsyncLLM.generate``, which answers a marked request.
+- The front end. ``EarlyAnswers`` patches ``to_sampling_params`` of OpenAI requests, which notes that a router wants
+  nothing but the transfer, and ``AsyncLLM.generate``, which then answers, and marks the params for the engine core.
 - The engine core. The router's client can no longer abort P's request, so D's withdrawal has to. P's scheduler hears of
   it from its workers. ``install`` wraps ``Scheduler.update_from_output``, which then aborts the request, and tells the
   front end.
@@ -32,7 +32,9 @@ CHATS = "vllm.entrypoints.openai.chat_completion.protocol"
 _REQUESTS = {COMPLETIONS: "CompletionRequest", CHATS: "ChatCompletionRequest"}
 
 MARK = "layerpush_early"
-"""The key of P's ``kv_transfer_params`` that marks a request for an early answer. The front end sets or clears it."""
+"""The key of P's ``kv_transfer_params`` that says that the request is answered. The front end sets or removes it."""
+_ENOUGH = "layerpush_transfer_is_enough"
+"""A key of ``extra_args`` between ``to_sampling_params`` and ``generate``."""
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,8 +65,13 @@ class EarlyAnswers(ImportHook):
         def generate(
             engine: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
         ) -> AsyncGenerator[Any, None]:
-            if not args and _is_marked(prompt, sampling_params) and self._allows(engine):
-                return self._answer(engine, prompt, sampling_params, request_id, kwargs)
+            transfer = _streamed(sampling_params)
+            if transfer is not None:
+                transfer.pop(MARK, None)  # a client's
+                enough = sampling_params.extra_args.pop(_ENOUGH, False)
+                if enough and not args and _is_short(prompt, sampling_params) and self._allows(engine):
+                    transfer[MARK] = True
+                    return self._answer(engine, prompt, sampling_params, request_id, kwargs)
             return plain(engine, prompt, sampling_params, request_id, *args, **kwargs)
 
         return generate
@@ -99,9 +106,8 @@ def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
         params = plain(request, *args, **kwargs)
-        transfer = (params.extra_args or {}).get("kv_transfer_params")
-        if isinstance(transfer, dict) and transfer.get("do_remote_decode"):
-            params.extra_args["kv_transfer_params"] = {**transfer, MARK: _wants_the_transfer_only(request)}
+        if _streamed(params) is not None and _wants_the_transfer_only(request):
+            params.extra_args[_ENOUGH] = True
         return params
 
     return to_sampling_params
@@ -117,11 +123,17 @@ def _wants_the_transfer_only(request: Any) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
 
 
-def _is_marked(prompt: Any, sampling_params: Any) -> bool:
+def _streamed(sampling_params: Any) -> dict[str, Any] | None:
+    """The request's ``kv_transfer_params`` if this engine is to push its KV."""
+    transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
+    return transfer if isinstance(transfer, dict) and transfer.get("do_remote_decode") is True else None
+
+
+def _is_short(prompt: Any, sampling_params: Any) -> bool:
+    """Whether the engine gets one prompt of tokens, and gives one answer, at the end."""
     if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
         return False
-    transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
-    return isinstance(transfer, dict) and transfer.get(MARK) is True and transfer.get("do_remote_decode") is True
+    return bool(sampling_params.n == 1 and sampling_params.output_kind.name == "FINAL_ONLY")
 
 
 def _allows(vllm_config: Any, connector: str) -> bool:
@@ -132,6 +144,9 @@ def _allows(vllm_config: Any, connector: str) -> bool:
         return False
     if transfer.kv_connector == "MultiConnector":
         logger.warning("layerpush: answer_early has no effect inside of MultiConnector")
+        return False
+    if vllm_config.parallel_config.data_parallel_size > 1:  # it is not known yet which rank will have the request
+        logger.warning("layerpush: answer_early has no effect with data_parallel_size above 1")
         return False
     return all(settings.role != "kv_consumer" for settings in found)
 

@@ -5,7 +5,7 @@ its blocks back when it is at the head of that queue, and stays there. If the bl
 blocks the queue: requests behind it have their KV and could run, and would give blocks back, but never get a turn. It
 may need more free blocks than it gave back: those that a prefill engine may still write are set aside, and a layer with
 a sliding window computes tokens whose KV it would not have loaded. ``install`` wraps ``Scheduler.schedule``, which then
-moves such a request to the front of the other queue.
+moves such a request to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def install() -> None:
 
 def requeue(scheduler: Scheduler) -> None:
     """Take the blocks of failed loads back, and let their requests wait without any. Scheduler's thread."""
-    for request_id in scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids:
-        request = scheduler.requests.get(request_id)
-        if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens:
+    ended = scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids
+    requests = [scheduler.requests[request_id] for request_id in ended if request_id in scheduler.requests]
+    for request in sorted(requests, key=lambda each: each.arrival_time, reverse=True):
+        if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens:
             continue
         scheduler.kv_holding_waiting.remove_requests([request])
         scheduler._handle_blocked_waiting_request(request)
         scheduler.deferred_waiting.discard(request)
+        scheduler._inflight_prefills.discard(request)
         scheduler.waiting.prepend_request(request)

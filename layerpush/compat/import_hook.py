@@ -29,9 +29,7 @@ class ImportHook(MetaPathFinder, ABC):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.names:
             return None
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # another hook may patch the same module
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _PatchingLoader(spec.loader, self)

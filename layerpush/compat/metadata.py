@@ -29,6 +29,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """Requests that this prefill engine is to push, each with its router's ``transfer_id``. Only those that came since
     the last step.
     """
+    elsewhere: Mapping[str, int] = MappingProxyType({})
+    """Requests that went to another data-parallel rank of this prefill engine: that rank, by request id."""
     trace_headers: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
@@ -42,6 +44,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
         cancelled: Mapping[str, str],
         declined: Sequence[tuple[Address, Decline]],
         arrived: Mapping[str, str | None],
+        elsewhere: Mapping[str, int],
         trace_headers: Mapping[str, Mapping[str, str]],
     ) -> LayerwiseMetadata:
         """vLLM's ``metadata`` and these fields. Copies no container."""
@@ -54,6 +57,7 @@ class LayerwiseMetadata(NixlConnectorMetadata):
             cancelled=cancelled,
             declined=declined,
             arrived=arrived,
+            elsewhere=elsewhere,
             trace_headers=trace_headers,
         )
         return extended

@@ -113,9 +113,9 @@ class RequestNames:
 
 
 def _place(base: str) -> tuple[int, str]:
-    """The number of the answer, 0 if there is one, and that of the prompt, as text: empty for a chat."""
+    """The number of the answer, 0 if there is one, and that of the prompt, as text: a chat has one prompt."""
     answer, prompt = _ANSWER.match(base), _PROMPT.match(base)
-    return 0 if answer is None else int(answer[1]), "" if prompt is None else prompt[2]
+    return 0 if answer is None else int(answer[1]), "0" if prompt is None else prompt[2]
 
 
 def _stem(base: str) -> str:

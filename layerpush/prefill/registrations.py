@@ -12,6 +12,7 @@ another engine uses its name. It is held until the side channel of the connected
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 REMEMBERED = 4096
 ENDED_S = 60.0
+ELSEWHERE_S = 10.0
+"""Seconds for which it is known that a request went to another rank. The next attempt may come to this one."""
 MAX_REASON = 400
 PROBES = 5
 LOOK_EVERY_S = 1.0
@@ -95,7 +98,8 @@ class Registrations:
         self._connections = connections
         self._peer_errors = peer_errors
         self._arrivals = Arrivals(base_id)
-        self._names = RequestNames(base_id, digests, self._arrivals.transfer_of)
+        self._arrived: deque[Mapping[str, str | None]] = deque()
+        self._names = RequestNames(base_id, digests, self._transfer_of)
         self._digests = digests
         self._pending = PendingRegistrations(self._names.is_for)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
@@ -107,8 +111,8 @@ class Registrations:
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
         self._cancelled_early: BoundedDict[Key, tuple[float, Registration | Decline]] = BoundedDict(REMEMBERED)
         self._failures: dict[str, tuple[float, str]] = {}
-        self._ended: dict[str, float] = {}
-        """Requests that are over. The time at which they are forgotten."""
+        self._ended: dict[str, tuple[float, str | None]] = {}
+        """Requests that are over: the time at which they are forgotten, and their ``transfer_id``."""
 
     @property
     def pending(self) -> int:
@@ -120,6 +124,7 @@ class Registrations:
     def on_registration(self, sender: str, registration: Registration, now: float) -> None:
         """A ``PUSH_REG`` arrived."""
         key = registration.key
+        self._take_arrivals()
         self.peers.note_contact(sender, registration)
         if self.peers.closing(registration.decode_engine_id) is not None:
             self.peers.hold(sender, registration)
@@ -192,15 +197,31 @@ class Registrations:
 
     def came(self, requests: Mapping[str, str | None]) -> None:
         """These requests have come to the engine: the ``transfer_id`` of each, by request id. They may wait in its
-        queue. Their end may have been told first.
+        queue. Main thread, before their first step is announced.
         """
-        self._arrivals.came({each: transfer for each, transfer in requests.items() if each not in self._ended})
+        self._arrived.append(requests)
+
+    def _take_arrivals(self) -> None:
+        while self._arrived:
+            self._arrivals.came(self._arrived.popleft())
+
+    def went_elsewhere(self, request_id: str, rank: int, now: float) -> None:
+        """A request went to another data-parallel ``rank``. Decode engines that register it here, or do so soon, have
+        been given the wrong one.
+        """
+        reason = f"the request went to data-parallel rank {rank} of the prefill engine"
+        base = self._names.base(request_id)
+        self._failures.pop(base, None)
+        self._failures[base] = (now + ELSEWHERE_S, reason)
+        self._refuse_pending(request_id, reason, now)
 
     # From the writer.
 
     def take(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
+        self._take_arrivals()
         self._failures.pop(self._names.base(request_id), None)
+        self._failures.pop(_of_transfer(self._transfer_of(request_id)), None)
         for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id)):
             self._refuse(misnamed, OTHER_PROMPT, now)
         for spare in self._pending.drop_if(lambda entry: self._names.is_spare_answer(entry, [request_id])):
@@ -269,16 +290,15 @@ class Registrations:
         for key, (_, registration) in list(self._cancelled_early.items()):
             if self._names.is_for(registration, request_id):
                 del self._cancelled_early[key]
+        self._take_arrivals()
+        transfer = self._transfer_of(request_id)
         self._ended.pop(request_id, None)
-        self._ended[request_id] = now + ENDED_S
+        self._ended[request_id] = now + ENDED_S, transfer
         if failure is not None:
-            base = self._names.base(request_id)
-            self._failures.pop(base, None)
-            self._failures[base] = (now + ENDED_S, f"the prefill request has ended: {failure}")
-            for registration in self._pending.matching(request_id, now):
-                if registration.layerpush:
-                    self._pending.drop(registration.key)
-                    self._refuse(registration, failure, now)
+            for name in (self._names.base(request_id), *([] if transfer is None else [_of_transfer(transfer)])):
+                self._failures.pop(name, None)
+                self._failures[name] = (now + ENDED_S, f"the prefill request has ended: {failure}")
+            self._refuse_pending(request_id, failure, now)
         self._digests.pop(request_id, None)
         self._arrivals.ended(request_id)
 
@@ -288,7 +308,7 @@ class Registrations:
             self._cancelled_early.popitem(last=False)
         while self._failures and next(iter(self._failures.values()))[0] <= now:
             del self._failures[next(iter(self._failures))]
-        while self._ended and next(iter(self._ended.values())) <= now:
+        while self._ended and next(iter(self._ended.values()))[0] <= now:
             del self._ended[next(iter(self._ended))]
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
@@ -303,7 +323,9 @@ class Registrations:
         yield from self._ended
 
     def _refuse_unknown(self, now: float) -> None:
-        self._arrivals.look(*self._steps(), now)
+        begun, running = self._steps()
+        self._take_arrivals()
+        self._arrivals.look(begun, running, now)
         if not self._pending or now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
@@ -312,11 +334,16 @@ class Registrations:
                 return
             if registration.layerpush and not self._is_here(registration):
                 self._pending.drop(registration.key)
+                self._cancelled_early.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
                 self._refuse(registration, NO_REQUEST, now)
 
     def _withdraw(self, request_id: str | None, named: Registration | Decline | None) -> None:
+        self._take_arrivals()
         if request_id is None and named is not None:
-            request_id = self._names.match(named, self._arrivals.requests)
+            given = named.prefill_request_id
+            exact = given is not None and self._names.base(given) != given
+            known = self._arrivals.requests
+            request_id = self._names.match(named, [each for each in known if each == given] if exact else known)
         if request_id is not None:
             self._on_withdrawn(request_id)
 
@@ -328,7 +355,20 @@ class Registrations:
             deadline, reason = self._failures.get(base, (0.0, ""))
             if deadline > now and base not in set(map(self._names.base, list(self._digests))):
                 return reason
-        return None
+        transfer = registration.transfer_id
+        deadline, reason = self._failures.get(_of_transfer(transfer), (0.0, ""))
+        lives = self._arrivals.has_any((), transfer)
+        return reason if transfer is not None and deadline > now and not lives else None
+
+    def _transfer_of(self, request_id: str) -> str | None:
+        """The ``transfer_id`` of a request that is here, or was a short while ago."""
+        return self._arrivals.transfer_of(request_id) or self._ended.get(request_id, (0.0, None))[1]
+
+    def _refuse_pending(self, request_id: str, reason: str, now: float) -> None:
+        for registration in self._pending.matching(request_id, now):
+            if registration.layerpush:
+                self._pending.drop(registration.key)
+                self._refuse(registration, reason, now)
 
     def _refuse(self, registration: Registration, reason: str, now: float) -> None:
         logger.warning("layerpush: no push for %s: %s", registration.request_id, reason)
@@ -399,3 +439,8 @@ class Registrations:
     def _take_held(self, engine_id: str, now: float) -> None:
         for sender, registration in self.peers.take_held(engine_id):
             self.on_registration(sender, registration, now)
+
+
+def _of_transfer(transfer: str | None) -> str:
+    """The key of a failure that is noted by its ``transfer_id``: no base id has a line end."""
+    return f"\n{transfer or ''}"

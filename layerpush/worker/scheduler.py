@@ -88,6 +88,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace_headers: dict[str, Mapping[str, str]] = {}
         self._declined: list[tuple[Address, Decline]] = []
         self._arrived: dict[str, str | None] = {}
+        self._elsewhere: dict[str, int] = {}
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
         self._withdrawn: set[str] = set()
@@ -138,6 +139,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
         if self._traces_requests and request.trace_headers and request.kv_transfer_params:
             self._trace_headers[request.request_id] = dict(request.trace_headers)
+
+    def went_elsewhere(self, request_id: str, rank: int) -> None:
+        """A request went to another data-parallel ``rank`` of this engine: no registration for it can be served."""
+        self._elsewhere[request_id] = rank
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
@@ -209,11 +214,14 @@ class LayerwisePushScheduler(VllmPushScheduler):
         headers, self._trace_headers = self._trace_headers, {}
         declined, self._declined = self._declined, []
         arrived, self._arrived = self._arrived, {}
+        elsewhere, self._elsewhere = self._elsewhere, {}
         sampled, self._sampled = self._sampled, {}
         plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(metadata, plan, digests, sampled, cancelled, declined, arrived, headers)
+        return LayerwiseMetadata.extending(
+            metadata, plan, digests, sampled, cancelled, declined, arrived, elsewhere, headers
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of the workers on a step."""
@@ -278,7 +286,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to step although it has no request: workers still have outcomes to report."""
-        pending = bool(super().has_pending_push_work()) or bool(self._declined)
+        pending = bool(super().has_pending_push_work()) or bool(self._declined or self._elsewhere or self._arrived)
         return pending or self.awaited.needs_steps or self._workers_settle
 
     @property

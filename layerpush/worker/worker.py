@@ -237,7 +237,9 @@ class LayerwisePushWorker(VllmPushWorker):
             while len(self._digests) > DIGESTS_KEPT:
                 self._digests.pop(next(iter(self._digests)), None)
         if metadata.arrived:
-            self.task(partial(self.registrations.came, metadata.arrived))
+            self.registrations.came(metadata.arrived)
+        for request_id, rank in metadata.elsewhere.items():
+            self.task(partial(self._went_elsewhere, request_id, rank))
         self._spans.expect(metadata.trace_headers)
         for request_id, data in metadata.push_registrations.items():
             self.task(partial(self._await_push, request_id, data), "a registration")
@@ -332,6 +334,9 @@ class LayerwisePushWorker(VllmPushWorker):
                 self.loads.abort(request_id, reason, now)
             else:
                 self.loads.time_out(request_id, reason, now)
+
+    def _went_elsewhere(self, request_id: str, rank: int) -> None:
+        self.registrations.went_elsewhere(request_id, rank, time.perf_counter())
 
     def _withdrawn(self, request_id: str) -> None:
         self._reports.append(DecodeReport(withdrawn=frozenset({request_id}), clock=self._clock))

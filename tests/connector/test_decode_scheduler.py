@@ -75,7 +75,14 @@ class Decode:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, request_id: str, tokens: list[int], params: dict[str, Any] | None = None, max_tokens: int = 2) -> Any:
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 2,
+        priority: int = 0,
+    ) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -84,16 +91,16 @@ class Decode:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
-        self.requests[request_id] = Request(request_id, tokens, sampling, None, block_hasher=hasher)
+        self.requests[request_id] = Request(request_id, tokens, sampling, None, block_hasher=hasher, priority=priority)
         self.scheduler.add_request(self.requests[request_id])
         return self.requests[request_id]
 
-    def decode(self, request_id: str, tokens: int = TOKENS) -> Any:
+    def decode(self, request_id: str, tokens: int = TOKENS, priority: int = 0) -> Any:
         params = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "remote_host": "127.0.0.1",
             "remote_port": 1, "tp_size": 1, "pp_size": 1, "remote_request_id": f"{request_id}-on-p",
         }  # fmt: skip
-        return self.add(request_id, list(range(3, 3 + tokens)), params)
+        return self.add(request_id, list(range(3, 3 + tokens)), params, priority=priority)
 
     def step(
         self,
@@ -177,12 +184,13 @@ def decode(world: None, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         caching: bool = False,
         attention: Attention = "full",
         window: int = WINDOW,
+        scheduling: str = "fcfs",
     ) -> Decode:
         port = PORTS.take()
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         config = config_of(
             model, role, f"{role}-{port}", extra, enable_prefix_caching=caching, max_num_seqs=16,
-            max_num_batched_tokens=1024, disable_hybrid_kv_cache_manager=False,
+            max_num_batched_tokens=1024, disable_hybrid_kv_cache_manager=False, scheduling_policy=scheduling,
         )  # fmt: skip
         config.kv_transfer_config.kv_load_failure_policy = policy
         caches = cache_config() if attention == "full" else windowed_config(attention, window)
@@ -285,6 +293,20 @@ def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
     d.finish()
     assert set(d.reasons) == set(names)
     assert set(d.reasons.values()) == {"length"}
+
+
+def test_failed_loads_reserve_no_blocks_that_they_do_not_hold(decode: Build) -> None:
+    """A request of a higher priority comes first: all blocks are free, and it must get some."""
+    d = decode(policy="recompute", scheduling="priority")
+    for name in ("r0", "r1"):
+        d.decode(name, 480, priority=1)
+    d.step()
+    d.decode("urgent", 480)
+    d.step(failed=("r0", "r1"))
+    d.step()
+    d.step("urgent")
+    d.finish()
+    assert set(d.reasons) == {"r0", "r1", "urgent"}
 
 
 def test_every_rank_that_parked_must_clear(decode: Build) -> None:

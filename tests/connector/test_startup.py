@@ -59,15 +59,6 @@ def test_sleep_mode_is_refused(world: None, model: Path, role: str) -> None:
         LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
 
 
-def test_early_answers_with_several_ranks_are_refused(world: None, model: Path) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    config = config_of(model, "kv_producer", "several", {"answer_early": True})
-    config.parallel_config.data_parallel_size = 2
-    with pytest.raises(ValueError, match=r"answer_early needs data_parallel_size 1"):
-        LayerwisePushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-
-
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 

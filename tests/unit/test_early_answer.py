@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerpush.compat.early_answer import _allows, _wants_the_transfer_only
+from layerpush.compat.early_answer import MARK, EarlyAnswers, _allows, _wants_the_transfer_only
 
 NAME = "LayerwisePushConnector"
 
@@ -17,7 +17,8 @@ def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> An
     ours = {"kv_connector": NAME, "kv_role": role, "kv_connector_extra_config": extra}
     if connector == "MultiConnector":
         ours = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": {"connectors": [ours]}}
-    return SimpleNamespace(kv_transfer_config=SimpleNamespace(**({"kv_connector_module_path": None} | ours)))
+    transfer = SimpleNamespace(**({"kv_connector_module_path": None} | ours))
+    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))
 
 
 @pytest.mark.parametrize(
@@ -38,10 +39,33 @@ def test_only_prefill_engines_that_ask_for_it(config: Any, allows: bool) -> None
     assert _allows(config, NAME) is allows
 
 
-def test_inside_of_multi_connector_it_is_said_that_there_is_no_early_answer(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("where", ["inside of MultiConnector", "with data_parallel_size above 1"])
+def test_it_is_said_where_there_is_no_early_answer(caplog: pytest.LogCaptureFixture, where: str) -> None:
+    config = engine(connector="MultiConnector" if "Multi" in where else NAME, answer_early=True)
+    if "above" in where:
+        config.parallel_config.data_parallel_size = 2
     with caplog.at_level(logging.WARNING):
-        assert not _allows(engine(connector="MultiConnector", answer_early=True), NAME)
-    assert "answer_early has no effect inside of MultiConnector" in caplog.text
+        assert not _allows(config, NAME)
+    assert f"answer_early has no effect {where}" in caplog.text
+
+
+class FrontEnd:
+    """Of vLLM's ``AsyncLLM``."""
+
+    vllm_config = engine(answer_early=True)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any) -> str:
+        return "whole"
+
+
+@pytest.mark.parametrize("field", [{"n": 2}, {"output_kind": SimpleNamespace(name="DELTA")}, {}], ids=str)
+def test_a_mark_of_a_client_counts_for_nothing(field: dict[str, Any]) -> None:
+    """It came by a door whose requests nobody looks at."""
+    transfer = {"do_remote_decode": True, MARK: True}
+    usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}
+    generate: Any = EarlyAnswers(NAME)._generate(FrontEnd.generate)  # type: ignore[arg-type]
+    assert generate(FrontEnd(), {"prompt_token_ids": [1]}, SimpleNamespace(**usual | field), "r") == "whole"
+    assert MARK not in transfer
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from layerpush.core.wire import (
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.registrations import ENDED_S, MAX_REASON, PROBES, SPARE_ANSWER, Registrations
+from layerpush.prefill.registrations import ELSEWHERE_S, ENDED_S, MAX_REASON, PROBES, SPARE_ANSWER, Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -549,12 +549,22 @@ def test_a_request_that_has_left_is_waited_for_no_more() -> None:
     assert world.heard() == [Accepted("a/d"), UNKNOWN]
 
 
-def test_a_request_that_has_ended_does_not_come() -> None:
-    """It was aborted at once: the writer may hear of its end before it hears that it came."""
+def test_a_request_that_was_aborted_at_once_is_not_here() -> None:
+    """Its arrival is taken when it is needed, and before its end."""
     world = World()
-    world.ends("a/p")
     world.registrations.came({"a/p": None, "b/p": None})
+    world.ends("a/p")
     assert world.registrations._arrivals.requests == ["b/p"]
+
+
+def test_a_request_that_comes_after_its_registration_was_refused_is_not_wanted() -> None:
+    world = World()
+    world.says(asks())
+    world.tick(UNKNOWN_S)
+    world.tick(2.0)
+    assert UNKNOWN in world.heard()
+    assert world.takes() is None
+    assert world.is_unwanted()
 
 
 def test_an_engine_that_computes_a_long_step_has_not_seen_its_queue() -> None:
@@ -628,6 +638,28 @@ def test_a_transfer_id_pairs_no_different_prompts() -> None:
     assert world.pushes == {}
 
 
+@pytest.mark.parametrize("why", ["aborted", "another answer"])
+def test_what_became_of_a_transfer_is_known_for_a_while(why: str) -> None:
+    world = World()
+    world.begins(p_0="t")
+    world.writer.unclaimed = []
+    world.ends("cmpl-p-0/p", "aborted" if why == "aborted" else None)
+    d = "cmpl-d-0/d" if why == "aborted" else "1_cmpl-d-0/d"
+    reason = "the prefill request has ended: aborted" if why == "aborted" else SPARE_ANSWER
+    world.says(asks(d, transfer="t"))
+    assert failure(reason, request_id=d, epoch=0) in world.heard()
+    world.registrations.came({"cmpl-q-0/p": "t"})
+    world.says(asks("cmpl-e-0/d", transfer="t"))
+    assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
+
+
+def test_a_chat_and_a_completion_of_one_transfer_are_a_pair() -> None:
+    world = World()
+    world.begins(p_0="t")
+    world.says(asks("chatcmpl-d/d", transfer="t"))
+    assert world.pushes == {"cmpl-p-0/p": "chatcmpl-d/d"}
+
+
 def test_the_first_of_several_answers_gets_the_push_of_a_transfer() -> None:
     world = World()
     world.begins(p_0="t")
@@ -647,6 +679,40 @@ def test_a_request_of_the_same_transfer_in_the_queue_is_waited_for() -> None:
     world.ends("cmpl-p-0/p", None)
     world.tick(2.0)
     assert world.heard() == [failure(UNKNOWN.reason, request_id="cmpl-d-0/d", epoch=0)]
+
+
+# A request that went to another data-parallel rank of the prefill engine.
+
+ELSEWHERE = failure("the request went to data-parallel rank 1 of the prefill engine", epoch=0)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_a_decode_engine_that_was_given_the_wrong_rank_hears_so_at_once(registered: str) -> None:
+    world = World()
+    if registered == "before":
+        world.says(asks())
+    world.registrations.went_elsewhere("a/p", 1, world.now)
+    world.settle()
+    if registered == "after":
+        world.says(asks())
+    assert ELSEWHERE in world.heard()
+    assert world.takes() is None
+
+
+def test_the_next_attempt_may_come_to_this_rank() -> None:
+    world = World()
+    world.registrations.went_elsewhere("a/p", 1, world.now)
+    world.tick(ELSEWHERE_S)
+    world.says(asks())
+    assert world.heard() == [Accepted("a/d")]
+    assert world.takes("a/q") == asks()
+
+
+def test_a_request_that_is_here_is_pushed_although_another_went_elsewhere() -> None:
+    world = World("a/p")
+    world.registrations.went_elsewhere("a/q", 1, world.now)
+    world.says(asks())
+    assert world.pushes == {"a/p": "a/d"}
 
 
 # Whose KV its decode engine does not want any more.
