@@ -121,7 +121,8 @@ def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
     known = {push.request_id for push in read_pushes(pair.scratch / "trace")}
     prompt = words(TOKENS, seed=4)
-    with router(pair.scratch, pair.ports.take(), pair.ports.take(), [pair.prefill], [pair.decode]) as url:
+    engines = {"10.0.0.1": pair.prefill.url, "10.0.0.2": pair.decode.url}
+    with router(pair.scratch, pair.ports, "docs/routers.md", engines) as url:
         alone = GREEDY | {"extra_body": {"ignore_eos": True}}
         said = client_of(url).completions.create(prompt=prompt, **alone).choices[0].text
     assert said == pair.right(prompt)
