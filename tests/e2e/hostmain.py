@@ -173,7 +173,8 @@ class HostedEngine:
     def _step(self) -> None:
         finished = [output for output in self.llm.step() if output.finished]
         if self.watch is not None:
-            clear = [output.request_id for output in finished if output.request_id not in self._ambiguous]
+            known = self._internal.keys() - self._ambiguous  # the soak may have forgotten one that was sent twice
+            clear = [output.request_id for output in finished if output.request_id in known]
             self.watch.after_step([self._internal[request_id] for request_id in clear])
         for output in finished:
             tokens, reason = tuple(output.outputs[0].token_ids), output.outputs[0].finish_reason

@@ -24,7 +24,20 @@ from tests.e2e.servedrig import scrape, wait_for
 from tests.e2e.test_vllm_router import ROOT, router
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12}
-TO_P = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+TO_P = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What these routers send P."""
+SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "vLLM's toy proxy": ({"stream": False}, {}),
+    "AIBrix": ({"stream": False, "extra_body": {"max_completion_tokens": 1}}, {"remote_host": "127.0.0.1"}),
+    "llm-d's nixlv2": (
+        {"stream": False, "extra_body": {"max_completion_tokens": 1, "max_output_tokens": 1, "min_tokens": 1}},
+        {},
+    ),
+}
+"""What routers that ask one after the other add to P's body, and change in P's params for D."""
 BAD = {"layerpush_mode": "fast"}
 TOKENS, LONG = 1500, 3000
 patient = pytest.mark.timeout(600)
@@ -93,12 +106,14 @@ def answered(pair: Pair) -> float:
 
 
 @patient
-def test_one_after_the_other_layers_stream(pair: Pair) -> None:
-    """As AIBrix, production-stack, llm-d's nixlv2 and vLLM's toy proxy ask: D gets P's params as they are."""
-    before, prompt, request_id = answered(pair), words(TOKENS, seed=2), str(uuid.uuid4())
-    answer = pair.answer_of_p(prompt, request_id)
+@pytest.mark.parametrize("router", SERIAL)
+def test_one_after_the_other_layers_stream(pair: Pair, router: str) -> None:
+    more, changed = SERIAL[router]
+    before, request_id = answered(pair), str(uuid.uuid4())
+    prompt = words(TOKENS, seed=20 + list(SERIAL).index(router))
+    answer = pair.answer_of_p(prompt, request_id, **more)
     params = answer["kv_transfer_params"]
-    assert pair.answer_of_d(prompt, request_id, params) == pair.right(prompt)
+    assert pair.answer_of_d(prompt, request_id, params | changed) == pair.right(prompt)
     push = pair.push(request_id)
     assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
     assert params["remote_request_id"] == push.request_id
