@@ -11,7 +11,8 @@ Other threads leave work in queues. The writer is the only reader of each, and e
 - ended requests, from the main thread: P's requests that were sent, or whose lease is over.
 - deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
 - notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.
-- step events, from the main thread: steps, layers, finished requests, revoked blocks.
+- step events, from the main thread: steps, layers, finished requests, revoked blocks. Requests that have come are
+  queued before their first step, and ``Registrations`` takes them when it needs to know them.
 
 The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), heartbeats and
 completions (``pass_on``), parked and cleared loads (``LayerwisePushWorker.report``), metrics (``Reporter``).
