@@ -133,7 +133,7 @@ class Connections:
         try:
             pending = self._network.handshake(address)
         except Exception as error:  # noqa: BLE001  upstream's clean-up of stale engines may fail; so does this attempt
-            self._over(address, then, tries, f"{type(error).__name__}: {error}")
+            self._over(address, then, tries, _reason(error))
             return
         if pending is None:
             then(_disagreement(self._addresses.setdefault(address.engine_id, address), address), now)
@@ -144,7 +144,7 @@ class Connections:
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
-            reason = None if error is None else f"{type(error).__name__}: {error}"
+            reason = None if error is None else _reason(error)
             self._network.task(partial(self._over, address, then, tries, reason, running))
 
         pending.add_done_callback(done)
@@ -215,6 +215,12 @@ class Connections:
             due = now + RETRY_S
             left = tries if over is not None and over.address != address else tries - 1  # it was another's handshake
             self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
+
+
+def _reason(error: BaseException) -> str:
+    """vLLM asserts, without a text, that a side channel knows the rank that it is asked for."""
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else f"{name}; has it so many ranks? See tp_size and pp_size"
 
 
 def _disagreement(found: Address, asked: Address) -> str | None:

@@ -139,15 +139,17 @@ class Engine:
         chosen = {} if mode is None else {"layerpush_mode": mode}
         return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False, **chosen})
 
-    def decode_from(self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None) -> Request:
-        """``prefill_id`` is what the router believes that the prefill engine calls it."""
+    def decode_from(
+        self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None, ranks: int = 1
+    ) -> Request:
+        """The router believes that the prefill engine calls it ``prefill_id``, and has so many ``ranks``."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": producer.engine_id,
             "remote_host": "127.0.0.1",
             "remote_port": producer.port,
-            "tp_size": 1,
+            "tp_size": ranks,
             "pp_size": 1,
             "remote_request_id": prefill_id or request_id,
         }

@@ -290,6 +290,20 @@ def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> 
     assert gives_everything_back(d)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_wrong_number_of_ranks_fails_the_load_in_seconds(
+    engine: Build, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    if known:
+        asks_first(p, d, "r-0")
+        p.prefill("r-0", TOKENS)
+        step_until(p, d, done=lambda: "r-0" in d.received)
+    d.decode_from(p, "r-1", TOKENS, ranks=2)
+    step_until(d, done=lambda: d.failed)
+    assert ("is connected with tp_size 1" if known else "See tp_size and pp_size") in caplog.text
+
+
 @pytest.mark.parametrize("extra", [{}, {"layerwise": False}], ids=["by layer", "whole"])
 def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dict[str, object]) -> None:
     """One router's request, twice: each engine has added what it likes to the id."""
