@@ -210,9 +210,7 @@ class Registrations:
         been given the wrong one.
         """
         reason = f"the request went to data-parallel rank {rank} of the prefill engine"
-        base = self._names.base(request_id)
-        self._failures.pop(base, None)
-        self._failures[base] = (now + ELSEWHERE_S, reason)
+        self._note_failure(self._names.base(request_id), now + ELSEWHERE_S, reason)
         self._refuse_pending(request_id, reason, now)
 
     # From the writer.
@@ -295,9 +293,10 @@ class Registrations:
         self._ended.pop(request_id, None)
         self._ended[request_id] = now + ENDED_S, transfer
         if failure is not None:
-            for name in (self._names.base(request_id), *([] if transfer is None else [_of_transfer(transfer)])):
-                self._failures.pop(name, None)
-                self._failures[name] = (now + ENDED_S, f"the prefill request has ended: {failure}")
+            reason = f"the prefill request has ended: {failure}"
+            self._note_failure(self._names.base(request_id), now + ENDED_S, reason)
+            if transfer is not None:
+                self._note_failure(_of_transfer(transfer), now + ENDED_S, reason)
             self._refuse_pending(request_id, failure, now)
         self._digests.pop(request_id, None)
         self._arrivals.ended(request_id)
@@ -359,6 +358,10 @@ class Registrations:
         deadline, reason = self._failures.get(_of_transfer(transfer), (0.0, ""))
         lives = self._arrivals.has_any((), transfer)
         return reason if transfer is not None and deadline > now and not lives else None
+
+    def _note_failure(self, name: str, until: float, reason: str) -> None:
+        self._failures.pop(name, None)
+        self._failures[name] = until, reason
 
     def _transfer_of(self, request_id: str) -> str | None:
         """The ``transfer_id`` of a request that is here, or was a short while ago."""
