@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from layerpush.apps.demo.ports import PortAllocator
+from tests.support.ports import CONNECTOR_PORTS
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -20,8 +21,7 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-PORTS = PortAllocator(range(26000, 27000))
-"""Below the ports that the system gives to sockets that connect: vLLM waits for ever when its own is taken."""
+PORTS = PortAllocator(CONNECTOR_PORTS)
 
 
 @pytest.fixture(scope="package")

@@ -18,8 +18,9 @@ from layerpush.core.liveness import Verdict
 from layerpush.worker.side_channel_probe import probe
 from tests.contract.sidechannel import agent, handshake, listener
 from tests.contract.waiting import until
+from tests.support.ports import NIXL_PROBE_PORTS
 
-PORTS = PortAllocator(range(27100, 27200))
+PORTS = PortAllocator(NIXL_PROBE_PORTS)
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -11,8 +11,8 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import FLEET, Fleet
 from tests.e2e.handoff import Reference
 from tests.e2e.models import ModelShelf
+from tests.support.ports import ENGINES_PORTS
 
-PORTS = range(20000, 26000)
 WORKERS = 8
 """At most: each has ports of its own."""
 COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
@@ -22,7 +22,7 @@ COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     scratch = tmp_path_factory.mktemp("e2e")
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    ports = PortAllocator(PORTS[worker % WORKERS :: WORKERS])
+    ports = PortAllocator(ENGINES_PORTS[worker % WORKERS :: WORKERS])
     request.session.stash[FLEET] = hosts = Fleet(ModelShelf(scratch), scratch, ports)
     yield hosts
     hosts.stop()

@@ -24,6 +24,7 @@ from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ForkedSpec
+from tests.support.ports import PROXY_PORTS
 
 SHAPE = ModelShape(layers=6)
 MODEL = "demo"
@@ -156,7 +157,7 @@ class ReservedPorts(PortAllocator):
 def rig(scratch: Path) -> Iterator[Rig]:
     """All servers, ready; leaving takes them down."""
     model = model_with_tokenizer(scratch / "model")
-    ports = PortAllocator(range(19100, 19200))
+    ports = PortAllocator(PROXY_PORTS)
     at_p = (ports.take(), ports.take())
     tracing = {"trace_dir": str(scratch / "trace")}
     with Interrupts() as interrupts, contextlib.ExitStack() as groups:

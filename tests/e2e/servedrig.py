@@ -18,8 +18,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import SHAPE, get, server_spec, until
 from tests.metrics_scrape import Scrape
-
-PORTS = range(19300, 19400)
+from tests.support.ports import SERVED_PORTS
 
 
 class ServeSpec(ColdSpec):
@@ -63,7 +62,7 @@ class Served:
 def served(scratch: Path, api_servers: int) -> Iterator[Served]:
     """Both ready, P with so many API servers; leaving takes them down."""
     model = write_model(scratch / "model", SHAPE)
-    with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(PORTS)) as group:
+    with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(SERVED_PORTS)) as group:
         if api_servers == 1:
             spec = server_spec("prefill", "prefill", model)
         else:

@@ -19,6 +19,7 @@ from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.proxyrig import MODEL, SHAPE, client_of, server_spec, until
 from tests.e2e.servedrig import ServeSpec, scrape
+from tests.support.ports import DATA_PARALLEL_DECODE_PORTS, DATA_PARALLEL_PREFILL_PORTS
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 TO_P = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -59,7 +60,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         # P's second rank listens on the port after that of its first.
-        ports = PortAllocator(range(18700, 18750)), PortAllocator(range(18750, 18800))
+        ports = PortAllocator(DATA_PARALLEL_PREFILL_PORTS), PortAllocator(DATA_PARALLEL_DECODE_PORTS)
         groups = [stack.enter_context(EngineGroup(scratch, interrupts, each)) for each in ports]
         prefill = groups[0].start(server_spec("prefill", "prefill", model, "--data-parallel-size", "2", kind=ServeSpec))
         decode = groups[1].start(server_spec("decode", "decode", model))

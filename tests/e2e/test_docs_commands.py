@@ -15,6 +15,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.docblocks import ROOT, Block
 from tests.e2e.docsrig import Machine, Server, answer, block, loads
 from tests.e2e.proxyrig import get, model_with_tokenizer
+from tests.support.ports import DOCS_COMMANDS_PORTS
 
 patient = pytest.mark.timeout(1200)
 QUICKSTART, DEPLOYMENT, PROXY, CONTRACT = (
@@ -27,7 +28,7 @@ ON_P, ON_D = (f"export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.{number}" for number i
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
     with contextlib.ExitStack() as stack:
-        yield Machine(tmp_path, model_with_tokenizer(tmp_path / "model"), PortAllocator(range(19200, 19400)), stack)
+        yield Machine(tmp_path, model_with_tokenizer(tmp_path / "model"), PortAllocator(DOCS_COMMANDS_PORTS), stack)
 
 
 def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Server:

@@ -15,6 +15,7 @@ from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.e2e.hostile import HOSTILE_ANSWERS, side_channel
+from tests.support.ports import DOOR_PORTS
 
 D_RECOMPUTING = EngineSpec("D-recomputing", "D", transfer(LAYERWISE, on_failed_load="recompute"))
 D_ALLOWING = EngineSpec("D-allowing", "D", transfer(LAYERWISE, allowed_hosts=["127.0.0.0/24"]))
@@ -22,7 +23,7 @@ P_ALLOWING = EngineSpec("P-allowing", "P", transfer(LAYERWISE, allowed_hosts=["1
 D_IMPATIENT = EngineSpec(
     "D-impatient", "D", transfer(LAYERWISE, on_failed_load="recompute", push_registration_timeout=1, peer_timeout_s=2)
 )
-PORTS = PortAllocator(range(27400, 27600))
+PORTS = PortAllocator(DOOR_PORTS)
 TOKENS = prompt(300, seed=90)
 DROPPED = object()
 

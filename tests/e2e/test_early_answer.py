@@ -22,6 +22,7 @@ from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.proxyrig import MODEL, WORDS, client_of, metric, model_with_tokenizer, server_spec, until, words
 from tests.e2e.servedrig import scrape, wait_for
 from tests.e2e.test_vllm_router import ROOT, router
+from tests.support.ports import EARLY_ANSWER_PORTS
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12}
 TO_P = {
@@ -88,7 +89,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     scratch = tmp_path_factory.mktemp("early")
-    model, ports = model_with_tokenizer(scratch / "model"), PortAllocator(range(18900, 19000))
+    model, ports = model_with_tokenizer(scratch / "model"), PortAllocator(EARLY_ANSWER_PORTS)
     extra: dict[str, object] = {"answer_early": True, "trace_dir": str(scratch / "trace")}
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, ports) as group:
         prefill = group.start(server_spec("prefill", "prefill", model, WORDS, extra=extra))

@@ -25,6 +25,7 @@ from layerpush.apps.proxy.identity import Identity
 from scripts.docgen import dashboard
 from tests.e2e.proxyrig import SHAPE, get, until
 from tests.e2e.servedrig import Served, served
+from tests.support.ports import PROMETHEUS_PORTS
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "build/prometheus/usr/bin"
@@ -76,7 +77,7 @@ def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
         "scrape_configs": [{"job_name": "vllm", "static_configs": targets}],
     }
     (scratch / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{PortAllocator(range(19500, 19600)).take()}"
+    address = f"127.0.0.1:{PortAllocator(PROMETHEUS_PORTS).take()}"
     command = [str(PROGRAMS / "prometheus"), f"--config.file={scratch / 'prometheus.yml'}"]
     command += [f"--storage.tsdb.path={scratch / 'data'}", f"--web.listen-address={address}"]
     with (scratch / "prometheus.log").open("wb") as log:

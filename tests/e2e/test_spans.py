@@ -26,6 +26,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.collector import Collector, Span, collector
 from tests.e2e.forkedservers import ColdSpec
 from tests.e2e.proxyrig import DEADLINE_S, MODEL, SHAPE, proxy, server_spec, until
+from tests.support.ports import SPANS_PORTS
 from tests.trace_command import HAND_OVER, arrows, end, lines, merged, parts_add_up, slices, summary, trace
 from tests.unit.test_trace_perfetto import check
 
@@ -35,7 +36,6 @@ NOTE = re.compile(
     r"messages allow ([\d.]+) ms less to ([\d.]+) ms more"
 )
 ANOTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S), "--fork")
-PORTS = range(19200, 19300)
 TOKENS = 1200
 PARENT = "b7ad6b7169203331"
 
@@ -61,7 +61,7 @@ class Servers:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     scratch = tmp_path_factory.mktemp("spans")
-    ports = PortAllocator(PORTS)
+    ports = PortAllocator(SPANS_PORTS)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")

@@ -42,6 +42,7 @@ from tests.e2e.proxyrig import (
     until,
     words,
 )
+from tests.support.ports import ROUTER_PORTS
 from tests.support.rays import HOST, PORT, Chat, Completion, ray_in_place
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +168,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
     scratch = tmp_path_factory.mktemp("router")
     model = model_with_tokenizer(scratch / "model")
-    ports = PortAllocator(range(19400, 19500))
+    ports = PortAllocator(ROUTER_PORTS)
     places = [(ports.take(), ports.take()) for _ in range(2)]
     tracing: dict[str, object] = {"trace_dir": str(scratch / "trace")}
     hasty: dict[str, object] = {"push_registration_timeout": REGISTRATION_TIMEOUT_S}

@@ -18,6 +18,7 @@ from layerpush.apps.cli import app
 from layerpush.apps.demo import command as demo_command
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.doctor import Finding, Verdict
+from tests.support.ports import DOCTOR_PORTS
 
 OK = Finding("one", Verdict.OK, "fine")
 WARN = Finding("two", Verdict.WARN, "so so", "consider this")
@@ -86,7 +87,7 @@ def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -
 def test_doctor_of_this_installation() -> None:
     """The real thing: everything that can be checked here works, whatever its warnings."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}
-    port = PortAllocator(range(26600, 26700)).take()  # below the ports that the system gives to sockets that connect
+    port = PortAllocator(DOCTOR_PORTS).take()
     environment |= {"LAYERPUSH_CALM": "1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
     done = subprocess.run(
         [sys.executable, "-m", "layerpush", "doctor", "--json"],

@@ -21,8 +21,9 @@ from layerpush.worker import side_channel_probe as probe_module
 from layerpush.worker import zmtp
 from layerpush.worker.side_channel_probe import Prober, contact_of, probe
 from tests.contract.waiting import until
+from tests.support.ports import PROBE_PORTS
 
-PORTS = PortAllocator(range(27000, 27100))
+PORTS = PortAllocator(PROBE_PORTS)
 HOST = "127.0.0.1"
 NAME = "594a7c88-b288-4e20-b390-9eb5cc2d00b7"
 OTHER = "0f5f5c5e-9d3d-4a44-a8e7-2a2a3c1cf0aa"

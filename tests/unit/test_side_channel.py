@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.compat.nixl_connector import GET_META_MSG
 from layerpush.worker.side_channel import MAX_QUERY_BYTES, listen
+from tests.support.ports import SIDE_CHANNEL_PORTS
 
-PORTS = PortAllocator(range(27200, 27400))
+PORTS = PortAllocator(SIDE_CHANNEL_PORTS)
 ANSWERS = {(0, 0): b"payload of rank 0", (0, 1): b"payload of rank 1"}
 DEADLINE_MS = 10_000
 

@@ -28,9 +28,7 @@ from tests.faults.soak.settings import Settings
 from tests.faults.soak.soak import NotStartedError, ReferenceLostError, Soak
 from tests.faults.soak.specs import LINE_UPS
 from tests.faults.soak.tally import Tally
-
-PORTS = range(28000, 32000, 2)
-"""A second rank has the port after its engine's."""
+from tests.support.ports import SOAK_PORTS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
@@ -119,7 +117,7 @@ def _run(console: Console, settings: Settings, folder: Path) -> Ending:
     began = time.monotonic()
     tally = Tally()
     models = ModelShelf(folder)
-    take_port = PortAllocator(PORTS).take
+    take_port = PortAllocator(SOAK_PORTS).take
     memories: dict[str, list[Memory]] = {}
     console.print(f"Seed {settings.seed}. {settings.minutes:g} min. Logs: {folder}", highlight=False)
     for line_up, turn in settings.turns():
