@@ -12,7 +12,7 @@ from tests.faults.soak.inhost import Audit
 from tests.faults.soak.seats import Seat
 from tests.faults.soak.sent import Sent
 
-PATIENCE_S = 45.0
+PATIENCE_S = 60.0
 AGAIN_S = 0.5
 MORE_THREADS = 4
 ALLOWED = BOUNDED_MEMORIES

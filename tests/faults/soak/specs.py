@@ -15,6 +15,8 @@ PEER_TIMEOUT_S = 4
 WRITE_TIMEOUT_S = 6
 LEASE_S = 12
 REGISTRATION_TIMEOUT_S = 15
+UNKNOWN_S = 10
+"""D keeps an answer that comes too late for another 30 s, and the audit has 60 s of patience."""
 MAX_MODEL_LEN = 1400
 
 DEADLINES = {
@@ -22,6 +24,7 @@ DEADLINES = {
     "write_timeout_s": WRITE_TIMEOUT_S,
     "kv_lease_duration": LEASE_S,
     "push_registration_timeout": REGISTRATION_TIMEOUT_S,
+    "unknown_request_timeout_s": UNKNOWN_S,
 }
 Options = tuple[tuple[str, Any], ...]
 CACHING: Options = (("enable_prefix_caching", True),)
