@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from layerpush.compat import busy_wait, engine_wake
 from layerpush.compat.affinity import Affinity
 from layerpush.compat.facts import split_at
+from layerpush.compat.handshake import signed
 from layerpush.compat.leases import SendLeases, extend
 from layerpush.compat.links import RankTarget, agent_name, discover_link, mismatch, refusal
 from layerpush.compat.stats import TransferStats
@@ -38,6 +39,7 @@ from layerpush.transport.writes import Transfer
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -69,6 +71,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     """
 
     nixl_wrapper: Any
+    xfer_handshake_metadata: Any
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, waker: WriterWaker
@@ -129,6 +132,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self._push_writer_wake.wake()
 
     # Main thread: the writer thread's life.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.xfer_handshake_metadata = signed(self.xfer_handshake_metadata)
 
     def start_writer(self, loop: Task) -> None:
         """Have the writer thread run ``loop``. Call it after ``register_kv_caches``, which starts the thread."""

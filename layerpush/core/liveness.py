@@ -15,6 +15,7 @@ class Verdict(enum.Enum):
     """The result of a probe of an engine's side channel, for one of its agents."""
 
     ALIVE = "the side channel names this agent"
+    IDENTIFIED = "the side channel names this agent, and says that layerpush runs it"
     ENDED = "no process listens there, or another one answers: the process that could write is dead"
     UNKNOWN = "no answer, or an unreadable one: proves nothing"
 
@@ -111,9 +112,10 @@ class PeerWatch:
     Probes alone prove too little: with several ranks the listener lives in another process than the writer, and may die
     on its own.
 
-    An agent is *identified* when it has sent a message that only layerpush sends. An identified agent is *silent* when
-    nothing has come from it for ``timeout_s``, in spite of pings for the last three quarters of it. Silence does not
-    prove its death, and is reported once. An agent that is not identified never answers a ping, so it is probed.
+    An agent is *identified* when it has sent a message that only layerpush sends, or when its side channel has said
+    that layerpush runs it. An identified agent is *silent* when nothing has come from it for ``timeout_s``, in spite of
+    pings for the last three quarters of it. Silence does not prove its death, and is reported once. An agent that is
+    not identified never answers a ping, so it is probed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -199,11 +201,14 @@ class PeerWatch:
             self._ended(agent, probe, now)
             return
         agent.ended_at = None
-        if verdict is Verdict.ALIVE:
-            if agent.lost or agent.cut:
-                self._reconnects.add(engine_id)
-            if not agent.identified:
-                agent.heard_at = now  # no other sign of life comes from it
+        if verdict is Verdict.UNKNOWN or verdict is Verdict.ENDED:
+            return
+        if agent.lost or agent.cut:
+            self._reconnects.add(engine_id)
+        if not agent.identified:
+            agent.heard_at = now  # no other sign of life comes from it
+            if verdict is Verdict.IDENTIFIED:  # it had heartbeats only, which need no answer
+                agent.identified, agent.pinged_at, agent.ping_at = True, None, now
 
     def due(self, now: float) -> list[Action]:
         """The actions that are due by ``now``; each is returned once."""

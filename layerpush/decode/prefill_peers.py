@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerpush.core import liveness, load_protocol
 from layerpush.core.bounded_dict import BoundedDict
-from layerpush.core.liveness import PeerWatch
+from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.wire import Decline, PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
@@ -144,8 +144,12 @@ class PrefillPeers:
     def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
         load = next((load for load in loads.values() if agent in load.session.agents), None)
         if load is not None and agent in load.ranks:
-            on_verdict = partial(self._watch.verdict, engine_id, agent)
-            self._probe(agent, load.ranks[agent], load.address, on_verdict)
+            self._probe(agent, load.ranks[agent], load.address, partial(self._on_verdict, engine_id, agent))
+
+    def _on_verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
+        self._watch.verdict(engine_id, agent, verdict, now)
+        if verdict is Verdict.IDENTIFIED:
+            self._identified.note(agent, None)
 
     def _reconnect(self, engine_id: str, loads: Mapping[str, Load], now: float) -> None:
         found: Iterator[Address] = (load.address for load in loads.values() if load.ranks)

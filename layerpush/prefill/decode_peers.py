@@ -49,21 +49,22 @@ class DecodePeers:
     def answer(self, address: Address, message: Answer, now: float) -> None:
         """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
         engine_id = address.engine_id
-        end_unconnected = partial(self._ended_unconnected, engine_id, message)
+        end_unconnected = partial(self._ended_unconnected, address, message)
         if engine_id in self._closing or engine_id in self._lost:
             self._withheld.setdefault(engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
         elif self._connections.is_connecting(engine_id) or not end_unconnected():
             self._connections.broadcast(address, encode(message), now, end_unconnected)
 
-    def _ended_unconnected(self, engine_id: str, message: Answer) -> bool:
+    def _ended_unconnected(self, address: Address, message: Answer) -> bool:
         """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary.
 
-        With ``allowed_hosts`` it is impossible: a contact may lead to any host.
+        A contact may lead to any host. So ``allowed_hosts`` allows only contacts that D's side channel names.
         """
+        engine_id = address.engine_id
         if not isinstance(message, Fail | Cancelled) or self._connections.agents(engine_id):
             return False
         if not self._connections.allows_any_host:
-            return False
+            return self._connections.notify_by_search(address, encode(message))
         contacts = [contact for (engine, _), contact in self._contacts.items() if engine == engine_id]
         reached = [self._connections.notify_unconnected(contact, encode(message)) for contact in contacts]
         return any(reached)

@@ -26,6 +26,9 @@ Rank = tuple[int, int]
 Probe = Callable[["str", "Rank", "Address", Callable[[Verdict, float], None]], None]
 """Ask an engine's side channel about the agent of one of its ranks. The callback gets the verdict and its time, on the
 writer thread."""
+Search = Callable[["Address", Callable[[bytes], None]], None]
+"""Ask an engine's side channel for the contact of each of its ranks. The callback gets each one that is found, on the
+writer thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,13 @@ class Connections:
         network: Network,
         transport: Transport,
         allowed_hosts: Iterable[str] | None,
+        search: Search,
         clock: Callable[[], float] = time.perf_counter,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._network = network
         self._transport = transport
+        self._search = search
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
         self._addresses: dict[str, Address] = {}
@@ -177,6 +182,20 @@ class Connections:
         except TransportError as error:
             logger.debug("cannot notify an agent without a handshake: %s", error)
             return False
+
+    def notify_by_search(self, address: Address, payload: bytes) -> bool:
+        """Send to every rank of an engine without a handshake, once its side channel has named the rank's contact.
+
+        False if that is impossible: ``allowed_hosts`` lacks the host.
+        """
+        if not host_allowed(address.host, self._allowed_hosts):
+            return False
+
+        def found(contact: bytes) -> None:
+            self.notify_unconnected(contact, payload)
+
+        self._search(address, found)
+        return True
 
     def notify(self, agent: str, payload: bytes) -> bool:
         """Send to one agent; False if its connection is gone, or we never had one."""

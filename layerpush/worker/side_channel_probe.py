@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from layerpush.compat.handshake import agent_of_handshake, handshake_query
+from layerpush.compat.handshake import Agent, agent_of_handshake, handshake_query
 from layerpush.core.liveness import Verdict
 from layerpush.worker.zmtp import ZmtpError, ask
 
@@ -43,17 +43,19 @@ def probe(
     answer = _query(host, port, tp_rank, pp_rank, timeout_s)
     if isinstance(answer, Verdict):
         return answer
-    return Verdict.ALIVE if name in answer else Verdict.ENDED
+    if name not in answer.description:
+        return Verdict.ENDED
+    return Verdict.IDENTIFIED if answer.layerpush else Verdict.ALIVE
 
 
 def contact_of(host: str, port: int, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S) -> bytes | None:
     """NIXL's description of the agent of a rank; None if there is none to be had. Otherwise as ``probe``."""
     answer = _query(host, port, tp_rank, pp_rank, timeout_s)
-    return None if isinstance(answer, Verdict) else answer
+    return None if isinstance(answer, Verdict) else answer.description
 
 
-def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -> bytes | Verdict:
-    """NIXL's description of the agent of a rank. ENDED: there is no such rank, or no engine. UNKNOWN: no answer."""
+def _query(host: str, port: int, tp_rank: int, pp_rank: int, timeout_s: float) -> Agent | Verdict:
+    """The agent of a rank. ENDED: there is no such rank, or no engine. UNKNOWN: no answer."""
     deadline = time.monotonic() + timeout_s
     if not 0 < port < 1 << 16:
         return Verdict.UNKNOWN

@@ -31,7 +31,6 @@ from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Missing
-from layerpush.core.hosts import host_allowed
 from layerpush.core.layout import CacheLayout, LayoutError
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.push_policy import Policy
@@ -137,7 +136,9 @@ class LayerwisePushWorker(VllmPushWorker):
         self.step_events = StepEvents(
             layout.index_of, self._waker.wake, fences_for(device), wake_lazily=self._waker.wake_lazily, hooked=hooked
         )
-        self._connections = Connections(self, self.transport, config.allowed_hosts, on_lost=self._peer_lost)
+        self._connections = Connections(
+            self, self.transport, config.allowed_hosts, self._search, on_lost=self._peer_lost
+        )
         self._host = WorkerHost(
             self,
             self._connections,
@@ -375,19 +376,20 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def decline(self, address: Address, message: Decline) -> None:
         """Report to every rank of a prefill engine. If it cannot be reached, its lease ends."""
-        if self.tp_rank or not host_allowed(address.host, self._config.allowed_hosts):
+        if self.tp_rank:
             return
         try:
             payload = encode_quietly(message)
         except WireError as error:  # P could not read the request's name
             logger.warning("layerpush: cannot decline %s: %s", message.request_id, error)
             return
+        self._connections.notify_by_search(address, payload)
+
+    def _search(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
+        """Have the prober ask the engine's side channel for the contacts of its ranks. Each comes back as a task."""
 
         def found(contact: bytes) -> None:
-            self.task(partial(notify, contact))
-
-        def notify(contact: bytes) -> None:
-            self._connections.notify_unconnected(contact, payload)
+            self.task(partial(on_contact, contact))
 
         for pp_rank, tp_rank in product(range(address.pp_size), range(address.tp_size)):
             self._prober.search(address.host, address.port, tp_rank, found, pp_rank)

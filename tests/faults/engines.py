@@ -44,6 +44,8 @@ P_SMALL = dataclasses.replace(
 P_TIGHT = dataclasses.replace(
     _prefill("P-tight", kv_lease_duration=LEASE_S, unknown_request_timeout_s=UNKNOWN_S), options=P_SMALL.options
 )
+P_NEAR = _prefill("P-near", allowed_hosts=["127.0.0.1"])
+P_ELSEWHERE = _prefill("P-elsewhere", allowed_hosts=["192.0.2.1"])
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)

@@ -201,9 +201,12 @@ def test_p_has_no_room(fleet: Fleet, reference: Reference, log: LogView) -> None
     log.check_one(p, unfetched.request_id, "lease|expired")
 
 
-def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """D has never heard of this P, which might be a stock one. P reports the failure all the same, in three tries."""
-    (p,) = fleet.spawn(engines.P)
+@pytest.mark.parametrize("p_spec", [engines.P, engines.P_NEAR])
+def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogView, p_spec: EngineSpec) -> None:
+    """D has never heard of this P, which might be a stock one. P reports the failure all the same, in three tries. With
+    ``allowed_hosts`` it first asks D's side channel for the way.
+    """
+    (p,) = fleet.spawn(p_spec)
     (d,) = fleet.get(engines.D)
     log.tracebacks_expected = True
     p.call(wirefaults.fail_handshakes, 1 << 20)
@@ -214,6 +217,19 @@ def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogVie
     check_idle_soon(d)
     p.call(wirefaults.fail_handshakes, 0)
     check_serves(p, d, reference, seed=361)
+
+
+def test_p_may_not_connect_to_d(fleet: Fleet, reference: Reference, log: LogView) -> None:
+    """P has no way to report it. P's side channel says that layerpush runs it, so its silence tells D enough."""
+    (p,) = fleet.spawn(engines.P_ELSEWHERE)
+    (d,) = fleet.get(engines.D)
+    handoff = early(p, d, LENGTH, seed=363)
+    p.add(handoff.to_p())
+    check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
+    log.check_one(d, handoff.request_id, "nothing came from prefill agent")
+    log.check_one(p, handoff.request_id, "is not in allowed_hosts")
+    p.kill()
+    check_idle_soon(d)
 
 
 def test_d_wants_more_answers(fleet: Fleet, reference: Reference, log: LogView) -> None:

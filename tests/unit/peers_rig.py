@@ -126,6 +126,17 @@ class Asked:
 
 
 @dataclass
+class FakeSearch:
+    """``named`` has the contacts that each host's side channel names."""
+
+    named: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+
+    def __call__(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
+        for contact in self.named.get(address.host, ()):
+            on_contact(contact)
+
+
+@dataclass
 class FakeProbe:
     asked: list[Asked] = field(default_factory=list)
 
@@ -144,9 +155,9 @@ class Town:
 
     def __init__(self, allowed_hosts: tuple[str, ...] | None = None) -> None:
         self.now = 100.0
-        self.network, self.probe = FakeNetwork(), FakeProbe()
+        self.network, self.probe, self.search = FakeNetwork(), FakeProbe(), FakeSearch()
         self.mail = FakeMail(lambda: chain.from_iterable(self.network.connected.values()))
-        self.peers = Connections(self.network, self.mail, allowed_hosts, clock=lambda: self.now)
+        self.peers = Connections(self.network, self.mail, allowed_hosts, self.search, clock=lambda: self.now)
 
     def settle(self) -> None:
         """Everything that is waiting for nothing but the writer thread."""

@@ -30,7 +30,7 @@ BEAT_S = T / 4
 PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P")
 GONE = ReportGone("A", "the process of prefill agent A has ended")
 SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
-ALIVE, ENDED, UNKNOWN = Verdict
+ALIVE, IDENTIFIED, ENDED, UNKNOWN = Verdict
 
 
 def watching(*agents: str, identified: bool = True) -> PeerWatch:
@@ -111,6 +111,21 @@ def test_who_never_spoke_layerpush_gets_heartbeats_and_is_never_called_silent() 
     orders = list(course(watching(identified=False), 2 * T, verdict=ALIVE))
     assert times(PROBE, orders) == [10.0, 20.0, 30.0, 40.0]
     assert {order for _, order in orders} == {PROBE, SendPing("P", "A", False)}
+
+
+def test_a_side_channel_that_names_layerpush_shows_that_silence_is_no_habit() -> None:
+    """Nothing ever came from the agent: it cannot reach us. It had heartbeats; the verdict brings the first ping."""
+    orders = list(course(watching(identified=False), 3 * T, verdict=IDENTIFIED))
+    assert times(SendPing("P", "A", False), orders) == [5.0, 10.0]
+    assert times(PING, orders)[:3] == [10.0, 15.0, 20.0]
+    assert times(SILENT, orders) == [10.0 + T - BEAT_S]
+
+
+def test_a_named_agent_that_answers_is_left_alone() -> None:
+    watch = watching(identified=False)
+    assert times(SILENT, course(watch, 12.0, verdict=IDENTIFIED)) == []
+    watch.on_message("A", 12.0, identified=True)
+    assert times(SILENT, course(watch, 60.0, 12.0)) == [15.0 + T - BEAT_S], "from its first ping after the answer"
 
 
 def test_who_speaks_is_silent_though_its_side_channel_lives() -> None:
@@ -460,8 +475,11 @@ class WatchMachine(RuleBasedStateMachine):
             self.proofs[agent].append((begun, self.now))
         else:
             self.proofs[agent] = []
-        if verdict is ALIVE and agent in self.lost_since.keys() | self.cut_since.keys():
+        if verdict in (ALIVE, IDENTIFIED) and agent in self.lost_since.keys() | self.cut_since.keys():
             self.reconnects.add(engine)
+        if verdict is IDENTIFIED and agent not in self.identified:
+            self.identified.add(agent)
+            self.unanswered.pop(agent, None)
 
     @rule(agent=agents)
     def kill(self, agent: str) -> None:

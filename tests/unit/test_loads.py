@@ -659,6 +659,16 @@ def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None
     assert world.watch.verdicts == [("P", "p-0", Verdict.ENDED, 7.0)]
 
 
+@pytest.mark.parametrize(("verdict", "identified"), [(Verdict.IDENTIFIED, True), (Verdict.ALIVE, False)])
+def test_the_next_load_knows_that_the_side_channel_named_layerpush(verdict: Verdict, identified: bool) -> None:
+    world = World()
+    world.awaiting()
+    world.orders(liveness.StartProbe("P", "p-0"))
+    world.probe.answer(verdict, 7.0)
+    world.awaiting(request_id="another")
+    assert world.watch.identified == {"p-0": identified}
+
+
 def test_silence_gives_every_load_of_the_agent_up() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")

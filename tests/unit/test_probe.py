@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from layerpush.apps.demo.ports import PortAllocator
+from layerpush.compat.handshake import signed
 from layerpush.core.liveness import Verdict
 from layerpush.worker import side_channel_probe as probe_module
 from layerpush.worker import zmtp
@@ -92,11 +94,17 @@ def answer(*parts: bytes) -> bytes:
 
 
 def metadata(name: str, **changes: Any) -> bytes:
+    return msgspec.msgpack.encode(payload(name, **changes))
+
+
+def payload(name: str, **changes: Any) -> NixlHandshakePayload:
+    """What a stock engine answers."""
     agent = {"engine_id": "p", "agent_metadata": b"nixlSerDes|Agent$" + name.encode() + b"|"} | changes
-    return msgspec.msgpack.encode({"compatibility_hash": "abc", "agent_metadata_bytes": msgspec.msgpack.encode(agent)})
+    return NixlHandshakePayload("abc", msgspec.msgpack.encode(agent))
 
 
 TIME = msgspec.msgpack.encode(123.5)
+SIGNED = msgspec.msgpack.encode(signed(payload(NAME)))
 
 
 GOOD = answer(b"", metadata(NAME), TIME)
@@ -125,6 +133,10 @@ def endlessly(data: bytes, pause_s: float = 0.0) -> Talk:
     return talk
 
 
+def test_stock_engines_take_the_answer_of_a_layerpush_engine() -> None:
+    assert msgspec.msgpack.decode(SIGNED, type=NixlHandshakePayload) == payload(NAME)
+
+
 def test_nobody_listens() -> None:
     assert ask(PORTS.take()) is Verdict.ENDED
 
@@ -133,6 +145,7 @@ def test_nobody_listens() -> None:
     ("said", "verdict"),
     [
         pytest.param(GOOD, Verdict.ALIVE, id="the agent"),
+        pytest.param(answer(b"", SIGNED, TIME), Verdict.IDENTIFIED, id="the agent of a layerpush engine"),
         pytest.param(answer(b"", metadata(OTHER), TIME), Verdict.ENDED, id="another agent"),
         pytest.param(answer(b"", b""), Verdict.ENDED, id="our listener, of a rank that its engine has not got"),
         pytest.param(
@@ -273,13 +286,20 @@ def test_nothing_is_left_open() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     hostile_talk = says(b"\x02" + b"\x7f" * 8)
-    with listening(says(GOOD)) as alive, listening(None) as silent, listening(hostile_talk) as hostile:
+    signed_talk = says(answer(b"", SIGNED, TIME))
+    with (
+        listening(says(GOOD)) as alive,
+        listening(signed_talk) as ours,
+        listening(None) as silent,
+        listening(hostile_talk) as hostile,
+    ):
         refused = PORTS.take()
         probe(HOST, alive, NAME, 0)
         before, threads = files(), threading.active_count()
         verdicts = set()
         for _ in range(60):
             verdicts.add(probe(HOST, alive, NAME, 0))
+            verdicts.add(probe(HOST, ours, NAME, 0))
             verdicts.add(probe(HOST, refused, NAME, 0))
             verdicts.add(probe(HOST, hostile, NAME, 0))
             verdicts.add(probe(HOST, silent, NAME, 0, timeout_s=0.01))

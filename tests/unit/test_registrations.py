@@ -1241,18 +1241,33 @@ def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
     assert world.heard() == [failure("aborted")]
 
 
-@pytest.mark.parametrize("hosts", [None, ("10.0.0.7",)])
-def test_an_engine_without_a_usable_contact_gets_a_handshake(hosts: tuple[str, ...] | None) -> None:
-    """With ``allowed_hosts`` no contact is usable: it may lead anywhere."""
-    world = World(allowed_hosts=hosts)
+def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
+    world = World()
     world.network.listening = {}
     world.writer.unclaimed.append("a/p")
-    world.says(asks(contact=b"contact of d-0" if hosts else b"garbage"))
+    world.says(asks(contact=b"garbage"))
     world.network.reject("D", OSError("connection refused"))
     world.settle()
     world.fails(world.writer.pushes[0][1], "no handshake")
     assert world.mail.taken() == []
     assert len(world.network.handshakes) == 2
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_with_allowed_hosts_an_answer_goes_where_an_allowed_side_channel_points(allowed: bool) -> None:
+    """Never to the contact in the registration: it may lead anywhere."""
+    world = World(allowed_hosts=(asks().decode_host if allowed else "10.9.9.9",))
+    world.network.listening = {}
+    world.search.named = {asks().decode_host: (b"contact of d-0", b"contact of d-1")}
+    world.writer.unclaimed.append("a/p")
+    world.says(asks(contact=b"contact of somebody else"))
+    if allowed:
+        world.network.reject("D", RuntimeError("NIXL compatibility hash mismatch"))
+    world.settle()
+    world.fails(world.writer.pushes[0][1], "no handshake")
+    told = [agent for agent, _ in world.mail.taken()]
+    assert told == (["d-0", "d-1"] if allowed else [])
+    assert len(world.network.handshakes) == allowed
 
 
 def test_every_rank_has_a_contact_of_its_own() -> None:

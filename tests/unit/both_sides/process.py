@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +118,7 @@ class Process:
         self.handshakes: dict[str, tuple[float, Future[None]]] = {}
         self.probes: list[Asked] = []
         self.tasks: deque[Callable[[], None]] = deque()
-        self.peers = Connections(self, Mail(self), None, clock=lambda: world.now)
+        self.peers = Connections(self, Mail(self), None, self._search, clock=lambda: world.now)
 
     # layerpush.transport.connections.Network
 
@@ -142,6 +143,11 @@ class Process:
 
     def probe(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
         self.probes.append(Asked(self.world.now, agent, rank, address.engine_id, on_verdict))
+
+    def _search(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
+        engine = self.world.engines.get(address.engine_id)
+        for process in engine.processes if engine is not None and not engine.frozen else ():
+            self.task(partial(on_contact, process.name.encode()))
 
     # A turn.
 
@@ -181,7 +187,7 @@ class Process:
                 verdict = Verdict.UNKNOWN
             else:
                 known = engine.processes[probe.rank[1]].name == probe.agent
-                verdict = Verdict.ALIVE if known else Verdict.ENDED
+                verdict = Verdict.IDENTIFIED if known else Verdict.ENDED
             probe.on_verdict(verdict, self.world.now)
 
     def assert_idle(self) -> None:
