@@ -5,7 +5,7 @@ from __future__ import annotations
 SETTLE_S = 1.0
 """Seconds for which an engine without requests keeps stepping to report aborted pushes."""
 NEXT_REPORT_S = 0.1
-"""Seconds for which an engine keeps stepping after the newest report of such pushes."""
+"""Seconds for which an engine keeps stepping after the newest report of such pushes, at least one step."""
 
 
 class UnreportedAborts:

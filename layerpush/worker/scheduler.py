@@ -94,7 +94,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._withdrawn: set[str] = set()
         if config.answer_early:
             early_answer.install()
-        self._workers_settle_until = 0.0
+        self._workers_settle_until, self._step_is_due = 0.0, False
         assert vllm_config.kv_transfer_config is not None
         self._request_filter = RequestFilter(vllm_config.kv_transfer_config.kv_role, config)
         self.metrics = Reporter("scheduler")
@@ -207,6 +207,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LayerwiseMetadata:
         """Add the step's plan, and the loads to cancel, to vLLM's metadata."""
+        self._step_is_due = False
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
         cancelled = self.awaited.cancelled(time.perf_counter())
@@ -240,7 +241,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if self.first_tokens is not None:
             self.first_tokens.reported(received, {} if report is None else report.first_tokens)
         if report is not None and report.settling:  # a step without a report does not come here
-            self._workers_settle_until = now + NEXT_REPORT_S
+            self._workers_settle_until, self._step_is_due = now + NEXT_REPORT_S, True
 
     def take_withdrawn(self) -> set[str]:
         """The answered requests whose decode engine has withdrawn since the last call. The caller aborts them."""
@@ -291,7 +292,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     @property
     def _workers_settle(self) -> bool:
-        return time.perf_counter() < self._workers_settle_until
+        return self._step_is_due or time.perf_counter() < self._workers_settle_until
 
     def _plan(self, output: SchedulerOutput) -> StepPlan:
         cached = self._cached(output)

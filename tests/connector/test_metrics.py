@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from layerpush.core import unreported_aborts
 from layerpush.core.config import LayerPushConfig
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.endings import Endings
@@ -176,8 +177,9 @@ def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
 @pytest.mark.parametrize("registers", [False, True], ids=["unclaimed", "claimed"])
 @pytest.mark.parametrize("attempt", range(3))
 def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
-    engine: Build, front_end: FrontEnd, registers: bool, attempt: int
+    engine: Build, front_end: FrontEnd, registers: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unreported_aborts, "SETTLE_S", 60.0)  # the writer thread may get no core for seconds
     p = engine("kv_producer", {"granularity": "layer"})
     if registers:
         d = engine("kv_consumer")
