@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from layerpush.core.layout import (
     NO_STATES,
@@ -56,6 +62,16 @@ def worker_fallback(worker: NixlPushConnectorWorker) -> str | None:
     if any(group.host_resident for group in worker.kv_cache_config.transfer_groups):
         return "part of the KV cache lives in host memory"
     return None
+
+
+def layer_bytes(worker: NixlPushConnectorWorker) -> int:
+    """Bytes of KV that the largest step of this engine writes in a layer of this worker."""
+    specs: list[Any] = []
+    for group in worker.kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        specs += spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    tokens = worker.vllm_config.scheduler_config.max_num_batched_tokens
+    return max((-(-tokens * spec.page_size_bytes // spec.block_size) for spec in specs), default=0)
 
 
 def cache_layout(worker: NixlPushConnectorWorker, kv_caches: dict[str, torch.Tensor]) -> CacheLayout:

@@ -66,9 +66,12 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     staging_bytes: Annotated[
-        int,
-        Meta(ge=0, le=MAX_RING_BYTES, description="Bytes of staging memory per worker for packing; `0`: no packing."),
-    ] = 67108864
+        Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)] | None,
+        Meta(
+            description="Bytes of staging memory per worker for packing; `0`: no packing. `null`: 1 MiB, and 8 times "
+            "the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
+        ),
+    ] = None
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(

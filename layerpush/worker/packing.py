@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerpush.compat.facts import engine_fallback, has_states, slot_views
+from layerpush.compat.facts import engine_fallback, has_states, layer_bytes, slot_views
 from layerpush.compat.links import has_equal_blocks
 from layerpush.compat.rings import own_ring, peer_ring, register_ring, release_ring
 from layerpush.core.config import LayerPushConfig
@@ -22,7 +22,7 @@ from layerpush.transport.base import Route
 from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.cost_model import Costs
-from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.transport.packing.memory import PIECE_BYTES, whole_pieces
 from layerpush.transport.packing.packer import Packer
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
@@ -36,6 +36,13 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 WINDOWS = 8
 """Requests that a decode rank unpacks for at a time."""
+MIN_BYTES, MAX_BYTES = 64 << 20, 512 << 20
+"""Limits of a ring whose size nobody chose."""
+
+
+def default_bytes(layer: int) -> int:
+    """Bytes of a ring whose windows have room for ``layer`` bytes each, within the limits."""
+    return min(max(SCRATCH_PIECES * PIECE_BYTES + WINDOWS * whole_pieces(layer), MIN_BYTES), MAX_BYTES)
 
 
 class WorkerPacking:
@@ -67,14 +74,17 @@ class WorkerPacking:
 
         A failure is logged; then this worker packs nothing.
         """
-        size = self._config.staging_bytes // PIECE_BYTES * PIECE_BYTES
-        if self._config.packing == "off" or not self._config.layerwise or not size:
+        if self._config.packing == "off" or not self._config.layerwise:
             return
         if has_states(self._worker):
             logger.info("layerpush packs nothing: the model has layers with a state")
             return
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests
+        size = self._config.staging_bytes
+        size = default_bytes(layer_bytes(self._worker)) if size is None else size // PIECE_BYTES * PIECE_BYTES
+        if not size:
+            return
         try:
             self._memory = staging_memory(size, device)
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain one on a CPU

@@ -11,11 +11,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from layerpush.core import unreported_aborts
-from layerpush.core.config import LayerPushConfig
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.metrics.endings import Endings
 from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.memory import PIECE_BYTES
+from layerpush.worker.packing import MIN_BYTES
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
 from tests.contract.waiting import until
@@ -75,7 +75,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("write_descriptors_sum", engine="0") == counters.descriptors
     assert scrape.value("writes_total", engine="0", plan="direct") == scrape.value("writes_total") == counters.writes
     for number in ("0", "1"):  # whatever is left is what the link is timed on
-        assert scrape.value("staging_ring_bytes", engine=number) == LayerPushConfig().staging_bytes
+        assert scrape.value("staging_ring_bytes", engine=number) == MIN_BYTES
         assert scrape.value("staging_ring_used_bytes", engine=number) == SCRATCH_PIECES * PIECE_BYTES
     assert scrape.value("exposed_seconds_count", engine="0") == 1
     assert scrape.value("transfer_seconds_count", engine="0") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from layerpush.compat.facts import layer_bytes
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
 from layerpush.transport.base import Route, WriteState
@@ -97,6 +99,7 @@ class Place:
             transport=Wire(self.nixl),
         )
         self.caches = {name: torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for name in ("0", "1")}
+        monkeypatch.setattr(packing, "layer_bytes", lambda _: BLOCKS * BLOCK_BYTES)
         monkeypatch.setattr(packing, "slot_views", lambda _, caches: list(caches.values()))
         self.staging = WorkerPacking(self.worker, LayerPushConfig(**config))  # type: ignore[arg-type]
 
@@ -124,6 +127,29 @@ def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.Monkey
     assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
     (ring,) = staging.rings
     assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "window"),
+    [(1000, 64 << 20, 63 << 17), (32 << 20, 257 << 20, 32 << 20), (1 << 30, 512 << 20, 511 << 17)],
+    ids=["at least", "a layer in each window", "at most"],
+)
+def test_a_ring_of_default_size(layer: int, size: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    monkeypatch.setattr(packing, "layer_bytes", lambda _: layer)
+    unpacker = place.start().unpacker
+    assert unpacker is not None
+    offer = unpacker.offer("d-1")
+    assert offer is not None
+    assert (offer.ring_size, offer.size) == (size, window)
+
+
+def test_the_bytes_of_a_layer_of_the_largest_step(engine: Callable[..., Any]) -> None:
+    from tests.connector.engine import HEAD_SIZE, HEADS
+
+    p = engine("kv_producer")
+    tokens = p.config.scheduler_config.max_num_batched_tokens
+    assert layer_bytes(p.worker.connector_worker) == tokens * 2 * HEADS * HEAD_SIZE * 4, "keys and values, float32"
 
 
 @pytest.mark.parametrize(
