@@ -114,11 +114,10 @@ class LayerwisePushConnector(NixlPushConnector):
     def finish_forward(self) -> None:
         """The model's forward is issued; sampling follows. Engine's main thread; the V2 model runner only.
 
-        Without a drafter no later layer is to come: those that no hook reported need not wait for ``wait_for_save``.
+        Layers that no hook reported need not wait for ``wait_for_save``, but those that a drafter is to compute.
         """
         assert self.connector_worker is not None
-        if not self.connector_worker.drafts:
-            self.connector_worker.step_events.sweep()
+        self.connector_worker.step_events.forward_ended()
 
     def wait_for_save(self) -> None:
         """The step's forward is issued: every layer that no hook reported counts as saved. Engine's main thread."""

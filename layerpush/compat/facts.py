@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
@@ -145,9 +145,18 @@ def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.parallel_config.use_ubatching)
 
 
-def drafts(vllm_config: VllmConfig) -> bool:
-    """Whether a drafter may compute layers of its own after the model's forward."""
-    return vllm_config.speculative_config is not None
+def drafted(vllm_config: VllmConfig, names: Iterable[str]) -> frozenset[str]:
+    """Those of the layers ``names`` that a drafter may compute after the model's forward."""
+    if vllm_config.speculative_config is None:
+        return frozenset()
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    return frozenset(name for name in names if is_drafted(name, layers))
+
+
+def is_drafted(name: str, layers: int) -> bool:
+    """Whether a layer may be a drafter's: those have numbers after the model's ``layers``, or a prefix."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return found is None or int(found[1]) >= layers or "draft" in name or "mtp" in name
 
 
 def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:

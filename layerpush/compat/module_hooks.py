@@ -6,12 +6,13 @@ that torch has compiled. Then the sweep covers the layers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+
+from layerpush.compat.facts import is_drafted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +54,7 @@ def watch(
     for module, name in names.items():
         kinds = written.get(_class_of(module), ())
         held = [names[part] for part in module.modules() if part in names and _class_of(part) in kinds]
-        if held and not _is_drafted(name, layers):
+        if held and not is_drafted(name, layers):
             module.register_forward_hook(partial(_forwarded, layer_saved, held))
             watched += held
     return watched
@@ -74,9 +75,3 @@ def _is_capturing() -> bool:
 def _class_of(module: torch.nn.Module) -> str:
     """Exact: a subclass may write elsewhere."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def _is_drafted(name: str, layers: int) -> bool:
-    """Drafters number their layers after those of the model, or have a prefix."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    return found is None or int(found[1]) >= layers or "draft" in name or "mtp" in name

@@ -1,8 +1,8 @@
 """Events from the forward pass to the writer: steps begin, layers become ready, steps end.
 
-The engine's main thread calls ``arm``, ``layer_saved``, ``sweep`` and ``finish``; it appends to a bounded queue and
-never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the sweep at the end
-of the step covers every layer that no hook reported.
+The engine's main thread calls ``arm``, ``layer_saved``, ``forward_ended``, ``sweep`` and ``finish``; it appends to a
+bounded queue and never waits. The writer thread calls ``take``. A layer event that finds the queue full is dropped: the
+sweep at the end of the step covers every layer that no hook reported.
 
 ``layer_saved`` runs between a model's operations, with cold processor caches. There each object and each call costs
 about a microsecond. So the events of layers are made once, and one entry of the queue is all that a hook makes.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -61,6 +61,13 @@ class LayerSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardEnded:
+    """The model's forward is over: each of ``layers`` that was not reported is ready. A drafter computes the others."""
+
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepEnded:
     """The step's forward is over: every layer that was not reported is ready too."""
 
@@ -88,14 +95,15 @@ class Revoked:
     started: int
 
 
-StepEvent = StepStarted | LayerSaved | StepEnded
+StepEvent = StepStarted | LayerSaved | ForwardEnded | StepEnded
 
 
 class StepEvents:
     """``fences`` is None for a device that computes before it returns, as a CPU does.
 
     ``wake_lazily`` replaces ``wake`` for every layer but a step's last: the writer may find it at its next poll.
-    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire once for each.
+    ``hooked`` False ignores the layers' hooks: where a step runs in microbatches, they fire once for each. ``drafted``
+    has the layers that may be computed after the model's forward.
     """
 
     def __init__(
@@ -106,7 +114,10 @@ class StepEvents:
         *,
         wake_lazily: Callable[[], None] | None = None,
         hooked: bool = True,
+        drafted: Collection[str] = (),
     ) -> None:
+        self.drafted = drafted
+        self._layer_index = layer_index
         self._layer_saved = {name: LayerSaved(index) for name, index in layer_index.items()} if hooked else {}
         self._layers = len(set(layer_index.values()))
         self._to_come = 0
@@ -200,6 +211,14 @@ class StepEvents:
             return
         self._to_come -= 1
         self._put(event, self._wake if self._to_come <= 0 else self._wake_lazily)
+
+    def forward_ended(self) -> None:
+        """The model's forward is issued; sampling follows, and drafting if there is a drafter. Main thread."""
+        if not self.drafted:
+            self.sweep()
+        elif self._armed and self._to_come > len(self.drafted):
+            layers = frozenset(index for name, index in self._layer_index.items() if name not in self.drafted)
+            self._put(ForwardEnded(layers), self._wake)
 
     def sweep(self) -> None:
         """The step's forward is over: covers every layer that no hook reported. Later calls do nothing. Main thread."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from layerpush.core.config import PushMode
@@ -47,7 +47,7 @@ from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
-from layerpush.prefill.step_events import LayerSaved, RequestFinished, StepEvents, StepStarted
+from layerpush.prefill.step_events import ForwardEnded, LayerSaved, RequestFinished, StepEvents, StepStarted
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.unhooked_layers import UnhookedLayers
 from layerpush.telemetry.metrics.pushes import PushMeter
@@ -110,6 +110,7 @@ class PushWriter:
         self._pushes: dict[str, Push] = {}
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
+        self._step_swept: list[int] = []
         self._current = self._swept = 0
         self.layer_poll_timeout: float | None = None
         """Maximum poll interval while a step runs, in seconds. None if it is not known, or if no layer is missing."""
@@ -138,6 +139,8 @@ class PushWriter:
                     self._layer_ready(event.layer, at, hooked=True)
             elif isinstance(event, StepStarted):
                 self._begin_step(event, at)
+            elif isinstance(event, ForwardEnded):
+                self._sweep(event.layers, at)
             else:
                 self._end_step(at)
         for done in self._step_events.finished(self._swept):
@@ -162,7 +165,7 @@ class PushWriter:
     def _begin_step(self, event: StepStarted, at: float) -> None:
         self._take_revoked()
         self._current = event.step
-        self._step, self._step_layers = [], set()
+        self._step, self._step_layers, self._step_swept = [], set(), []
         self._layer_interval.step_begins()
         for chunk in event.chunks:
             if self._step_events.is_void(chunk.request_id, event.step):
@@ -185,14 +188,20 @@ class PushWriter:
                     push.register(registration)
 
     def _end_step(self, at: float) -> None:
-        swept = [layer for layer in range(len(self._layer_groups)) if layer not in self._step_layers]
-        self._schedule.step_ended(len(self._step_layers))
+        self._sweep(range(len(self._layer_groups)), at)
+        swept = self._step_swept
+        self._schedule.step_ended(len(self._layer_groups) - len(swept))
         if swept and self._step_events.is_hooked:
             tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.streams_by_layer]
             self._unhooked.step_ended(swept, max(tokens, default=0))
+        self._step, self._swept = [], self._current
+
+    def _sweep(self, layers: Iterable[int], at: float) -> None:
+        """Those of ``layers`` that no hook has reported are ready."""
+        swept = sorted(set(layers) - self._step_layers)
+        self._step_swept += swept
         for layer in swept:
             self._layer_ready(layer, at, hooked=False)
-        self._step, self._swept = [], self._current
 
     def _layer_ready(self, layer: int, at: float, *, hooked: bool) -> None:
         self._step_layers.add(layer)

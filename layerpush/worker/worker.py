@@ -20,7 +20,7 @@ from layerpush.compat import module_hooks
 from layerpush.compat.facts import (
     cache_layout,
     device_of,
-    drafts,
+    drafted,
     only_decodes,
     runs_in_microbatches,
     worker_fallback,
@@ -97,8 +97,6 @@ class LayerwisePushWorker(VllmPushWorker):
         self._spans = Spans(emit_span, REQUEST_ID)
         self._trace = SpannedTrace(config.trace_dir, engine_id, self.tp_rank, self._spans)
         self._packing = WorkerPacking(self, config)
-        self.drafts = drafts(vllm_config)
-        """Whether a drafter may compute layers of its own after the model's forward."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Builds everything that the hooks and the writer thread use, and starts the writer's loop. Main thread."""
@@ -134,7 +132,12 @@ class LayerwisePushWorker(VllmPushWorker):
         if not hooked and config.layerwise:
             logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
         self.step_events = StepEvents(
-            layout.index_of, self._waker.wake, fences_for(device), wake_lazily=self._waker.wake_lazily, hooked=hooked
+            layout.index_of,
+            self._waker.wake,
+            fences_for(device),
+            wake_lazily=self._waker.wake_lazily,
+            hooked=hooked,
+            drafted=drafted(self.vllm_config, layout.index_of),
         )
         self._connections = Connections(
             self, self.transport, config.allowed_hosts, self._search, on_lost=self._peer_lost

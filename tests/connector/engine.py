@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,9 +231,9 @@ def pattern(layer: int, token: int, position: int) -> float:
     return float(layer * 10_000 + position * 10 + token % 7)
 
 
-def holds_prompt(engine: Engine, blocks: list[int], tokens: int) -> bool:
-    """Whether these blocks hold every layer's KV of the prompt that ``Engine.add`` makes."""
-    for layer, name in enumerate(NAMES):
+def holds_prompt(engine: Engine, blocks: list[int], tokens: int, names: Sequence[str] = NAMES) -> bool:
+    """Whether these blocks hold the first layers' KV, those of ``names``, of the prompt that ``Engine.add`` makes."""
+    for layer, name in enumerate(names):
         for position in range(tokens):
             cell = engine.caches[name][blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]
             if not bool((cell == pattern(layer, 3 + position, position)).all()):

@@ -26,7 +26,7 @@ def pair(
 ) -> tuple[Engine, Engine]:
     runner = partial(V2Runner, drafted=tuple(drafted), saves_last=saves_last)
     p, d = engine("kv_producer", BY_LAYER, runner=runner, **options), engine("kv_consumer", runner=V2Runner)
-    p.worker.connector_worker.drafts = bool(drafted)
+    p.worker.connector_worker.step_events.drafted = frozenset(drafted)
     return p, d
 
 
@@ -90,6 +90,24 @@ def test_layers_that_call_no_hook_leave_before_the_step_samples(
     (record,) = [one for one in caplog.records if "called no hook" in one.getMessage()]
     assert f"2 of 4 layers of model {p.config.model_config.model}" in record.getMessage()
     assert record.getMessage().endswith(": " + ", ".join(NAMES[2:]))
+
+
+def test_with_a_drafter_the_models_layers_do_not_wait_for_its_layers(
+    engine: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No layer calls a hook, and the drafter comes after the model's forward."""
+    p, d = pair(engine, drafted=DRAFTED, max_num_batched_tokens=512)
+    blocks = asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    model = NAMES[: -len(DRAFTED)]
+    runner_of(p).after_forward = lambda: until(lambda: holds_prompt(d, blocks, TOKENS, model))
+    p.step(hooks=[])
+    runner_of(p).after_forward = lambda: None
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    assert (p.totals.hooked_layers, p.totals.swept_layers) == (0, LAYERS)
+    (record,) = [one for one in caplog.records if "called no hook" in one.getMessage()]
+    assert f"{LAYERS} of {LAYERS} layers" in record.getMessage()
 
 
 def test_preempted_it_starts_again(engine: Build) -> None:

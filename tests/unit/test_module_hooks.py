@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from layerpush.compat.facts import drafted
 from layerpush.compat.module_hooks import MLA, WRITTEN, watch
 from scripts.docgen.hooks import Source
 
@@ -142,3 +143,18 @@ def test_vllm_has_each_class_and_calls_no_hook_for_its_layers() -> None:
     assert set(WRITTEN) - set(unhooked) == {MLA}
     for name in WRITTEN:
         assert name == MLA or "forward" in {getattr(node, "name", "") for node in unhooked[name].node.body}
+
+
+@pytest.mark.parametrize("speculative", [None, object()])
+def test_the_layers_of_a_drafter(speculative: object | None) -> None:
+    """A name that shows no number may be a drafter's."""
+    config = context()
+    config.speculative_config = speculative
+    models = {f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)}
+    others = {
+        f"model.layers.{LAYERS}.self_attn.attn",
+        "draft.layers.0.attn",
+        "mtp.layers.0.attn",
+        "transformer.h.0.attn",
+    }
+    assert drafted(config, models | others) == (others if speculative else set())
