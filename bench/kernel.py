@@ -17,7 +17,8 @@ from rich.console import Console
 
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
-from bench.contention import Rival
+from bench.contention import Contention, Rival
+from bench.pair.unfinished import Unfinished
 from bench.plot.canvas import figure
 from layerpush.apps.demo.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
@@ -219,7 +220,8 @@ def main(
 
     A case is a number of blocks and a block size. These move it in turn: a plain copy of as many contiguous bytes,
     which is the ceiling; layerpush; torch's index_select or index_copy_; and vLLM's swap_blocks if it can be imported.
-    Each must first move every byte right. If one does not, the bench writes nothing and the exit status is 1.
+    Each must first move every byte right. If one does not, the bench writes nothing and the exit status is 1. A run
+    that is killed leaves the cases so far in `kernel.unfinished.json`, beside the result.
 
     GB/s are payload: a gather of 1 GB reads 1 GB and writes 1 GB. The bench flushes caches before each sample. On a GPU
     it also times matrix products with and without a gather beside them. On a CPU torch's operators do the copies; their
@@ -239,19 +241,7 @@ def main(
     every = [Case(*each) for each in itertools.product(sizes, counts, ids.split(","))]
     most = (most_mib or DEFAULT_MOST_MIB[kind]) << 20
     left_out = [asdict(case) for case in every if case.bytes > most]
-    timer, cells = Timer(place), []
-    try:
-        for case in every:
-            if case.bytes <= most:
-                cells += bench.measure(case, timer)
-                console.print(_line(cells[-2]), _line(cells[-1]), sep="\n")
-    except WrongBytesError as error:
-        console.print(f"{error}: nothing is written", style="red", markup=False)
-        raise typer.Exit(1) from error
-    contention = []
-    if kind == "cuda" and caps:
-        rival = Rival(place, seed)
-        contention = [rival.measure(int(cap), rounds) for cap in caps.split(",")]
+    timer, cells = Timer(place), list[Cell]()
     hardware = {"kind": kind, "name": torch.cuda.get_device_name(place) if kind == "cuda" else None}
     head = provenance(seed) | {"device": hardware, "threads": threads}
     settings = {
@@ -260,8 +250,27 @@ def main(
         "left_out": left_out,
         "swap_blocks": unavailable or "measured",
     }
-    body = {"cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in contention]}
-    write(out, head | settings | body)
+
+    def body(beside: Sequence[Contention], about: Mapping[str, object]) -> Mapping[str, object]:
+        return {**about, "cells": [cell.as_json() for cell in cells], "contention": [each.as_json() for each in beside]}
+
+    contention: list[Contention] = []
+    unfinished = Unfinished(out, body)
+    try:
+        for case in every:
+            if case.bytes <= most:
+                cells += bench.measure(case, timer)
+                console.print(_line(cells[-2]), _line(cells[-1]), sep="\n")
+                unfinished.keep((), head | settings)
+    except WrongBytesError as error:
+        unfinished.remove()
+        console.print(f"{error}: nothing is written", style="red", markup=False)
+        raise typer.Exit(1) from error
+    if kind == "cuda" and caps:
+        rival = Rival(place, seed)
+        contention = [rival.measure(int(cap), rounds) for cap in caps.split(",")]
+    write(out, body(contention, head | settings))
+    unfinished.remove()
     plot(cells, out.with_suffix(".png"), str(hardware["name"] or "CPU, torch's operators"))
     for each in contention:
         console.print(str(each))

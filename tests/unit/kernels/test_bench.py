@@ -63,7 +63,26 @@ def test_a_wrong_byte_is_an_error_and_nothing_is_written(direction: str, tmp_pat
         result = CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)])
     assert result.exit_code == 1
     assert f"layerpush: wrong bytes after the {direction}" in result.output
-    assert not out.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@FLUSH
+def test_a_run_that_is_killed_leaves_the_cases_so_far(tmp_path: Path) -> None:
+    measure, asked = kernel.Bench.measure, []
+
+    def killed(bench: kernel.Bench, case: kernel.Case, timer: kernel.Timer) -> list[kernel.Cell]:
+        asked.append(case)
+        if len(asked) == 3:
+            raise MemoryError
+        return measure(bench, case, timer)
+
+    out = tmp_path / "kernel.json"
+    with mock.patch.object(kernel.Bench, "measure", killed):
+        assert isinstance(CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)]).exception, MemoryError)
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel.unfinished.json"]
+    kept = json.loads((tmp_path / "kernel.unfinished.json").read_text())
+    assert {kernel.Cell.from_json(each).case for each in kept["cells"]} == set(asked[:2])
+    assert kept["rounds"] == 2
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 64])
