@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e import probes, wirefaults
@@ -37,6 +38,8 @@ class Audit:
     open_handles: int
     threads: tuple[str, ...]
     os_threads: int
+    watched: tuple[str, ...] = ()
+    """The prefill processes that loads still await, with all that is known of them."""
 
 
 class Notebook:
@@ -97,7 +100,17 @@ def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tup
         open_handles=wirefaults.open_handles(host),
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         os_threads=len(os.listdir("/proc/self/task")),
+        watched=tuple(watched(probes.connectors(host))),
     )
+
+
+def watched(roots: Mapping[str, Any]) -> Iterator[str]:
+    """Each prefill process that a load of this D still awaits: why does it count as neither silent nor gone?"""
+    loads = getattr(getattr(roots.get("worker"), "connector_worker", None), "loads", None)
+    if loads is not None:
+        watch = loads.peers._watch
+        for engine_id, agents in list(watch._engines.items()):
+            yield f"{engine_id}, probe {watch._probes.get(engine_id)}: {agents} at {time.perf_counter():.1f}"
 
 
 def left_in(
