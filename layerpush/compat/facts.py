@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +29,7 @@ from layerpush.core.layout import (
     match_layers,
     named_layers,
 )
+from layerpush.core.step_plan import WHOLE_PROMPT
 from layerpush.transport.nixl import SPLIT_AT
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ def engine_fallback(side: NixlPushConnectorScheduler | NixlPushConnectorWorker) 
     if not side._has_mamba:
         return None
     specs = [group.kv_cache_spec for group in side.kv_cache_config.transfer_groups]
-    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
-    if any(spec.mamba_cache_mode != "none" for spec in states):
-        return "the states of Mamba layers are in the prefix cache"
-    if any(spec.num_speculative_blocks for spec in states):
+    if any(isinstance(spec, MambaSpec) and spec.num_speculative_blocks for spec in specs):
         return "the Mamba layers have a state for each draft token"
     return None
 
@@ -195,9 +193,22 @@ def _model_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def block_sizes(kv_cache_config: Any) -> tuple[int, ...]:
-    """Tokens per block of each transferable KV cache group. A state is one block, complete at the end of the prompt."""
+    """Tokens per block of each transferable KV cache group."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    return tuple(sys.maxsize if isinstance(spec, MambaSpec) else spec.block_size for spec in specs)
+    return tuple(WHOLE_PROMPT if isinstance(spec, MambaSpec) else spec.block_size for spec in specs)
+
+
+def transfer_tables(kv_cache_config: Any, tables: Sequence[list[int]]) -> list[list[int]]:
+    """A request's block ids in token order, for each transferable KV cache group: of states only the newest, which vLLM
+    transfers, too. The others are in the prefix cache, or are null.
+    """
+    groups = kv_cache_config.transfer_groups
+    return [
+        clip_ssm_state_blocks(table, group.kv_cache_spec.num_speculative_blocks)
+        if isinstance(group.kv_cache_spec, MambaSpec)
+        else table
+        for group, table in zip(groups, kv_cache_config.select_transfer_block_ids(tables), strict=True)
+    ]
 
 
 def tokens_to_load(kv_cache_config: Any, tokens: int) -> int:

@@ -3,13 +3,14 @@
 vLLM enters blocks in its prefix cache when it schedules the step that fills them. So a request may hit blocks that this
 very step computes, for another request; and the tail of a hit may be a copy that the step itself makes. A hit counts
 up to the first such block. The blocks before it were filled by earlier steps. They do not change while the request
-holds them: vLLM computes a full block once.
+holds them: vLLM computes a full block once. States do not count: a step begins with a copy of the one that it hits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from layerpush.core.step_plan import WHOLE_PROMPT
 from layerpush.core.wire import NULL_BLOCK
 
 Tables = Sequence[Sequence[int]]
@@ -52,7 +53,8 @@ class PrefixHits:
             start = min(hits.get(request_id, computed[request_id]), computed[request_id])
             end = computed[request_id] + tokens
             for size, table in zip(self._block_sizes, tables(request_id), strict=True):
-                written.update(table[start // size : -(-end // size)])
+                if size != WHOLE_PROMPT:
+                    written.update(table[start // size : -(-end // size)])
         written.discard(NULL_BLOCK)
         return {
             request_id: min([tokens, computed[request_id], *self._untouched(tables(request_id), written)])
@@ -64,4 +66,5 @@ class PrefixHits:
         return [
             next((index for index, block in enumerate(table) if block in written), len(table)) * size
             for size, table in zip(self._block_sizes, tables, strict=True)
+            if size != WHOLE_PROMPT
         ]

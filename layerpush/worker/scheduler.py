@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerpush.compat import early_answer, failed_loads
-from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load
+from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load, transfer_tables
 from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
@@ -310,7 +310,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
             table = blocks.get_block_ids(request_id)
             if table is None:
                 continue
-            tables = self.kv_cache_config.select_transfer_block_ids(table)
+            tables = transfer_tables(self.kv_cache_config, table)
             epoch = progress.epoch
             if not progress.chunks and cached.get(request_id):
                 chunks.append(progress.found(cached[request_id], request.num_prompt_tokens, tables))
@@ -340,7 +340,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         def tables(request_id: str) -> Tables:
             table = blocks.get_block_ids(request_id) if blocks is not None else None
             assert table is not None
-            selected: Tables = self.kv_cache_config.select_transfer_block_ids(table)
-            return selected
+            return transfer_tables(self.kv_cache_config, table)
 
         return self._prefix_hits.in_memory(hits, output.num_scheduled_tokens, computed, tables)

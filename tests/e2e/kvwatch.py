@@ -14,6 +14,8 @@ import torch
 
 from tests.e2e.results import KvDigest
 
+NULL_BLOCK = 0
+"""vLLM's place holder in block tables."""
 POISON, POISON_BYTE = 31337.0, 0xA5
 Tables = list[list[int]]
 
@@ -22,13 +24,14 @@ Tables = list[list[int]]
 class WatchedLayer:
     """One layer's cache. `window` is the number of last tokens that its attention looks back at, None for all.
 
-    Attention has one tensor. A layer with a state (Mamba, short convolution) has one for each part of the state, and a
-    request has one block there.
+    Attention has one tensor. A layer with a state (Mamba, short convolution) has one for each part of the state. Its
+    newest state lies in the block of the last token; a block there has `tokens_per_block` tokens.
     """
 
     cache: torch.Tensor | Sequence[torch.Tensor]
     group: int
     window: int | None
+    tokens_per_block: int
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -39,7 +42,7 @@ def watched_layers(vllm_config: Any, kv_cache_config: Any) -> list[WatchedLayer]
     """The layers in the order of the model."""
     context = vllm_config.compilation_config.static_forward_context
     group_of = {
-        name: (number, getattr(group.kv_cache_spec, "sliding_window", None))
+        name: (number, getattr(group.kv_cache_spec, "sliding_window", None), group.kv_cache_spec.block_size)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
         for name in group.layer_names
     }
@@ -82,7 +85,7 @@ class KvWatch:
             if request_id not in self._registered:
                 blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_unhashed_block_ids_all_groups()
                 self._registered[request_id] = {block for group in blocks for block in group}
-                self._poison(blocks)
+                self._poison([[block for block in group if block != NULL_BLOCK] for group in blocks])
         elif scheduled and request_id not in self.digests:
             tables = self._block_tables(request_id)
             registered = self._registered.get(request_id, set())
@@ -112,7 +115,8 @@ class KvWatch:
         prompt which is computed in several steps does not have yet.
         """
         if not isinstance(layer.cache, torch.Tensor):
-            return (_hash(*(tensor[table[-1]] for tensor in layer.cache)),)
+            newest = table[-(-tokens // layer.tokens_per_block) - 1]
+            return (_hash(*(tensor[newest] for tensor in layer.cache)),)
         size = self._block_size
         first = 0 if layer.window is None else max(0, tokens - layer.window) // size
         cells: list[bytes | None] = [None] * first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerpush.core.prefix_hits import PrefixHits
+from layerpush.core.step_plan import WHOLE_PROMPT
 
 SIZE = 16
 TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}
@@ -48,6 +49,13 @@ def test_the_shortest_group_decides() -> None:
     tables = {"p-1": [[1, 2, 3, 4, 5], [6, 7, 8]], "p-2": [[11], [7]]}
     found = PrefixHits([16, 32]).in_memory({"p-1": 64}, {"p-1": 8, "p-2": 1}, {"p-1": 64, "p-2": 0}, tables.__getitem__)
     assert found == {"p-1": 32}
+
+
+def test_a_state_that_the_step_writes_shortens_no_hit() -> None:
+    """The step begins with a copy of the state that it hits. P's table has the newest state only."""
+    tables = {"p-1": [[1, 2, 3, 4], [9]]}
+    found = PrefixHits([16, WHOLE_PROMPT]).in_memory({"p-1": 48}, {"p-1": 8}, {"p-1": 48}, tables.__getitem__)
+    assert found == {"p-1": 48}
 
 
 def test_the_null_block_belongs_to_nobody() -> None:
