@@ -13,7 +13,7 @@ SIZE = 4
 
 def watch(window: int | None = None) -> KvWatch:
     cache = torch.arange(6 * SIZE * 2, dtype=torch.float32).view(6, SIZE, 2)
-    return KvWatch(SimpleNamespace(schedule=lambda: None), [WatchedLayer(cache, 0, window)], SIZE)
+    return KvWatch(SimpleNamespace(schedule=lambda: None), [WatchedLayer(cache, 0, window, SIZE)], SIZE)
 
 
 def present(kv_watch: KvWatch, table: list[int], only: set[int] | None) -> list[bool]:
