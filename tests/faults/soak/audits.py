@@ -61,7 +61,7 @@ def held(audit: Audit, usual_threads: int | None) -> list[str]:
     found = []
     if audit.missing_blocks:
         found.append(f"{audit.missing_blocks} blocks are not free")
-        found += [f"it awaits {agents}" for agents in audit.watched]
+        found += audit.awaited
     if audit.requests:
         found.append(f"the scheduler keeps {', '.join(audit.requests[:5])}")
     if audit.mentions:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +40,8 @@ class Audit:
     open_handles: int
     threads: tuple[str, ...]
     os_threads: int
-    watched: tuple[str, ...] = ()
-    """The prefill processes that loads still await, with all that is known of them."""
+    awaited: tuple[str, ...] = ()
+    """The loads that are still open, the prefill processes that they await, and the prober that asks for those."""
 
 
 class Notebook:
@@ -100,17 +102,25 @@ def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tup
         open_handles=wirefaults.open_handles(host),
         threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         os_threads=len(os.listdir("/proc/self/task")),
-        watched=tuple(watched(probes.connectors(host))),
+        awaited=tuple(awaited(probes.connectors(host))),
     )
 
 
-def watched(roots: Mapping[str, Any]) -> Iterator[str]:
+def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
     """Each prefill process that a load of this D still awaits: why does it count as neither silent nor gone?"""
-    loads = getattr(getattr(roots.get("worker"), "connector_worker", None), "loads", None)
-    if loads is not None:
-        watch = loads.peers._watch
-        for engine_id, agents in list(watch._engines.items()):
-            yield f"{engine_id}, probe {watch._probes.get(engine_id)}: {agents} at {time.perf_counter():.1f}"
+    worker = getattr(roots.get("worker"), "connector_worker", None)
+    if not hasattr(worker, "loads"):
+        return
+    watch = worker.loads.peers._watch
+    for engine_id, agents in list(watch._engines.items()):
+        probe, connected = watch._probes.get(engine_id), worker.agents_of(engine_id)
+        yield f"it awaits {engine_id}, connected to {connected}, probe {probe}: {agents} at {time.perf_counter():.1f}"
+    for request_id, load in list(worker.loads._open.items()):
+        yield f"its load {request_id} is {load.session.state.name}, of {load.address}, ranks {load.ranks}"
+    prober = worker._prober
+    frame = sys._current_frames().get(getattr(prober._thread, "ident", 0))
+    if frame is not None:
+        yield f"its prober has {prober._jobs.qsize()} jobs and stands at {traceback.format_stack(frame)}"
 
 
 def left_in(
