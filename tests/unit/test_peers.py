@@ -72,6 +72,17 @@ def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
     assert town.peers.addresses == []
 
 
+def test_an_error_without_a_text_names_the_keys_to_look_at() -> None:
+    """vLLM's handshake asserts that the side channel knows the rank."""
+    town, outcomes = Town(), Outcomes()
+    town.peers.reach(D, outcomes, town.now, tries=1)
+    town.network.reject("D", AssertionError())
+    town.settle()
+    assert outcomes == [
+        "no handshake with engine 'D' at 10.0.0.7:5600: AssertionError; has it so many ranks? See tp_size and pp_size"
+    ]
+
+
 def test_a_later_try_succeeds() -> None:
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
