@@ -463,6 +463,20 @@ def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.Mon
     assert p.metadata.prompt_digests == {}
 
 
+def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> None:
+    """Else its workers would refuse their registrations: no step schedules them, and the engine makes no other."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    p = decode(role="kv_producer")
+    p.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+    p.add("r", list(range(3, 103)), params, max_tokens=1)
+    assert p.scheduler.has_requests(), "the engine steps once more"
+    assert p.step().num_scheduled_tokens == {}
+    assert p.metadata.arrived == {"r": "t"}
+    assert not p.scheduler.has_requests(), "and no further"
+
+
 @pytest.mark.parametrize(
     ("attention", "tokens", "first"),
     [

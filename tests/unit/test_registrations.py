@@ -733,6 +733,16 @@ def test_a_request_is_withdrawn_from(when: str) -> None:
     assert world.withdrawn == ([] if when == "it is not here" else ["a/p"])
 
 
+def test_a_decline_that_names_an_ended_request_withdraws_no_other() -> None:
+    """The next attempt has the same id but for its random suffix."""
+    world = World()
+    world.registrations.came({"a/p": None})
+    world.registrations.on_decline(declined(prefill="a/q"), world.now)
+    assert world.withdrawn == []
+    world.registrations.on_decline(declined(prefill="a/p"), world.now)
+    assert world.withdrawn == ["a/p"]
+
+
 # Stock engines: they cannot be told anything, so they wait.
 
 
