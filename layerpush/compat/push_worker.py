@@ -30,7 +30,7 @@ from layerpush.compat.whole_writes import WholeWrites
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.coverage import MismatchError
 from layerpush.core.layout import MAX_DESCRIPTORS
-from layerpush.transport.connections import Address, Rank
+from layerpush.transport.connections import Address, Handshake, Rank
 from layerpush.transport.link import Link
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import NixlTransport
@@ -88,6 +88,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self.transfer_stats = TransferStats()
         self._whole_writes = WholeWrites(self.transport, self.transfer_stats)
         self._departed: BoundedDict[str, Any] = BoundedDict(DEPARTED_KEPT)
+        self._handshakes: dict[str, Handshake] = {}
 
     # Hooks that a subclass overrides.
 
@@ -275,8 +276,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     # Writer thread: connections (layerpush.transport.connections.Network).
 
-    def handshake(self, address: Address) -> Future[Any] | None:
-        pending: Future[Any] | None = self._ensure_handshake(
+    def handshake(self, address: Address) -> Handshake | None:
+        pending = self._ensure_handshake(
             address.engine_id,
             address.host,
             address.port,
@@ -284,7 +285,33 @@ class VllmPushWorker(NixlPushConnectorWorker):
             pp_size=address.pp_size,
             notif_agents_only=address.notify_only,
         )
+        return None if pending is None else self._handshakes[address.engine_id]
+
+    def _ensure_handshake(
+        self,
+        engine_id: str,
+        host: str,
+        port: int,
+        tp_size: int,
+        dcp_size: int = 1,
+        pp_size: int = 1,
+        notif_agents_only: bool = False,
+    ) -> Future[Any] | None:
+        """Note the address of each handshake: vLLM begins some by itself, for heartbeats and whole-request pushes."""
+        pending: Future[Any] | None = super()._ensure_handshake(
+            engine_id, host, port, tp_size, dcp_size, pp_size, notif_agents_only
+        )
+        known = self._handshakes.get(engine_id)
+        if pending is not None and (known is None or known.pending is not pending):
+            address = Address(engine_id, host, port, tp_size, pp_size, notif_agents_only)
+            self._handshakes[engine_id] = Handshake(pending, address)
+            pending.add_done_callback(lambda _: self.task(partial(self._forget_if_failed, engine_id), "a handshake"))
         return pending
+
+    def _forget_if_failed(self, engine_id: str) -> None:
+        known = self._handshakes.get(engine_id)
+        if known is not None and known.pending.done() and not self.agents_of(engine_id):
+            del self._handshakes[engine_id]
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         with self._handshake_lock:
@@ -294,6 +321,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
         with self._handshake_lock:
             ranks: dict[Rank, str] = self._remote_agents.get(engine_id) or {}
         return next((rank for rank, name in ranks.items() if agent_name(name) == agent), None)
+
+    def address_of(self, engine_id: str) -> Address | None:
+        handshake = self._handshakes.get(engine_id) if self.agents_of(engine_id) else None
+        return None if handshake is None else handshake.address
 
     def clock_offset(self, engine_id: str) -> float | None:
         """How many seconds a connected engine's clock is ahead of ours, as the handshake measured it."""
@@ -314,6 +345,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self.disconnecting(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        self._handshakes.pop(engine_id, None)
 
     def touch_engine(self, engine_id: str) -> None:
         """Note that the engine is in use, so that vLLM does not forget it as stale."""

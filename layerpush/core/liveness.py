@@ -53,6 +53,7 @@ class ReportSilent(Action):
 class ReportGone(Action):
     """The agent's process is dead: its loads get a `Gone`."""
 
+    engine_id: str
     agent: str
     reason: str
 
@@ -217,7 +218,7 @@ class PeerWatch:
             for name, agent in agents.items():
                 if agent.unreported:
                     agent.unreported = False
-                    actions.append(ReportGone(name, f"the process of prefill agent {name} has ended"))
+                    actions.append(ReportGone(engine_id, name, f"the process of prefill agent {name} has ended"))
                 elif now >= self._silent_at(agent):
                     agent.silent = True
                     actions.append(

@@ -127,10 +127,10 @@ class PrefillPeers:
                 case liveness.ReportSilent(agent, reason):
                     self._recorder.count(LOST_PEERS, "silent")
                     yield agent, load_protocol.Silent(agent, reason)
-                case liveness.ReportGone(agent, reason):
+                case liveness.ReportGone(engine_id, agent, reason):
                     self._recorder.count(LOST_PEERS, "gone")
                     yield agent, load_protocol.Gone(agent, reason)
-                    self._forget_dead_engine_of(agent, loads)
+                    self._forget_dead_engine(engine_id, agent, loads)
                 case liveness.Reconnect(engine_id):
                     self._reconnect(engine_id, loads, now)
 
@@ -142,8 +142,8 @@ class PrefillPeers:
             self._watch.lost(agent, now)
 
     def _start_probe(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
-        load = next((load for load in loads.values() if agent in load.session.agents), None)
-        if load is not None and agent in load.ranks:
+        load = next((load for load in loads.values() if agent in load.ranks), None)
+        if load is not None:
             self._probe(agent, load.ranks[agent], load.address, partial(self._on_verdict, engine_id, agent))
 
     def _on_verdict(self, engine_id: str, agent: str, verdict: Verdict, now: float) -> None:
@@ -163,9 +163,8 @@ class PrefillPeers:
         else:
             logger.warning("cannot reconnect to prefill engine %s: %s", engine_id, error)
 
-    def _forget_dead_engine_of(self, agent: str, loads: Mapping[str, Load]) -> None:
+    def _forget_dead_engine(self, engine_id: str, agent: str, loads: Mapping[str, Load]) -> None:
         """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
-        for engine_id in {address.engine_id for address in self.connections.addresses}:
-            agents = set(self.connections.agents(engine_id))
-            if agent in agents and all(agents.isdisjoint(load.session.open_agents) for load in loads.values()):
-                self._host.forget_prefill_engine(engine_id)
+        agents = self.connections.agents(engine_id)
+        if agent in agents and all(load.session.open_agents.isdisjoint(agents) for load in loads.values()):
+            self._host.forget_prefill_engine(engine_id)

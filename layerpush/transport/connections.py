@@ -46,11 +46,21 @@ class Address:
     notify_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Handshake:
+    """A handshake that runs, and the address at which it was begun."""
+
+    pending: Future[Any]
+    address: Address
+
+
 class Network(Protocol):
     """The worker, as far as connections use it. Writer thread, but for ``task``."""
 
-    def handshake(self, address: Address) -> Future[Any] | None:
-        """Start a handshake, or join one that runs; None when the engine is connected."""
+    def handshake(self, address: Address) -> Handshake | None:
+        """Start a handshake, or join one that runs; None when the engine is connected. vLLM starts some by itself, for
+        its heartbeats.
+        """
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         """The NIXL agents of a connected engine's ranks that this rank talks to; none if it is not connected."""
@@ -58,17 +68,14 @@ class Network(Protocol):
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         """The agent's rank in a connected engine; None if it is not one of its agents."""
 
+    def address_of(self, engine_id: str) -> Address | None:
+        """The address of the handshake that connected an engine; None if it is not connected."""
+
     def disconnect(self, engine_id: str) -> None:
         """Forget an engine's agents and descriptors. No WRITE to it may be in flight."""
 
     def task(self, task: Callable[[], None]) -> None:
         """Queue a task for the writer thread. Any thread."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Handshake:
-    pending: Future[Any]
-    address: Address
 
 
 @dataclass(slots=True)
@@ -96,8 +103,7 @@ class Connections:
         self._search = search
         self._clock = clock
         self._allowed_hosts = None if allowed_hosts is None else tuple(allowed_hosts)
-        self._addresses: dict[str, Address] = {}
-        self._handshakes: dict[str, _Handshake] = {}
+        self._handshakes: dict[str, Handshake] = {}
         self._retries: list[_Retry] = []
         self.on_lost = on_lost
 
@@ -118,14 +124,11 @@ class Connections:
         """Whether any host may be connected to."""
         return self._allowed_hosts is None
 
-    @property
-    def addresses(self) -> list[Address]:
-        """Every engine that was reached and has not been forgotten."""
-        return list(self._addresses.values())
-
     def address(self, engine_id: str) -> Address | None:
-        """The address of a connected engine: a handshake there has shown that it is this engine."""
-        return self._addresses.get(engine_id) if self.agents(engine_id) else None
+        """The address of a connected engine: a handshake there has shown that it is this engine. Another address that
+        somebody asked for proves nothing.
+        """
+        return self._network.address_of(engine_id)
 
     def reach(self, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
         """Connect unless connected, then call ``then``; after ``tries`` failures with the reason of the last one.
@@ -136,23 +139,21 @@ class Connections:
             then(f"host {address.host!r} of engine {address.engine_id!r} is not in allowed_hosts", now)
             return
         try:
-            pending = self._network.handshake(address)
+            running = self._network.handshake(address)
         except Exception as error:  # noqa: BLE001  upstream's clean-up of stale engines may fail; so does this attempt
             self._over(address, then, tries, _reason(error))
             return
-        if pending is None:
-            then(_disagreement(self._addresses.setdefault(address.engine_id, address), address), now)
+        if running is None:
+            then(_disagreement(self.address(address.engine_id), address), now)
             return
-        running = self._handshakes.get(address.engine_id)
-        if running is None or running.pending is not pending:
-            running = self._handshakes[address.engine_id] = _Handshake(pending, address)
+        self._handshakes[address.engine_id] = running
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
             reason = None if error is None else _reason(error)
             self._network.task(partial(self._over, address, then, tries, reason, running))
 
-        pending.add_done_callback(done)
+        running.pending.add_done_callback(done)
 
     def broadcast(
         self, address: Address, payload: bytes, now: float, otherwise: Callable[[], bool] = lambda: False
@@ -208,7 +209,6 @@ class Connections:
 
     def forget(self, engine_id: str) -> None:
         """Drop the connection to an engine; the next ``reach`` makes a new one."""
-        self._addresses.pop(engine_id, None)
         self._network.disconnect(engine_id)
 
     def tick(self, now: float) -> None:
@@ -218,16 +218,12 @@ class Connections:
         for retry in due:
             retry.attempt()
 
-    def _over(
-        self, address: Address, then: Then, tries: int, error: str | None, over: _Handshake | None = None
-    ) -> None:
+    def _over(self, address: Address, then: Then, tries: int, error: str | None, over: Handshake | None = None) -> None:
         now = self._clock()
         if over is not None and self._handshakes.get(address.engine_id) is over:
             del self._handshakes[address.engine_id]
         if error is None:
-            assert over is not None
-            self._addresses[address.engine_id] = over.address
-            then(_disagreement(over.address, address), now)
+            then(_disagreement(self.address(address.engine_id), address), now)
         elif tries <= 1:
             then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
         else:
@@ -242,8 +238,10 @@ def _reason(error: BaseException) -> str:
     return f"{name}: {error}" if str(error) else f"{name}; has it so many ranks? See tp_size and pp_size"
 
 
-def _disagreement(found: Address, asked: Address) -> str | None:
-    """The reason why a connection cannot be shared with this address; None if it can."""
+def _disagreement(found: Address | None, asked: Address) -> str | None:
+    """The reason why a connection cannot be shared with this address; None if it can, or if there is none any more."""
+    if found is None:
+        return None
     stages_agree = found.pp_size == asked.pp_size or not asked.notify_only  # registrations have no number of stages
     if found.tp_size == asked.tp_size and stages_agree:
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from layerpush.compat import engine_wake
 from layerpush.transport import cuda
+from layerpush.transport.connections import Address
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
 from tests.contract.waiting import until
 from tests.support.cudart import FakeRuntime
@@ -280,6 +282,27 @@ def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engin
     d.decode_from(p, "r-1", TOKENS)
     step_until(p, d, done=lambda: d.failed)
     assert gives_everything_back(d)
+
+
+def test_the_address_of_a_heartbeats_handshake_is_known(engine: Build) -> None:
+    """vLLM begins it. A request that comes later counts the ranks wrongly: it fails, and no other."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo, NixlConnectorMetadata
+
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    worker, beats = d.worker.connector_worker, NixlConnectorMetadata()
+    for engine_id in (p.engine_id, "another"):
+        beats.heartbeat_by_engine[engine_id] = HeartbeatInfo({"r-0"}, "127.0.0.1", p.port, 1)
+    worker._send_heartbeats(beats)
+    assert until(lambda: worker.address_of(p.engine_id)) == Address(p.engine_id, "127.0.0.1", p.port, 1)
+    d.decode_from(p, "mistaken", TOKENS, ranks=2)
+    step_until(d, done=lambda: d.failed)
+    asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    ends_well(p, d)
+    until(lambda: list(worker._handshakes) == [p.engine_id])  # "another" was not found there
+    worker.task(partial(worker.disconnect, p.engine_id))
+    until(lambda: not worker._handshakes)
 
 
 def test_a_prefill_engine_that_does_not_listen_fails_the_load(engine: Build) -> None:

@@ -11,11 +11,14 @@ from itertools import chain
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
-from layerpush.transport.connections import Address, Connections, Rank
+from layerpush.transport.connections import Address, Connections, Handshake, Rank
 
 
 class FakeNetwork:
-    """``listening`` says which engines' handshakes succeed at once, and which agents are found there."""
+    """``listening`` says which engines' handshakes succeed at once, and which agents are found there.
+
+    An engine that a test puts into ``connected`` has the address that the test puts into ``addresses``, or none.
+    """
 
     def __init__(self) -> None:
         self.listening: dict[str, tuple[str, ...]] = {}
@@ -24,16 +27,17 @@ class FakeNetwork:
         self.broken: Exception | None = None
         self.forgotten: list[str] = []
         self.tasks: deque[Callable[[], None]] = deque()
-        self._pending: dict[str, Future[None]] = {}
+        self.addresses: dict[str, Address] = {}
+        self._pending: dict[str, Handshake] = {}
 
-    def handshake(self, address: Address) -> Future[None] | None:
+    def handshake(self, address: Address) -> Handshake | None:
         if self.broken is not None:
             raise self.broken
         if address.engine_id in self.connected:
             return None
         if address.engine_id not in self._pending:
             self.handshakes.append(address)
-            self._pending[address.engine_id] = Future()
+            self._pending[address.engine_id] = Handshake(Future(), address)
             if address.engine_id in self.listening:
                 self.answer(address.engine_id, *self.listening[address.engine_id])
                 return self._answered
@@ -43,10 +47,11 @@ class FakeNetwork:
         """The handshake succeeds; who waited for it hears of it through errands."""
         self.connected[engine_id] = agents
         self._answered = self._pending.pop(engine_id)
-        self._answered.set_result(None)
+        self.addresses[engine_id] = self._answered.address
+        self._answered.pending.set_result(None)
 
     def reject(self, engine_id: str, error: Exception) -> None:
-        self._pending.pop(engine_id).set_exception(error)
+        self._pending.pop(engine_id).pending.set_exception(error)
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
@@ -54,6 +59,9 @@ class FakeNetwork:
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         agents = self.agents_of(engine_id)
         return (0, agents.index(agent)) if agent in agents else None
+
+    def address_of(self, engine_id: str) -> Address | None:
+        return self.addresses.get(engine_id) if engine_id in self.connected else None
 
     def disconnect(self, engine_id: str) -> None:
         self.forgotten.append(engine_id)

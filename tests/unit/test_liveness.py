@@ -28,7 +28,7 @@ T = 20.0
 BEAT_S = T / 4
 
 PING, PROBE, RECONNECT = SendPing("P", "A", True), StartProbe("P", "A"), Reconnect("P")
-GONE = ReportGone("A", "the process of prefill agent A has ended")
+GONE = ReportGone("P", "A", "the process of prefill agent A has ended")
 SILENT = ReportSilent("A", "nothing came from prefill agent A for 20 s")
 ALIVE, IDENTIFIED, ENDED, UNKNOWN = Verdict
 

@@ -72,7 +72,7 @@ def test_none_for_ranks_that_hold_other_parts_of_a_block(odd: dict[str, int]) ->
 
 
 def _gone(world: Unpacking) -> None:
-    world.orders(ReportGone("p-0", "it has ended"))
+    world.orders(ReportGone("P", "p-0", "it has ended"))
 
 
 def _refused(world: Unpacking) -> None:

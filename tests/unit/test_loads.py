@@ -684,7 +684,7 @@ def test_a_dead_agent_writes_nowhere_any_more() -> None:
     world.awaiting("p-0")
     world.awaiting("p-0", request_id="s")
     world.engine.known = {"r", "s"}
-    world.orders(liveness.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
     world.tick()
     assert sorted(world.engine.told) == [("failed", "r"), ("failed", "s")]
     assert world.network.forgotten == ["P"]
@@ -698,7 +698,7 @@ def test_an_order_about_what_has_just_ended_is_harmless() -> None:
     world.hears(Fail("r", 0, "no", True), "p-1")
     world.sent()
     world.orders(
-        liveness.ReportGone("p-0", "it has ended"),
+        liveness.ReportGone("P", "p-0", "it has ended"),
         liveness.SendPing("P", "p-1", True),
         liveness.StartProbe("P", "p-1"),
         liveness.ReportSilent("p-1", "nothing came"),
@@ -736,14 +736,14 @@ def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.mail.lost = {"p-0"}
-    world.orders(liveness.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
     assert world.sent() == [("p-1", cancel_of())]
     assert world.network.forgotten == []
     world.orders(liveness.SendPing("P", "p-1", True))
     world.tick(RETRY_S)
     assert [agent for agent, _ in world.sent()] == ["p-1", "p-1"]
     assert (world.watch.lost_agents, world.watch.cut_agents, world.told) == ([], [], [])
-    world.orders(liveness.ReportGone("p-1", "it has ended"))
+    world.orders(liveness.ReportGone("P", "p-1", "it has ended"))
     assert world.network.forgotten == ["P"]
     assert world.told == ["failed"]
 
@@ -753,7 +753,7 @@ def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
     world.awaiting("p-0", "p-1", request_id="s")
     world.awaiting("p-0", "p-1")
     world.hears(Fail("r", 0, "no", True), "p-1")
-    world.orders(liveness.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
     assert world.engine.told == [("failed", "r")]
     assert world.network.forgotten == []
 
@@ -859,8 +859,9 @@ def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it
 
 def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
     world = World(ranks=2)
-    world.network.connected = {"P": world.agents}
-    world.loads.register(registration("s"), Address("P", "10.0.0.5", 5600, tp_size=2), EXTRA, world.now)
+    two = Address("P", "10.0.0.5", 5600, tp_size=2)
+    world.network.connected, world.network.addresses = {"P": world.agents}, {"P": two}
+    world.loads.register(registration("s"), two, EXTRA, world.now)
     world.awaits()
     world.tick()
     assert world.told == ["failed"]
@@ -887,7 +888,7 @@ def test_only_its_host_drops_a_connection() -> None:
     assert world.watch.reconnections == [("p-0",)]
     world.mail.lost = {"p-0"}
     world.awaits("s")
-    world.orders(liveness.ReportGone("p-0", "it has ended"))
+    world.orders(liveness.ReportGone("P", "p-0", "it has ended"))
     assert asked == ["P", "P", "P"]
     assert world.network.forgotten == []
 
@@ -918,6 +919,19 @@ def test_a_connection_that_a_registration_makes_anew_cures_what_failed_on_the_ol
     world.awaits("s")
     assert world.watch.lost_agents == world.watch.cut_agents == ["p-old"]
     assert world.watch.reconnections == [("p-0",)]
+
+
+def test_a_process_is_probed_where_it_was_found() -> None:
+    """vLLM has connected the engine, for a heartbeat, before the first request that is registered. That one names
+    another address: there a living process seems dead, or a dead one never ends.
+    """
+    world = World()
+    world.network.connected, world.network.addresses = {"P": world.agents}, {"P": P}
+    world.loads.register(registration("mistaken"), Address("P", "192.0.2.1", 1, 1), EXTRA, world.now)
+    world.awaiting("p-0")
+    for _ in range(2):
+        world.orders(liveness.StartProbe("P", "p-0"))
+        assert world.probe.answer(Verdict.ENDED, world.now).address == P
 
 
 def test_an_engine_is_connected_anew_where_it_was_found() -> None:
@@ -1027,7 +1041,7 @@ def test_loads_that_come_to_nothing_are_told_apart() -> None:
 def test_peers_that_are_given_up_are_counted() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
-    world.orders(liveness.ReportSilent("p-0", "nothing came"), liveness.ReportGone("p-1", "it ended"))
+    world.orders(liveness.ReportSilent("p-0", "nothing came"), liveness.ReportGone("P", "p-1", "it ended"))
     assert counted(world)[1] == {"silent": 1, "gone": 1}
 
 

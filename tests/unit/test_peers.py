@@ -23,7 +23,7 @@ class Outcomes(list[str | None]):
 
 def test_a_connected_engine_is_reached_at_once() -> None:
     town, outcomes = Town(), Outcomes()
-    town.network.connected["D"] = ("d-0", "d-1")
+    town.network.connected["D"], town.network.addresses["D"] = ("d-0", "d-1"), D
     town.peers.reach(D, outcomes, 3.0)
     assert (outcomes, outcomes.at) == ([None], 3.0)
     assert town.peers.address("D") == D
@@ -35,14 +35,14 @@ def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
     town.peers.reach(D, first, 0.0)
     town.peers.reach(D, second, 0.0)
     town.settle()
-    assert (first, town.peers.address("D"), town.peers.addresses) == ([], None, [])
+    assert (first, town.peers.address("D")) == ([], None)
     town.network.answer("D", "d-0", "d-1")
     assert first == [], "the handshake's thread is not ours"
     town.settle()
     assert first == second == [None]
     assert first.at == town.now
     assert town.network.handshakes == [D]
-    assert (town.peers.address("D"), town.peers.addresses) == (D, [D])
+    assert town.peers.address("D") == D
     assert town.peers.agents("D") == ("d-0", "d-1")
     assert town.peers.rank_of("D", "d-1") == (0, 1)
     assert town.peers.rank_of("D", "x-1") is None
@@ -69,7 +69,6 @@ def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
     assert "OSError" in error
     assert "'D' at 10.0.0.7:5600" in error
     assert len(town.network.handshakes) == TRIES
-    assert town.peers.addresses == []
 
 
 def test_an_error_without_a_text_names_the_keys_to_look_at() -> None:
@@ -188,7 +187,6 @@ def test_a_forgotten_engine_is_connected_anew() -> None:
     town.settle()
     town.peers.forget("D")
     assert (town.network.forgotten, town.peers.address("D"), town.peers.agents("D")) == (["D"], None, ())
-    assert town.peers.addresses == []
     town.network.listening["D"] = ("d-new",)
     moved = Address("D", "10.0.0.8", 5600, 1)
     town.peers.reach(moved, outcomes, town.now)
@@ -197,33 +195,52 @@ def test_a_forgotten_engine_is_connected_anew() -> None:
     assert (town.peers.address("D"), town.peers.agents("D")) == (moved, ("d-new",))
 
 
-def test_who_reached_it_first_says_where_a_connected_engine_is() -> None:
-    """A registration that uses its name from elsewhere does not move it."""
-    town = Town()
-    town.network.connected["D"] = ("d-0",)
-    outcomes = Outcomes()
-    town.peers.reach(D, outcomes, town.now)
-    town.peers.reach(Address("D", "10.9.9.9", 1, tp_size=2), outcomes, town.now)
-    assert outcomes == [None, None]
+ELSEWHERE = Address("D", "10.9.9.9", 1, tp_size=2)
+
+
+def test_a_request_does_not_say_where_a_connected_engine_is() -> None:
+    """The handshake does, which vLLM may have begun for a heartbeat. A probe of another address would find that a
+    living process has ended, or learn nothing of a dead one.
+    """
+    town, outcomes = Town(), Outcomes()
+    town.network.connected["D"], town.network.addresses["D"] = ("d-0",), D
+    town.peers.reach(ELSEWHERE, outcomes, town.now)
+    assert outcomes == [None]
+    assert town.peers.address("D") == D
+
+
+def test_a_request_joins_a_handshake_that_vllm_began() -> None:
+    town, outcomes = Town(), Outcomes()
+    town.network.handshake(D)
+    town.peers.reach(ELSEWHERE, outcomes, town.now, tries=2)
+    for _ in range(3):
+        town.network.reject("D", OSError("refused"))
+        town.settle()
+        assert outcomes == [], "its own address was not tried"
+        town.now += RETRY_S
+        town.network.handshake(D)
+        town.settle()
+    town.network.answer("D", "d-0", "d-1")
+    town.settle()
+    assert outcomes == [None]
     assert town.peers.address("D") == D
 
 
 def test_who_joins_a_handshake_does_not_say_where_it_is_made() -> None:
     """The handshake shows that the engine is at the address of who began it, and of nobody else's."""
     town, outcomes = Town(), Outcomes()
-    elsewhere = Address("D", "10.9.9.9", 1, tp_size=2)
     town.peers.reach(D, outcomes, town.now)
-    town.peers.reach(elsewhere, outcomes, town.now)
+    town.peers.reach(ELSEWHERE, outcomes, town.now)
     town.network.answer("D", "d-0", "d-1")
     town.settle()
     assert outcomes == [None, None]
-    assert (town.peers.address("D"), town.peers.addresses) == (D, [D])
+    assert town.peers.address("D") == D
     assert town.network.handshakes == [D]
 
 
 def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
     town, outcomes = Town(), Outcomes()
-    town.peers.reach(Address("D", "10.9.9.9", 1, tp_size=2), outcomes, town.now, tries=1)
+    town.peers.reach(ELSEWHERE, outcomes, town.now, tries=1)
     town.network.reject("D", OSError("refused"))
     town.settle()
     town.network.listening["D"] = ("d-0", "d-1")
@@ -274,9 +291,8 @@ def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) 
 def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
     """Whoever names a wrong address for an engine would else make the right one fail."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
-    elsewhere = Address("D", "10.9.9.9", 1, tp_size=2)
     for attempt in range(TRIES + 2):
-        town.peers.reach(elsewhere, mistaken, town.now, tries=1)
+        town.peers.reach(ELSEWHERE, mistaken, town.now, tries=1)
         if attempt == 0:
             town.peers.reach(D, outcomes, town.now)
         town.settle()
@@ -285,7 +301,7 @@ def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
         town.settle()
         assert (outcomes, len(mistaken)) == ([], attempt + 1)
         town.now += RETRY_S
-    assert set(town.network.handshakes) == {elsewhere}
+    assert set(town.network.handshakes) == {ELSEWHERE}
     for _ in range(TRIES):
         assert outcomes == []
         town.settle()

@@ -17,7 +17,7 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import TransportError
-from layerpush.transport.connections import Address, Connections, Rank
+from layerpush.transport.connections import Address, Connections, Handshake, Rank
 
 if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
@@ -115,17 +115,18 @@ class Process:
         self.transport = world.fabric.endpoint(self.name)
         self.peer_errors = PeerErrors(logging.getLogger("vllm.layerpush.test"))
         self.connected: dict[str, tuple[str, ...]] = {}
-        self.handshakes: dict[str, tuple[float, Future[None]]] = {}
+        self.handshakes: dict[str, tuple[float, Handshake]] = {}
+        self.addresses: dict[str, Address] = {}
         self.probes: list[Asked] = []
         self.tasks: deque[Callable[[], None]] = deque()
         self.peers = Connections(self, Mail(self), None, self._search, clock=lambda: world.now)
 
     # layerpush.transport.connections.Network
 
-    def handshake(self, address: Address) -> Future[None] | None:
+    def handshake(self, address: Address) -> Handshake | None:
         if address.engine_id in self.connected:
             return None
-        return self.handshakes.setdefault(address.engine_id, (self.world.now, Future()))[1]
+        return self.handshakes.setdefault(address.engine_id, (self.world.now, Handshake(Future(), address)))[1]
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
         return self.connected.get(engine_id, ())
@@ -133,6 +134,9 @@ class Process:
     def rank_of(self, engine_id: str, agent: str) -> Rank | None:
         agents = self.agents_of(engine_id)
         return (0, agents.index(agent)) if agent in agents else None
+
+    def address_of(self, engine_id: str) -> Address | None:
+        return self.addresses.get(engine_id) if engine_id in self.connected else None
 
     def disconnect(self, engine_id: str) -> None:
         for agent in self.connected.pop(engine_id, ()):
@@ -163,16 +167,17 @@ class Process:
         raise NotImplementedError
 
     def _end_handshakes(self) -> None:
-        for engine_id, (began, future) in list(self.handshakes.items()):
+        for engine_id, (began, handshake) in list(self.handshakes.items()):
             engine = self.world.engines.get(engine_id)
             if engine is not None and engine.frozen and self.world.now < began + HANDSHAKE_S:
                 continue
             del self.handshakes[engine_id]
             if engine is None or engine.frozen:
-                future.set_exception(ConnectionRefusedError() if engine is None else TimeoutError())
+                handshake.pending.set_exception(ConnectionRefusedError() if engine is None else TimeoutError())
             else:
                 self.connected[engine_id] = tuple(process.name for process in engine.processes)
-                future.set_result(None)
+                self.addresses[engine_id] = handshake.address
+                handshake.pending.set_result(None)
 
     def _end_probes(self) -> None:
         """The verdict is about the moment at which the question is answered."""
