@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import until
+
 Fields = dict[str, Any]
-DEADLINE_S = 20.0
+wait_for = partial(until, pause_s=0.02)
 HAND_OVER = ("exposed", "notification", "D wait", "schedule", "first step")
 
 
@@ -42,13 +44,6 @@ def lines(folders: Iterable[Path], kind: str) -> list[Fields]:
     texts = [path.read_text() for folder in folders for path in folder.glob("*.jsonl")]
     whole = [json.loads(line) for text in texts for line in text.rpartition("\n")[0].splitlines() if line]
     return [line for line in whole if line["kind"] == kind]
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.02)
 
 
 def parts_add_up(request: Fields) -> bool:

@@ -12,7 +12,7 @@ from layerpush.compat import engine_wake
 from layerpush.transport import cuda
 from layerpush.transport.connections import Address
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
-from tests.contract.waiting import until
+from tests.support.waiting import until
 from tests.support.cudart import FakeRuntime
 
 Build = Callable[..., Engine]

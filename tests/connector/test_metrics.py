@@ -18,8 +18,8 @@ from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.worker.packing import MIN_BYTES
 from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
-from tests.contract.waiting import until
 from tests.metrics_scrape import FrontEnd, Scrape
+from tests.support.waiting import until
 
 Build = Callable[..., Engine]
 

@@ -13,7 +13,7 @@ from layerpush.apps.tracing.perfetto import chrome_trace
 from layerpush.apps.tracing.requests import TraceSet, read_traces
 from tests.connector.engine import LAYERS, Engine, holds_prompt
 from tests.connector.test_lifecycle import STEPS, TOKENS, Build, asks_first, ends_well, run, step_until
-from tests.contract.waiting import until
+from tests.support.waiting import until
 from tests.unit.test_trace_perfetto import check
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.connector.engine import LAYERS, NAMES, Engine, holds_prompt
 from tests.connector.runners import V2Runner
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, gives_everything_back, run, step_until
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 Build = Callable[..., Engine]
 DRAFTED = NAMES[-1:]

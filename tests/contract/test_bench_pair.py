@@ -14,7 +14,7 @@ import pytest
 
 from bench.forward.queued import STATISTICS
 from tests.contract.commands import SECONDS, children, is_running, start
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 FORWARD = "bench.forward --models llama-8b --tokens 160 --chunk-tokens 64 --layer-ms 0.5 --staging-mib 8 --no-growth"
 PUSH = "bench.push --block-kib 4 --blocks 16 --staging-mib 8"
@@ -132,11 +132,11 @@ def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path, command: st
 def test_no_process_and_no_namespace_stays(tmp_path: Path, command: str, emulated: int, signum: int) -> None:
     process = start(*command.split(), "--rounds", "100000", "--out", str(tmp_path / "result.json"))
     try:
-        pair = until(lambda: children(process.pid, 2), SECONDS)
+        pair = until(lambda: children(process.pid, 2), seconds=SECONDS)
         assert len(namespaces(process.pid)) == emulated
         process.send_signal(signum)
         process.communicate(timeout=SECONDS)
-        until(lambda: not any(map(is_running, pair)), SECONDS)
+        until(lambda: not any(map(is_running, pair)), seconds=SECONDS)
     finally:
         process.kill()
     assert process.returncode == (128 + signum if signum == signal.SIGINT else -signum)
@@ -149,9 +149,9 @@ def test_the_forward_has_a_core_to_itself(tmp_path: Path) -> None:
     *others, forward = sorted(os.sched_getaffinity(0))
     process = start(*FORWARD.split(), "--ids", "random", "--rounds", "100000", "--out", str(tmp_path / "result.json"))
     try:
-        decode, prefill = until(lambda: children(process.pid, 2), SECONDS)
-        until(lambda: places(prefill).get(prefill) == {forward}, SECONDS)
-        until(lambda: len(places(prefill)) > 5, SECONDS)  # NIXL's threads, and the writer
+        decode, prefill = until(lambda: children(process.pid, 2), seconds=SECONDS)
+        until(lambda: places(prefill).get(prefill) == {forward}, seconds=SECONDS)
+        until(lambda: len(places(prefill)) > 5, seconds=SECONDS)  # NIXL's threads, and the writer
         assert {frozenset(cores) for thread, cores in places(prefill).items() if thread != prefill} == {
             frozenset(others)
         }

@@ -18,7 +18,7 @@ from bench.serve.tokenizer import write_tokenizer
 from layerpush.apps.demo.cluster import DEMO_SHAPE
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.demo.provenance import unplaced
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 280
@@ -115,7 +115,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
         servers = ("--at", f"aggregated={one}", "--at", f"layer={other}")
         process = start(tmp_path, *servers, "--out", str(out))
         kept = tmp_path / "serve.json.parts"
-        until(lambda: len(list(kept.glob("loopback*.json"))) >= 2, SECONDS)
+        until(lambda: len(list(kept.glob("loopback*.json"))) >= 2, seconds=SECONDS)
         client = children(process.pid)
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=60)

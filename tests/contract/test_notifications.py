@@ -7,7 +7,8 @@ import pytest
 
 from layerpush.transport.base import PeerLostError, Transport, TransportError
 from tests.contract.link import COUNT, Link, Pieces, source_pieces
-from tests.contract.waiting import land, until
+from tests.contract.waiting import land
+from tests.support.waiting import until
 
 
 def arrived(link: Link, count: int) -> list[tuple[str, bytes]]:

@@ -9,7 +9,8 @@ import pytest
 
 from layerpush.transport.base import PeerLostError, WriteState
 from tests.contract.link import COUNT, Link, source_pieces
-from tests.contract.waiting import land, until
+from tests.contract.waiting import land
+from tests.support.waiting import until
 
 SECONDS = 5.0
 
@@ -44,7 +45,7 @@ def test_death_under_a_write(own_link: Link) -> None:
 
     own_link.kill()
 
-    until(lambda: lost(lambda: transport.poll(handle)), SECONDS)
+    until(lambda: lost(lambda: transport.poll(handle)), seconds=SECONDS)
     with pytest.raises(PeerLostError):
         transport.poll(handle)
     transport.release(handle)
@@ -67,7 +68,7 @@ def test_a_write_before_death_has_landed_and_one_after_it_is_lost(own_link: Link
 
     def post_and_poll() -> None:
         handle = transport.post_write(own_link.route, *EVERYTHING)
-        until(lambda: transport.poll(handle) is not WriteState.PENDING, SECONDS)
+        until(lambda: transport.poll(handle) is not WriteState.PENDING, seconds=SECONDS)
 
     with pytest.raises(PeerLostError):
         post_and_poll()
@@ -83,4 +84,4 @@ def test_a_notification_to_a_dead_peer(own_link: Link) -> None:
         transport.notifications()
         transport.notify(own_link.route.agent, b"anyone there?")
 
-    until(lambda: lost(notify), SECONDS)
+    until(lambda: lost(notify), seconds=SECONDS)

@@ -17,8 +17,8 @@ from layerpush.apps.demo.ports import PortAllocator
 from layerpush.core.liveness import Verdict
 from layerpush.worker.side_channel_probe import probe
 from tests.contract.sidechannel import agent, handshake, listener
-from tests.contract.waiting import until
 from tests.support.ports import NIXL_PROBE_PORTS
+from tests.support.waiting import until
 
 PORTS = PortAllocator(NIXL_PROBE_PORTS)
 HOST = "127.0.0.1"

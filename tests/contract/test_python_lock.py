@@ -12,7 +12,7 @@ import pytest
 
 from bench.writer.prices import LOCKED, UNLOCKED
 from tests.contract.link import COUNT, NixlLink
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 LEAST_ROUNDS = 20
 SECONDS = 100.0
@@ -69,7 +69,7 @@ def test_only_the_release_of_a_write_holds_pythons_lock() -> None:
         return rounds >= LEAST_ROUNDS and seen >= set(UNLOCKED)
 
     try:
-        until(every_unlocked_call_is_seen, SECONDS)
+        until(every_unlocked_call_is_seen, seconds=SECONDS)
     finally:
         link.close()
     assert seen.isdisjoint(LOCKED)

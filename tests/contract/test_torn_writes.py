@@ -11,7 +11,7 @@ from layerpush.transport.base import PeerLostError, TransportError, WriteHandle,
 from layerpush.transport.locked import LockedAgent
 from layerpush.transport.nixl import SPLIT_AT, NixlTransport
 from tests.contract.link import NixlLink
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 
 class Failing:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from layerpush.transport.base import PeerLostError, TransportError, WriteState
 from tests.contract.link import COUNT, POISON, SIZE, Link, Pieces, source_pieces
-from tests.contract.waiting import land, until
+from tests.contract.waiting import land
+from tests.support.waiting import until
 
 Ids = NDArray[np.int32]
 

@@ -1,26 +1,9 @@
-"""Polling with deadlines."""
+"""Waiting for WRITEs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TypeVar
-
 from layerpush.transport.base import Transport, WriteHandle, WriteState
-
-SECONDS = 20.0
-
-T = TypeVar("T")
-
-
-def until(look: Callable[[], T | None], seconds: float = SECONDS) -> T:
-    """The first answer that is neither ``None`` nor false."""
-    deadline = time.monotonic() + seconds
-    while not (answer := look()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"nothing within {seconds} s")
-        time.sleep(0.0002)
-    return answer
+from tests.support.waiting import until
 
 
 def land(transport: Transport, *handles: WriteHandle) -> None:

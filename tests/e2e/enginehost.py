@@ -44,7 +44,19 @@ class Request:
     max_tokens: int = 8
 
 
-class EngineHost:
+class Logged:
+    """A process that writes a log."""
+
+    log_path: pathlib.Path
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self) -> str:
+        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
+
+
+class EngineHost(Logged):
     """A vLLM engine in its own process. Not thread-safe; one command at a time."""
 
     def __init__(
@@ -202,12 +214,6 @@ class EngineHost:
 
     def log_size(self) -> int:
         return len(self.log())
-
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
-    def log_tail(self) -> str:
-        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
 
     # Plumbing
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import time
 from pathlib import Path
 
 from layerpush.apps.demo import forkserver
 from layerpush.apps.demo.engines import EngineSpec
 from tests.e2e.enginehost import fork_server
 from tests.support import starts
+from tests.support.waiting import until
 
 COLD = ("-m", "vllm.entrypoints.openai.api_server")
 START_S = 120.0
@@ -43,11 +43,8 @@ def server_command() -> list[str]:
     process.start()
     _kept.extend((folder, process))
     starts.add_source(lambda: forkserver.count_starts(path))
-    deadline = time.monotonic() + START_S
-    while not path.exists():
-        assert process.is_alive(), "the fork server has ended"
-        assert time.monotonic() < deadline, "the fork server does not start"
-        time.sleep(0.05)
+    until(lambda: path.exists() or not process.is_alive(), "the fork server starts", START_S, pause_s=0.05)
+    assert process.is_alive(), "the fork server has ended"
     return forkserver.command(path)
 
 

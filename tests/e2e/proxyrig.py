@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ForkedSpec
+from tests.support import waiting
 from tests.support.ports import PROXY_PORTS
 
 SHAPE = ModelShape(layers=6)
@@ -48,10 +48,7 @@ def words(count: int, seed: int) -> str:
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
-        time.sleep(0.05)
+    waiting.until(condition, what, deadline_s, pause_s=0.05)
 
 
 def get(url: str) -> tuple[int, str]:

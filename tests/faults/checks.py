@@ -15,6 +15,7 @@ from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, 
 from tests.e2e.pushtrace import Push
 from tests.e2e.results import Finished
 from tests.faults import engines
+from tests.support.waiting import until
 
 THREADS = {
     "MainThread",
@@ -147,13 +148,9 @@ def check_owned(host: EngineHost, blocks: list[int]) -> None:
     assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach were let go"
 
 
-def eventually(true: Callable[[], object], seconds: float, what: str) -> float:
-    """Poll until `true`; returns the seconds that it took."""
-    started = time.monotonic()
-    while not true():
-        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
-    return time.monotonic() - started
+def eventually(true: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until `true`."""
+    until(true, what, seconds, pause_s=0.01)
 
 
 def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:

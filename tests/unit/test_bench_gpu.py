@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -40,6 +39,7 @@ from layerpush.apps.demo.model import ModelShape
 from layerpush.telemetry.trace_records import ChunkRecord, PushRecord
 from tests.docblocks import Command
 from tests.docprograms import check
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu-bench"
@@ -281,10 +281,8 @@ def test_a_step_gets_its_share_and_never_more_than_is_left(tmp_path: Path) -> No
 
 
 def assert_gone(pid: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while Path(f"/proc/{pid}/root").exists():  # a link that the dead do not have
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    link = Path(f"/proc/{pid}/root")  # the dead have none
+    until(lambda: not link.exists(), f"{pid} is gone", SECONDS, pause_s=0.05)
 
 
 def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -455,11 +453,8 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths})
     try:
-        deadline = time.monotonic() + SECONDS
-        while not mark.exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        until(lambda: mark.exists() or process.poll() is not None, "its step runs", SECONDS, pause_s=0.05)
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 130
     finally:

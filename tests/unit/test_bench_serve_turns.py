@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.serve.turns import Turns
 from layerpush.apps.demo.engines import Engine, EngineSpec
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 
 class Server:

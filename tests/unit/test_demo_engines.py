@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSp
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.ports import PortAllocator
 from tests.support.ports import ALLOCATOR_PORTS
+from tests.support.waiting import until
 
 # A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
 SERVER = """
@@ -59,15 +59,6 @@ def servers(folder: Path, **options: Any) -> Iterator[EngineGroup]:
         yield group
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def is_free(port: int) -> bool:
     """Whether nobody listens there."""
     with socket.socket() as probe:
@@ -87,7 +78,7 @@ def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path
     with servers(tmp_path, stop_timeout_s=0.5) as group:
         engine = group.start(script())
         group.wait_ready([engine], lambda engine, seconds: ready.append((engine.name, seconds)))
-        assert eventually(lambda: "stubborn" in engine.log_path.read_text())
+        until(lambda: "stubborn" in engine.log_path.read_text(), "its child runs", pause_s=0.02)
         members = engine.members()
         assert len(members) == 2
         assert not is_free(engine.port)
@@ -102,7 +93,7 @@ def test_a_suspended_server_is_still_asked_politely(tmp_path: Path):
     )
     with servers(tmp_path) as group:
         engine = group.start(script(says_bye + "signal.pause()"))
-        assert eventually(lambda: "up" in engine.log_path.read_text())
+        until(lambda: "up" in engine.log_path.read_text(), "it runs", pause_s=0.02)
         engine.signal(signal.SIGSTOP)
     assert "bye" in engine.log_path.read_text()
 
@@ -153,7 +144,7 @@ def test_a_signal_and_an_impatient_second_one_leave_nothing_behind(tmp_path: Pat
         port, *members = (int(word) for word in process.stdout.readline().split())
         assert members
         process.send_signal(signum)
-        assert eventually(lambda: not alive(members[0])), "the server should go first, its stubborn child later"
+        until(lambda: not alive(members[0]), "the server goes first, its stubborn child later", pause_s=0.02)
         process.send_signal(signum)
         assert process.wait(timeout=30) == 128 + signum
         assert not any(alive(pid) for pid in members)

@@ -17,7 +17,7 @@ import pytest
 from layerpush import plugin
 from layerpush.compat import busy_wait, engine_wake
 from layerpush.core.config import ConfigError
-from tests.contract.waiting import until
+from tests.support.waiting import until
 
 # vLLM's own way to call us: through the entry point of the installed package.
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"

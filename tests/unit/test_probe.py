@@ -22,7 +22,7 @@ from layerpush.core.liveness import Verdict
 from layerpush.worker import side_channel_probe as probe_module
 from layerpush.worker import zmtp
 from layerpush.worker.side_channel_probe import Prober, contact_of, probe
-from tests.contract.waiting import until
+from tests.support.waiting import until
 from tests.support.ports import PROBE_PORTS
 
 PORTS = PortAllocator(PROBE_PORTS)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import pytest
 from layerpush.telemetry import trace_file, trace_records
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
+from tests.support import waiting
 
 ROOT = Path(__file__).parents[2]
+until = partial(waiting.until, pause_s=0.001)
 
 
 def record(name: str = "p-1") -> PushRecord:
@@ -33,13 +36,6 @@ def lines(folder: Path) -> list[dict[str, object]]:
     first, *rest = [json.loads(line) for line in path.read_text().splitlines() if line]
     assert first["kind"] == "process"
     return rest
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_one_line_for_a_push(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.e2e.enginehost import Request, fork_server
+from tests.e2e.enginehost import Logged, Request, fork_server
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.hostentry import run_host
 from tests.e2e.results import Finished
 
-LOG_TAIL_LINES = 30
 EXIT_S = 2.0
 
 
@@ -57,7 +56,7 @@ class Memory:
         return self.idle_mib[-1] - self.idle_mib[0] if self.idle_mib else 0.0
 
 
-class Engine:
+class Engine(Logged):
     """A hosted vLLM engine. Not thread-safe."""
 
     def __init__(self, spec: EngineSpec, engine_id: str, port: int, model: pathlib.Path, folder: pathlib.Path) -> None:
@@ -171,12 +170,6 @@ class Engine:
         self.memory.peak_mib = max(self.memory.peak_mib, sizes.get("VmHWM", 0.0))
         if idle and "VmRSS" in sizes:
             self.memory.idle_mib.append(sizes["VmRSS"])
-
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
-    def log_tail(self) -> str:
-        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
 
     def _receive(self, kind: str, key: Any, value: Any) -> list[Event]:
         events: list[Event] = []

@@ -9,7 +9,7 @@ import pytest
 
 from layerpush.apps.proxy.errors import ProxyError
 from layerpush.apps.proxy.gate import Gate
-from tests.unit.proxy.world import asynchronous
+from tests.unit.proxy.world import asynchronous, until
 
 
 class Visitor:
@@ -25,23 +25,18 @@ class Visitor:
             await self.go.wait()
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 @asynchronous
 async def test_first_come_first_served() -> None:
     gate, entered = Gate(2, 3, 600.0), list[str]()
     visitors = [Visitor(gate, name, entered) for name in "abcde"]
-    await settle()
-    assert (entered, gate.under_way, gate.queued) == (["a", "b"], 2, 3)
+    await until(lambda: gate.queued == 3, "three wait")
+    assert (entered, gate.under_way) == (["a", "b"], 2)
     with pytest.raises(ProxyError, match=r"2 requests are under way .* and 3 wait"):
         async with gate.entered():
             pass
     for index, name in enumerate("cde"):
         visitors[index].go.set()
-        await settle()
+        await until(lambda: name in entered, f"{name} enters")  # noqa: B023
         assert (entered[-1], gate.under_way) == (name, 2)
     for visitor in visitors:
         visitor.go.set()
@@ -53,14 +48,14 @@ async def test_first_come_first_served() -> None:
 async def test_a_place_that_was_given_to_one_who_just_left_is_given_on() -> None:
     gate, entered = Gate(1, 3, 600.0), list[str]()
     a, b, c = (Visitor(gate, name, entered) for name in "abc")
-    await settle()
+    await until(lambda: gate.queued == 2, "two wait")
     a.go.set()
     while gate.queued == 2:
         await asyncio.sleep(0)
     b.task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await b.task
-    await settle()
+    await until(lambda: "c" in entered, "c enters")
     assert entered == ["a", "c"]
     c.go.set()
     await c.task
