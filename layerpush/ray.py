@@ -15,7 +15,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import clamp_request_
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
 
-from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError
+from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError, remote_request_id
 from layerpush.plugin import CONNECTOR_NAME
 
 
@@ -99,8 +99,7 @@ class LayerwisePushBackend(NixlConnectorBackend):
         Raises:
             ValueError: P's replica has not published who it is.
         """
-        is_chat = hasattr(request, "messages")
-        remote = f"chatcmpl-{request.request_id}" if is_chat else f"cmpl-{request.request_id}-0"
+        remote = remote_request_id(request.request_id, is_chat=hasattr(request, "messages"))
         return request.model_copy(deep=True, update={"kv_transfer_params": _identity(peer).to_decode(remote)})
 
 

@@ -65,7 +65,7 @@ class EarlyAnswers(ImportHook):
         def generate(
             engine: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
         ) -> AsyncGenerator[Any, None]:
-            transfer = _streamed(sampling_params)
+            transfer = streamed(sampling_params)
             if transfer is not None:
                 transfer.pop(MARK, None)  # a client's
                 enough = sampling_params.extra_args.pop(_ENOUGH, False)
@@ -106,7 +106,7 @@ def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def to_sampling_params(request: Any, *args: Any, **kwargs: Any) -> Any:
         params = plain(request, *args, **kwargs)
-        if _streamed(params) is not None and _wants_the_transfer_only(request):
+        if streamed(params) is not None and _wants_the_transfer_only(request):
             params.extra_args[_ENOUGH] = True
         return params
 
@@ -123,7 +123,7 @@ def _wants_the_transfer_only(request: Any) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
 
 
-def _streamed(sampling_params: Any) -> dict[str, Any] | None:
+def streamed(sampling_params: Any) -> dict[str, Any] | None:
     """The request's ``kv_transfer_params`` if this engine is to push its KV."""
     transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
     return transfer if isinstance(transfer, dict) and transfer.get("do_remote_decode") is True else None

@@ -35,29 +35,8 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """W3C headers of an OpenTelemetry trace, by request id. Only of requests that came since the last step."""
 
     @classmethod
-    def extending(
-        cls,
-        metadata: NixlConnectorMetadata,
-        plan: StepPlan,
-        prompt_digests: Mapping[str, str],
-        sampled: Mapping[str, Sampled],
-        cancelled: Mapping[str, str],
-        declined: Sequence[tuple[Address, Decline]],
-        arrived: Mapping[str, str | None],
-        elsewhere: Mapping[str, int],
-        trace_headers: Mapping[str, Mapping[str, str]],
-    ) -> LayerwiseMetadata:
-        """vLLM's ``metadata`` and these fields. Copies no container."""
+    def extending(cls, metadata: NixlConnectorMetadata) -> LayerwiseMetadata:
+        """vLLM's ``metadata``, and these fields, still empty. Copies no container."""
         extended = cls.__new__(cls)
-        extended.__dict__.update(
-            metadata.__dict__,
-            step_plan=plan,
-            prompt_digests=prompt_digests,
-            sampled=sampled,
-            cancelled=cancelled,
-            declined=declined,
-            arrived=arrived,
-            elsewhere=elsewhere,
-            trace_headers=trace_headers,
-        )
+        extended.__dict__.update(metadata.__dict__)
         return extended

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from layerpush.compat.admission import connectors_in
+from layerpush.compat.early_answer import streamed
 from layerpush.compat.import_hook import ImportHook
 
 CLIENT = "vllm.v1.engine.core_client"
@@ -47,7 +48,7 @@ class OtherRanks(ImportHook):
         @functools.wraps(plain)
         async def add_request_async(client: Any, request: Any) -> None:
             await plain(client, request)
-            if _is_streamed(request) and self._is_ours(client):
+            if streamed(request.sampling_params) is not None and self._is_ours(client):
                 self._tell(client, request.request_id)
 
         client.add_request_async = add_request_async
@@ -85,9 +86,3 @@ def went_elsewhere(core: Any, request_id: str, rank: int) -> None:
 
 def _connectors(connector: Any) -> Iterator[Any]:
     yield from getattr(connector, "_connectors", (connector,))
-
-
-def _is_streamed(request: Any) -> bool:
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    params = extra.get("kv_transfer_params")
-    return isinstance(params, dict) and params.get("do_remote_decode") is True

@@ -41,11 +41,6 @@ class BlockHolds:
         return request_id in self._held
 
     @property
-    def outlasts_engine(self) -> bool:
-        """Whether any request has blocks here that the engine does not hold any more."""
-        return bool(self._settled)
-
-    @property
     def parked_requests(self) -> int:
         """The number of requests that are over for the engine and still have blocks here."""
         return len(self._settled)

@@ -87,8 +87,3 @@ class PendingRegistrations:
         """Forget a registration and return it; None if there is none."""
         entry = self._entries.pop(key, None)
         return None if entry is None else entry[1]
-
-    def drop_engine(self, engine_id: str) -> None:
-        """A decode engine has ended: forget its registrations."""
-        for key in [key for key in self._entries if key[0] == engine_id]:
-            del self._entries[key]

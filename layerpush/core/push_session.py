@@ -86,11 +86,6 @@ class Session(Machine[State, Event, Action]):
         self._finished = self._dropped = self._cancelled = False  # as states, they would double most of the table
 
     @property
-    def all_ready(self) -> bool:
-        """Whether every layer of the whole prompt is in this engine's memory."""
-        return self._ready_blocks.is_complete
-
-    @property
     def chunk_bytes(self) -> int:
         """Bytes that D gets of the newest chunk. 0 before D has registered."""
         return self._ready_blocks.chunk_bytes
@@ -166,8 +161,7 @@ class Session(Machine[State, Event, Action]):
         assert self._coverage is not None
         self.landed_bytes += write.size
         for part in write.segments:
-            skipped = self._ready_blocks.skipped(part.group)
-            self._coverage.land(part.layers, part.first - skipped, part.end - skipped)
+            self._coverage.land(part.layers, part.first - part.skipped, part.end - part.skipped)
         return self._settle(actions)
 
     def _on_lost(self, event: push_protocol.Lost, actions: list[Action]) -> State:
@@ -226,15 +220,14 @@ class Session(Machine[State, Event, Action]):
         self._ready_blocks.take()
         assert self._coverage is not None
         for part in segments:
-            skipped = self._ready_blocks.skipped(part.group)
-            self._coverage.post(part.layers, part.first - skipped, part.end - skipped)
+            self._coverage.post(part.layers, part.first - part.skipped, part.end - part.skipped)
         write = Write(self._writes, self.epoch, self._ready_blocks.chunks - 1, size, segments)
         self._writes += 1
         self.in_flight[write.id] = write
         actions.append(Post(write))
 
     def _settle(self, actions: list[Action]) -> State:
-        if self.in_flight or not self.all_ready or self._ready_blocks.pending():
+        if self.in_flight or not self._ready_blocks.is_complete or self._ready_blocks.pending():
             return S.STREAMING
         assert self._coverage is not None
         assert self.registration is not None

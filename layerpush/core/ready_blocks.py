@@ -75,10 +75,6 @@ class ReadyBlocks:
         """For each layer, the number of blocks to write."""
         return [len(self._alignments[group].targets) for group in self._layer_groups]
 
-    def skipped(self, group: int) -> int:
-        """The number of leading blocks that the decode engine has already."""
-        return self._skipped[group]
-
     def plan(self, chunk: ChunkPlan) -> None:
         """A step computes this chunk. Raises ``IllegalTransitionError`` if one before it is missing."""
         if chunk.index != len(self._chunk_ends):

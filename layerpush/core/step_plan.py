@@ -63,9 +63,6 @@ class StepPlan:
     chunks: tuple[ChunkPlan, ...] = ()
     preempted: tuple[str, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.chunks or self.preempted)
-
 
 @dataclass(slots=True)
 class PromptProgress:

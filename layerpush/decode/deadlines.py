@@ -31,7 +31,7 @@ class AwaitedPushes:
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must go on stepping, so that workers can report, although it may have no request left."""
-        return bool(self._ending) or self.block_holds.outlasts_engine
+        return bool(self._ending or self.block_holds.parked_requests)
 
     def registered(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A push is awaited into these blocks."""

@@ -94,7 +94,7 @@ class Load:
         if self.session.state is not State.REGISTERING:
             return
         engine_id, peers = self.address.engine_id, self._peers
-        error = error or peers.mismatch(engine_id)
+        error = error or peers.host.mismatch(engine_id)
         if error is None:
             if not again:
                 peers.reconnected(engine_id)
@@ -156,7 +156,7 @@ class Load:
                 mine.prompt_digest,
                 mine.transfer_id,
             )
-            self._peers.decline(self.address, Decline(*names))
+            self._peers.host.decline(self.address, Decline(*names))
 
     def _log(self, level: int, reason: str) -> None:
         engine_id = self.address.engine_id

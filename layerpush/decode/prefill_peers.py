@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from layerpush.core import liveness, load_protocol
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import PeerWatch, Verdict
-from layerpush.core.wire import Decline, PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
+from layerpush.core.wire import PeerMessage, Ping, encode, encode_heartbeat, encode_quietly
 from layerpush.decode.outcomes import LoadHost
 from layerpush.telemetry.metrics.catalog import LOST_PEERS
 from layerpush.telemetry.metrics.recorder import Recorder
@@ -40,10 +40,10 @@ class PrefillPeers:
         recorder: Recorder,
     ) -> None:
         self.connections = connections
+        self.host = host
         self._engine_id = engine_id
         self._watch = watch
         self._probe = probe
-        self._host = host
         self._recorder = recorder
         self._pings = 0
         self._identified: BoundedDict[str, None] = BoundedDict(IDENTIFIED_KEPT)
@@ -70,10 +70,6 @@ class PrefillPeers:
                 self._watch.lost(agent, now)
         return reached
 
-    def decline(self, address: Address, message: Decline) -> None:
-        """Report that this engine will not load a request, and has not registered it."""
-        self._host.decline(address, message)
-
     def add(self, engine_id: str, agents: Collection[str], now: float) -> None:
         """Another load awaits these agents."""
         self._watch.add(engine_id, agents, now, self._identified)  # the answer to the new registration may be lost
@@ -84,14 +80,10 @@ class PrefillPeers:
 
     # Connections.
 
-    def mismatch(self, engine_id: str) -> str | None:
-        """The reason why no push from a connected engine can be right; None if one can."""
-        return self._host.mismatch(engine_id)
-
     def drop(self, engine_id: str) -> bool:
         """Drop the connection to an engine that loads are awaited from; False if it has to stay for now."""
         agents = self.connections.agents(engine_id)
-        if not self._host.forget_prefill_engine(engine_id):
+        if not self.host.forget_prefill_engine(engine_id):
             return False
         for agent in agents:
             self._watch.cut(agent)
@@ -167,4 +159,4 @@ class PrefillPeers:
         """Only when none of its ranks may live: a send to a forgotten rank would fail, and that proves nothing."""
         agents = self.connections.agents(engine_id)
         if agent in agents and all(load.session.open_agents.isdisjoint(agents) for load in loads.values()):
-            self._host.forget_prefill_engine(engine_id)
+            self.host.forget_prefill_engine(engine_id)

@@ -434,7 +434,7 @@ class Registrations:
         elif verdict is Verdict.UNKNOWN and left > 1:
             self._ask_about(engine_id, agent, left - 1)
         elif verdict is Verdict.ENDED:
-            self._pending.drop_engine(engine_id)
+            self._pending.drop_if(lambda entry: entry.decode_engine_id == engine_id)
             self.peers.close(engine_id, "the decode engine was restarted")
         else:
             self.peers.reject_held(engine_id, now)

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -139,6 +140,8 @@ class PushRecord(msgspec.Struct, kw_only=True):
 class LoadRecord(msgspec.Struct, kw_only=True):
     """One load on one decode rank. ``clock_offset`` is P's clock minus D's (seconds), measured by their handshake."""
 
+    rows: ClassVar[int] = 1
+    """Its size, in rows of the trace queue."""
     kind: str = "load"
     request_id: str
     prefill_request_id: str | None = None
@@ -161,11 +164,6 @@ class LoadRecord(msgspec.Struct, kw_only=True):
         """D has the final status of the push, or no longer waits for it."""
         self.outcome, self.reason, self.t_settled = outcome, reason, at
 
-    @property
-    def rows(self) -> int:
-        """Its size, in rows of the trace queue."""
-        return 1
-
 
 class FirstTokenRecord(msgspec.Struct, kw_only=True):
     """One request's first token on D. Times are on the scheduler's clock.
@@ -174,17 +172,14 @@ class FirstTokenRecord(msgspec.Struct, kw_only=True):
     without a step.
     """
 
+    rows: ClassVar[int] = 1
+    """Its size, in rows of the trace queue."""
     kind: str = "first_token"
     request_id: str
     engine_id: str
     t_told: float
     t_scheduled: float | None = None
     t_first_token: float | None = None
-
-    @property
-    def rows(self) -> int:
-        """Its size, in rows of the trace queue."""
-        return 1
 
 
 Record = PushRecord | LoadRecord | FirstTokenRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from layerpush.telemetry.metrics.catalog import (
     ACTIVE_PUSHES,
@@ -28,19 +28,10 @@ if TYPE_CHECKING:
     from layerpush.telemetry.metrics.reporter import Reporter
     from layerpush.telemetry.peer_errors import PeerErrors
     from layerpush.telemetry.trace_file import TraceFile
+    from layerpush.transport.packing.ring import Ring
 
 
-class StagingRing(Protocol):
-    """Memory that WRITEs are gathered in, or land in. Any thread may read its sizes."""
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-
-def watch_rings(reporter: Reporter, rings: Sequence[StagingRing]) -> None:
+def watch_rings(reporter: Reporter, rings: Sequence[Ring]) -> None:
     """``rings`` are all of a worker's; empty if it packs nothing."""
     reporter.level(RING_BYTES, lambda: sum(ring.capacity_bytes for ring in rings))
     reporter.level(RING_USED_BYTES, lambda: sum(ring.used_bytes for ring in rings))

@@ -24,6 +24,7 @@ from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES, whole_pieces
 from layerpush.transport.packing.packer import Packer
+from layerpush.transport.packing.ring import Ring
 from layerpush.transport.packing.strategy import PackingStrategy
 from layerpush.transport.packing.tensor_memory import TensorStaging, staging_memory
 from layerpush.transport.packing.unpacker import Unpacker
@@ -65,7 +66,7 @@ class WorkerPacking:
         return set() if self.strategy is None else self.strategy.engines_in_flight
 
     @property
-    def rings(self) -> tuple[Any, ...]:
+    def rings(self) -> tuple[Ring, ...]:
         """This worker's staging ring, or none."""
         return () if self._staging is None else (self._staging.ring,)
 

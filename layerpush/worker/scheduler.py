@@ -210,19 +210,18 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._step_is_due = False
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, NixlConnectorMetadata)
-        cancelled = self.awaited.cancelled(time.perf_counter())
-        digests, self._prompt_digests = self._prompt_digests, {}
-        headers, self._trace_headers = self._trace_headers, {}
-        declined, self._declined = self._declined, []
-        arrived, self._arrived = self._arrived, {}
-        elsewhere, self._elsewhere = self._elsewhere, {}
-        sampled, self._sampled = self._sampled, {}
-        plan = self._plan(scheduler_output)
+        extended = LayerwiseMetadata.extending(metadata)
+        extended.cancelled = self.awaited.cancelled(time.perf_counter())
+        extended.prompt_digests, self._prompt_digests = self._prompt_digests, {}
+        extended.trace_headers, self._trace_headers = self._trace_headers, {}
+        extended.declined, self._declined = self._declined, []
+        extended.arrived, self._arrived = self._arrived, {}
+        extended.elsewhere, self._elsewhere = self._elsewhere, {}
+        extended.sampled, self._sampled = self._sampled, {}
+        extended.step_plan = self._plan(scheduler_output)
         self._hold_last_windows(scheduler_output)
         self._hand_overs.scheduled(scheduler_output.num_scheduled_tokens.keys(), time.perf_counter())
-        return LayerwiseMetadata.extending(
-            metadata, plan, digests, sampled, cancelled, declined, arrived, elsewhere, headers
-        )
+        return extended
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of the workers on a step."""

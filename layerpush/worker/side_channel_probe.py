@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from layerpush.compat.handshake import Agent, agent_of_handshake, handshake_query
@@ -21,7 +21,9 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
 MAX_SEARCHING = 16
-"""No search is queued behind so many jobs: an engine that does not answer must not keep probes waiting."""
+"""No search is queued behind so many jobs: it must leave room for probes."""
+END, PROBE, SEARCH = range(3)
+"""Kinds of jobs, in the order in which they are done."""
 NO_SUCH_RANK = b""
 """Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
@@ -123,79 +125,69 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    key: Any
-    host: str
-    port: int
-    agent_name: str
-    tp_rank: int
-    pp_rank: int
-    on_verdict: Callable[[Any, Verdict], None]
-
-    def run(self) -> None:
-        self.on_verdict(self.key, self._verdict())
-
-    def _verdict(self) -> Verdict:
-        try:
-            return probe(self.host, self.port, self.agent_name, self.tp_rank, self.pp_rank)
-        except Exception:  # a defect costs this verdict; the caller needs one, and the next probe asks again
-            logger.exception("layerpush: the probe of %s:%d failed", self.host, self.port)
-            return Verdict.UNKNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    host: str
-    port: int
-    tp_rank: int
-    pp_rank: int
-    on_contact: Callable[[bytes], None]
-
-    def run(self) -> None:
-        try:
-            contact = contact_of(self.host, self.port, self.tp_rank, self.pp_rank)
-        except Exception:  # a defect costs this contact: nobody waits for it
-            logger.exception("layerpush: the search for the contact of %s:%d failed", self.host, self.port)
-            return
-        if contact is not None:
-            self.on_contact(contact)
-
-
 class Prober:
-    """Runs probes and searches one by one, on a thread of its own that the first one starts. Any thread may call it."""
+    """Runs probes and searches one by one, on a thread of its own that the first one starts. A probe does not wait for
+    the searches that are queued. Any thread may call it.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[_Job | _Search | None] = queue.Queue(MAX_PENDING)
+        self._jobs: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue(MAX_PENDING)
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def start(
         self,
-        key: Any,
         host: str,
         port: int,
         agent_name: str,
         tp_rank: int,
-        on_verdict: Callable[[Any, Verdict], None],
+        on_verdict: Callable[[Verdict], None],
         pp_rank: int = 0,
     ) -> None:
-        """Queue a probe. ``on_verdict(key, verdict)`` follows on the prober's thread.
+        """Queue a probe. ``on_verdict`` gets the verdict on the prober's thread.
 
-        If the queue is full, it is called at once, with UNKNOWN.
+        If the queue is full, it gets UNKNOWN at once.
         """
-        if not self._queue(_Job(key, host, port, agent_name, tp_rank, pp_rank, on_verdict)):
-            on_verdict(key, Verdict.UNKNOWN)
+
+        def job() -> None:
+            verdict = Verdict.UNKNOWN
+            try:
+                verdict = probe(host, port, agent_name, tp_rank, pp_rank)
+            except Exception:  # a defect costs this verdict; the caller needs one, and the next probe asks again
+                logger.exception("layerpush: the probe of %s:%d failed", host, port)
+            on_verdict(verdict)
+
+        if not self._queue(PROBE, job):
+            on_verdict(Verdict.UNKNOWN)
 
     def search(self, host: str, port: int, tp_rank: int, on_contact: Callable[[bytes], None], pp_rank: int = 0) -> None:
         """Queue a search for the contact of a rank: NIXL's description of its agent. ``on_contact`` gets it on the
         prober's thread. It is not called if the side channel has none, or if too many jobs wait.
         """
-        if self._jobs.qsize() < MAX_SEARCHING:
-            self._queue(_Search(host, port, tp_rank, pp_rank, on_contact))
 
-    def _queue(self, job: _Job | _Search) -> bool:
+        def job() -> None:
+            try:
+                contact = contact_of(host, port, tp_rank, pp_rank)
+            except Exception:  # a defect costs this contact: nobody waits for it
+                logger.exception("layerpush: the search for the contact of %s:%d failed", host, port)
+                return
+            if contact is not None:
+                on_contact(contact)
+
+        if self._jobs.qsize() < MAX_SEARCHING:
+            self._queue(SEARCH, job)
+
+    def close(self) -> None:
+        """Drop queued jobs. The one under way may still report; this does not wait for it."""
+        with self._lock:
+            self._closed = True
+            while not self._jobs.empty():
+                self._jobs.get_nowait()
+            self._jobs.put_nowait((END, 0, None))
+
+    def _queue(self, kind: int, job: Callable[[], None]) -> bool:
         """False if the queue is full."""
         with self._lock:
             if self._closed:
@@ -204,19 +196,11 @@ class Prober:
                 self._thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
                 self._thread.start()
             try:
-                self._jobs.put_nowait(job)
+                self._jobs.put_nowait((kind, next(self._numbers), job))
             except queue.Full:
                 return False
             return True
 
-    def close(self) -> None:
-        """Drop queued probes. The one under way may still report its verdict; this does not wait for it."""
-        with self._lock:
-            self._closed = True
-            while not self._jobs.empty():
-                self._jobs.get_nowait()
-            self._jobs.put_nowait(None)
-
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        while (job := self._jobs.get()[2]) is not None:
+            job()

@@ -32,7 +32,7 @@ from layerpush.compat.spans import REQUEST_ID, emit_span
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
-from layerpush.core.liveness import PeerWatch
+from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
@@ -368,14 +368,16 @@ class LayerwisePushWorker(VllmPushWorker):
 
     # Writer thread: engines that may be gone.
 
-    def _probe_peer(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Any, float], None]) -> None:
+    def _probe_peer(
+        self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]
+    ) -> None:
         """Have the prober ask the engine's side channel about its agent. The verdict comes back as a task."""
         pp_rank, tp_rank = rank
 
-        def asked(_: Any, verdict: Any) -> None:
+        def asked(verdict: Verdict) -> None:
             self.task(lambda: on_verdict(verdict, time.perf_counter()))
 
-        self._prober.start((address.engine_id, agent), address.host, address.port, agent, tp_rank, asked, pp_rank)
+        self._prober.start(address.host, address.port, agent, tp_rank, asked, pp_rank)
 
     def decline(self, address: Address, message: Decline) -> None:
         """Report to every rank of a prefill engine. If it cannot be reached, its lease ends."""

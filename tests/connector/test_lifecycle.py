@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 
 from layerpush.compat import engine_wake
+from layerpush.core.step_plan import StepPlan
 from layerpush.transport import cuda
 from layerpush.transport.connections import Address
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
-from tests.support.waiting import until
 from tests.support.cudart import FakeRuntime
+from tests.support.waiting import until
 
 Build = Callable[..., Engine]
 TOKENS = 200  # seven blocks, the last one partly filled; four steps
@@ -165,7 +166,7 @@ def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fa
     p.prefill("r-1", TOKENS)
     outputs = [p.step() for _ in range(STEPS)]
     if layout == "LBHNC":
-        assert not any(output.kv_connector_metadata.step_plan for output in outputs)
+        assert all(output.kv_connector_metadata.step_plan == StepPlan() for output in outputs)
     assert p.totals.writes == 0
     ends_well(p, d)
     assert holds_prompt(d, blocks, TOKENS)

@@ -108,7 +108,7 @@ def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tup
         settled &= set(under_way)
         assert pool.held == set(under_way)
         assert [f"r-{request}" in block_holds for request in range(3)] == [request in under_way for request in range(3)]
-        assert block_holds.outlasts_engine == bool(settled)
+        assert block_holds.parked_requests == len(settled)
         assert len(block_holds) == len(under_way)
 
 

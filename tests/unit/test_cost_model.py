@@ -70,7 +70,7 @@ def test_a_copy_pays_from_so_many_descriptors_on() -> None:
 
 def test_the_formula() -> None:
     costs = Costs(((8, 16.0),), wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
-    transfer = TransferSize(bytes=10, direct_runs=4, gathered_runs=2, packed_runs=1)
+    transfer = TransferSize(bytes=10, direct_runs=4, gathered_runs=2)
     assert costs.estimate(Plan.DIRECT, transfer) == 17 + 4 * 2 + 10 * 3
     assert costs.estimate(Plan.GATHERED, transfer) == 17 + 2 * 2 + 10 * 3 + 13 + 10 * 5
     assert costs.estimate(Plan.PACKED, transfer) == 17 + 1 * 2 + 10 * 3 + 2 * 13 + 10 * 5 + 10 * 7 + 11

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from layerpush.core.liveness import Verdict
 from layerpush.worker import side_channel_probe as probe_module
 from layerpush.worker import zmtp
 from layerpush.worker.side_channel_probe import Prober, contact_of, probe
-from tests.support.waiting import until
 from tests.support.ports import PROBE_PORTS
+from tests.support.waiting import until
 
 PORTS = PortAllocator(PROBE_PORTS)
 HOST = "127.0.0.1"
@@ -31,7 +32,7 @@ NAME = "594a7c88-b288-4e20-b390-9eb5cc2d00b7"
 OTHER = "0f5f5c5e-9d3d-4a44-a8e7-2a2a3c1cf0aa"
 PATIENCE_S = 10.0
 TIMEOUT_S = 0.4
-SLACK_S = 1.0
+SLACK_S = 5.0
 GREETING = zmtp.GREETING
 READY = b"\x04\x29\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
 
@@ -328,7 +329,7 @@ def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
         heard.put((key, verdict, threading.current_thread().name))
 
     for key in range(3):
-        prober.start(key, HOST, PORTS.take(), NAME, 0, hear)
+        prober.start(HOST, PORTS.take(), NAME, 0, partial(hear, key))
     assert [heard.get(timeout=10) for _ in range(3)] == [(key, Verdict.ENDED, "layerpush-probe") for key in range(3)]
     (thread,) = probing()
     assert thread.daemon
@@ -348,10 +349,13 @@ class HeldProbe:
         self._let.wait(20)
         return Verdict.ENDED
 
+    def _hear(self, key: int, verdict: Verdict) -> None:
+        self.heard.append((key, verdict))
+
     def start(self, prober: Prober, *keys: int) -> None:
         """Returns when one of them is being probed."""
         for key in keys:
-            prober.start(key, HOST, 1, NAME, 0, lambda key, verdict: self.heard.append((key, verdict)))
+            prober.start(HOST, 1, NAME, 0, partial(self._hear, key))
         assert self._probing.wait(10)
 
 
@@ -376,15 +380,15 @@ def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.Mon
     monkeypatch.setattr(probe_module, "probe", answered)
     heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
     for _ in range(2):
-        prober.start("p", HOST, 1, NAME, 0, lambda _, verdict: heard.put(verdict))
+        prober.start(HOST, 1, NAME, 0, heard.put)
     assert [heard.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
 
 
 def test_closed_it_starts_nothing_and_says_nothing() -> None:
     prober, heard = Prober(), []
     prober.close()
-    for key in range(probe_module.MAX_PENDING + 2):
-        prober.start(key, HOST, 1, NAME, 0, lambda key, _: heard.append(key))
+    for _ in range(probe_module.MAX_PENDING + 2):
+        prober.start(HOST, 1, NAME, 0, heard.append)
     assert probing() == []
     assert heard == []
 
@@ -422,3 +426,16 @@ def test_searches_leave_room_for_probes(prober: Prober, monkeypatch: pytest.Monk
         prober.search(HOST, PORTS.take(), 0, lambda _: None)
     assert prober._jobs.qsize() == probe_module.MAX_SEARCHING
     held.let()
+
+
+def test_a_probe_does_not_wait_for_queued_searches(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, done = HeldProbe(monkeypatch), list[object]()
+    monkeypatch.setattr(probe_module, "contact_of", lambda *_: b"contact")
+    held.start(prober, 0)
+    for _ in range(2):
+        prober.search(HOST, 1, 0, done.append)
+    for _ in range(2):
+        prober.start(HOST, 1, NAME, 0, done.append)
+    held.let()
+    until(lambda: len(done) == 4)
+    assert done == [Verdict.ENDED, Verdict.ENDED, b"contact", b"contact"]

@@ -6,11 +6,10 @@ import itertools
 import random
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress, StepPlan
+from layerpush.core.step_plan import Alignment, ChunkPlan, GroupSlice, PromptProgress
 from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
 
 
@@ -193,8 +192,3 @@ def test_every_chunk_has_the_mode_that_its_request_chose() -> None:
     assert [part.mode for part in (plain.advance(0, 32, 64, [[1, 2]]),) if part] == [None]
     chunks = [chosen.advance(start, 32, 64, [[1, 2, 3, 4]]) for start in (0, 32)]
     assert [part.mode for part in chunks if part] == ["chunk", "chunk"]
-
-
-@pytest.mark.parametrize(("chunks", "preempted", "truth"), [((), (), False), ((), ("p-1",), True)])
-def test_an_empty_step_plan_is_false(chunks: tuple[ChunkPlan, ...], preempted: tuple[str, ...], truth: bool) -> None:
-    assert bool(StepPlan(chunks, preempted)) is truth

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from layerpush.apps.demo.engines import Engine
-from layerpush.apps.proxy.identity import TO_PREFILL, Identity
+from layerpush.apps.proxy.identity import TO_PREFILL, Identity, remote_request_id
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 DONE = "[DONE]"
@@ -50,14 +50,6 @@ class Answer:
 def make_prompt(tokens: int, seed: int, vocabulary: int) -> list[int]:
     """Random token ids; the special ones (0 to 2) do not occur."""
     return random.Random(f"{seed}/{tokens}").choices(range(3, vocabulary), k=tokens)
-
-
-def vllm_request_id(request_id: str) -> str:
-    """The id inside vLLM of the first prompt of a completion request that was sent with this X-Request-Id.
-
-    Each engine appends a random suffix, which no client knows.
-    """
-    return f"cmpl-{request_id}-0"
 
 
 async def complete(
@@ -109,7 +101,7 @@ async def complete_disaggregated(
     request_id = uuid.uuid4().hex
     to_p = TO_PREFILL if mode is None else {**TO_PREFILL, "layerpush_mode": mode}
     identity = Identity(prefill.name, prefill.spec.place.host, prefill.side_channel_port, tp_size=1)
-    to_d = identity.to_decode(vllm_request_id(request_id))
+    to_d = identity.to_decode(remote_request_id(request_id))
     decoding = complete(session, decode, prompt, max_tokens, request_id=request_id, kv_transfer_params=to_d)
     prefilling = complete(session, prefill, prompt, 1, request_id=request_id, kv_transfer_params=to_p)
     tasks = [asyncio.create_task(decoding), asyncio.create_task(prefilling)]

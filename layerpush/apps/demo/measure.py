@@ -13,7 +13,8 @@ from pathlib import Path
 import aiohttp
 
 from layerpush.apps.demo.engines import Engine
-from layerpush.apps.demo.load import Answer, complete, complete_disaggregated, vllm_request_id
+from layerpush.apps.demo.load import Answer, complete, complete_disaggregated
+from layerpush.apps.proxy.identity import remote_request_id
 from layerpush.apps.tracing.figures import Figures, TraceError, figures_of, median_figures
 from layerpush.apps.tracing.folder import FolderError
 from layerpush.apps.tracing.hand_over import HandOver, hand_over_of, median_hand_over
@@ -121,7 +122,7 @@ def examine(answers: Sequence[Answer], expected: Sequence[tuple[int, ...]], fold
     requests = {} if traces is None else {request.name: request for request in traces.requests}
     samples = []
     for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
-        request = requests.get(vllm_request_id(answer.request_id), RequestTrace(""))
+        request = requests.get(remote_request_id(answer.request_id), RequestTrace(""))
         push = request.pushes[-1] if request.pushes else None
         figures, problem = _judge(push, mode, answer, folder)
         hand_over = None
@@ -136,7 +137,7 @@ def _await_traces(answers: Sequence[Answer], folder: Path) -> TraceSet | None:
 
     P and D write them at about the time of D's first token, so the wait is short.
     """
-    deadline, wanted = time.monotonic() + TRACE_TIMEOUT_S, {vllm_request_id(answer.request_id) for answer in answers}
+    deadline, wanted = time.monotonic() + TRACE_TIMEOUT_S, {remote_request_id(answer.request_id) for answer in answers}
     while True:
         traces = None
         with contextlib.suppress(FolderError):

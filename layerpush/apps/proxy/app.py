@@ -129,7 +129,7 @@ def _health(proxy: Proxy) -> Response:
             "url": each.url,
             "healthy": each.healthy,
             **({} if each.healthy else {"problem": each.problem}),
-            **({"dispatch": each.dispatch(proxy.settings.sequential)} if each.role == "prefill" else {}),
+            **({"dispatch": each.dispatch} if each.role == "prefill" else {}),
         }
         for each in proxy.fleet
     ]

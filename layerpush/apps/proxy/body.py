@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from layerpush.apps.proxy.identity import remote_request_id
+
 Endpoint: TypeAlias = Literal["completions", "chat/completions"]
 
 BYTES_PER_TOKEN = 4
@@ -99,8 +101,8 @@ class RequestBody:
         return self._prompt()[:PREFIX_BYTES]
 
     def remote_request_id(self, request_id: str) -> str:
-        """vLLM's id of the (first) prompt of a request with this X-Request-Id, without vLLM's own suffix."""
-        return f"chatcmpl-{request_id}" if self.endpoint == "chat/completions" else f"cmpl-{request_id}-0"
+        """vLLM's id of the request if it is sent with this X-Request-Id."""
+        return remote_request_id(request_id, is_chat=self.endpoint == "chat/completions")
 
     def to_prefill(self, params: Mapping[str, object]) -> bytes:
         """P's body: the same prompt and sampling, and an answer of one token, which the proxy drops."""

@@ -56,14 +56,13 @@ class Attempt:
     prefill: Instance | None
     decode: Instance
     comments: Comments
-    sequential: bool = False
 
     @property
     def mode(self) -> Mode:
         """The order in which the engines are asked."""
         if self.prefill is None:
             return "alone"
-        return self.prefill.dispatch(self.sequential)
+        return self.prefill.dispatch
 
 
 class Dispatcher:
@@ -148,7 +147,7 @@ class Dispatcher:
         if prefilled.status != 200:
             return Answer(prefilled)
         params = transfer_params(prefilled.body)
-        if not attempt.sequential:
+        if not self._engines.settings.sequential:
             self._introductions.learn(attempt.prefill, params)
         if params is None:
             raise AttemptFailedError(_without_params(attempt.prefill), frozenset({attempt.prefill}))

@@ -16,6 +16,11 @@ _DATA_PARALLEL_RANK = re.compile(r"_dp\d+$")
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
+def remote_request_id(request_id: str, *, is_chat: bool = False) -> str:
+    """vLLM's id of the (first) prompt of a request with this X-Request-Id, without the random suffix of each engine."""
+    return f"chatcmpl-{request_id}" if is_chat else f"cmpl-{request_id}-0"
+
+
 class IdentityError(ValueError):
     """The description of a prefill engine cannot be used. The message has the reason and advice."""
 
@@ -57,13 +62,13 @@ class Identity:
             dcp_size=whole.get("dcp_size", 1),
         )
 
-    def to_decode(self, remote_request_id: str) -> dict[str, object]:
+    def to_decode(self, request_id: str) -> dict[str, object]:
         """D's `kv_transfer_params` for the request with this id on P. P need not have answered yet."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
-            "remote_request_id": remote_request_id,
+            "remote_request_id": request_id,
             "remote_host": self.host,
             "remote_port": self.port,
             "tp_size": self.tp_size,

@@ -37,9 +37,10 @@ class Instance:
         self._failures = 0
         self._successes = settings.health_success_threshold - 1  # the first check after the start is enough
 
-    def dispatch(self, sequential: bool) -> Dispatch:
-        """The order in which this prefill engine and D are asked. ``sequential``: the operator demands it."""
-        return "sequential" if sequential or self.identity is None else "concurrent"
+    @property
+    def dispatch(self) -> Dispatch:
+        """The order in which this prefill engine and D are asked."""
+        return "sequential" if self._settings.sequential or self.identity is None else "concurrent"
 
     def passed(self) -> None:
         """A check has passed."""

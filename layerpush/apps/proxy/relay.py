@@ -90,9 +90,7 @@ class Relay(Response):
                     "another attempt, with %s", " and ".join(str(each) for each in (prefill, decode) if each)
                 )
                 self._proxy.metrics.retries.inc()
-            attempt = Attempt(
-                self._body, self._engine_headers, prefill, decode, client.comment, self._proxy.settings.sequential
-            )
+            attempt = Attempt(self._body, self._engine_headers, prefill, decode, client.comment)
             self._proxy.metrics.dispatches.labels(attempt.mode).inc()
             with decode.working(self._body.prompt_tokens + self._body.answer_tokens):
                 try:

@@ -29,12 +29,11 @@ class Plan(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferSize:
-    """The size of one WRITE: its bytes, and its number of contiguous runs by each plan."""
+    """The size of one WRITE: its bytes, and its number of contiguous runs by the plans that may need several."""
 
     bytes: int
     direct_runs: int
     gathered_runs: int
-    packed_runs: int = 1
 
     def runs(self, plan: Plan) -> int:
         """The number of contiguous runs by this plan."""
@@ -44,7 +43,7 @@ class TransferSize:
             case Plan.GATHERED:
                 return self.gathered_runs
             case Plan.PACKED:
-                return self.packed_runs
+                return 1
 
 
 @dataclass(frozen=True, slots=True)

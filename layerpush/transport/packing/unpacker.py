@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.layout import CacheLayout
 from layerpush.core.wire import NULL_BLOCK, Part, Registration, Unpack, Unpacked, Window
@@ -76,16 +78,7 @@ class Unpacker:
         offset = self._windows.open(request_id)
         if offset is None:
             return None
-        offer = self._offer
-        return Window(
-            rank=offer.rank,
-            ring=offer.ring,
-            ring_size=offer.ring_size,
-            device=offer.device,
-            offset=offset,
-            size=offer.size,
-            layout=offer.layout,
-        )
+        return replace(self._offer, offset=offset)
 
     def close(self, request_id: str) -> None:
         """No prefill rank writes for the request any more."""
