@@ -35,7 +35,17 @@ from layerpush.transport.connections import Address
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.unpacker import Unpacker
 from tests.support.fake_transport import Descriptors, FakeWrite
-from tests.unit.both_sides.process import BLOCK_BYTES, D_BLOCKS, LAYERS, POISON, SAMPLING, Pool, Process, Prompt
+from tests.unit.both_sides.process import (
+    BLOCK_BYTES,
+    D_BLOCKS,
+    LAYERS,
+    NOWHERE,
+    POISON,
+    SAMPLING,
+    Pool,
+    Process,
+    Prompt,
+)
 from tests.unit.both_sides.rings import DecodeStaging, OwnedWindows
 from tests.unit.builders import layout_of
 
@@ -43,6 +53,8 @@ if TYPE_CHECKING:
     from tests.unit.both_sides.world import World
 
 PEER_TIMEOUT_S, OVERDUE_S = 20.0, 60.0
+MISTAKEN, HEARTBEAT = 0.1, 0.2
+"""Probabilities: a load names the wrong host for P; vLLM sends a heartbeat in a turn."""
 
 
 @dataclass
@@ -123,14 +135,17 @@ class DecodeEngine(Process):
             sampling=sampling,
             contact=self.name.encode(),
         )
-        address = Address("P", "host-of-P", 5000, self.world.ranks, notify_only=True)
+        address = self._prefill_address(NOWHERE if self.world.routers.random() < MISTAKEN else "host-of-P")
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
         return load
 
     def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
         """A request for a prompt computes it here."""
         names = self.world.new_id(prompt.base), self.engine_id, prefill_request_id, prompt.text
-        self.task(lambda: self.decline(Address("P", "host-of-P", 5000, self.world.ranks), Decline(*names)))
+        self.task(lambda: self.decline(self._prefill_address(), Decline(*names)))
+
+    def _prefill_address(self, host: str = "host-of-P") -> Address:
+        return Address("P", host, 5000, self.world.ranks, notify_only=True)
 
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker has said how the load ended."""
@@ -201,6 +216,8 @@ class DecodeEngine(Process):
         for load in list(self.loads.values()):
             if load.outcome is None and not load.overdue and self.world.now >= load.deadline:
                 self._expire(load)
+        if self.loads and self.world.routers.random() < HEARTBEAT:
+            self.handshake(self._prefill_address())  # vLLM connects by itself, for a heartbeat
         super().turn()
         self.peers.tick(self.world.now)
         self.open_loads.tick(self.world.now)

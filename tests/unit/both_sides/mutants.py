@@ -22,6 +22,7 @@ from layerpush.decode.outcomes import Outcomes
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.step_events import StepEvents
 from layerpush.prefill.writer import PushWriter
+from layerpush.transport.connections import TRIES, Address, Connections, Then
 
 Patch = pytest.MonkeyPatch
 
@@ -251,6 +252,26 @@ def a_lost_write_counts_as_landed(patch: Patch) -> None:
         return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event)
 
     patch.setattr(Session, "handle", mutated)
+
+
+@mutant(hold_writes=0.8)
+def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
+    """vLLM has connected it, for a heartbeat."""
+    reach, forget = Connections.reach, Connections.forget
+    asked: dict[tuple[Connections, str], Address] = {}
+
+    def trusting(self: Connections, address: Address, then: Then, now: float, tries: int = TRIES) -> None:
+        if self.agents(address.engine_id):
+            asked.setdefault((self, address.engine_id), address)
+        reach(self, address, then, now, tries)
+
+    def forgetting(self: Connections, engine_id: str) -> None:
+        asked.pop((self, engine_id), None)
+        forget(self, engine_id)
+
+    patch.setattr(Connections, "reach", trusting)
+    patch.setattr(Connections, "forget", forgetting)
+    patch.setattr(Connections, "address", lambda self, engine_id: asked.get((self, engine_id)))
 
 
 @mutant(hold_writes=1.0, most=120)

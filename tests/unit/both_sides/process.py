@@ -28,6 +28,8 @@ POISON = 0xEE
 SAMPLING = "greedy"
 """P's sampling parameters."""
 HANDSHAKE_S, PROBE_S = 5.0, 2.0
+NOWHERE = "nowhere"
+"""A host that some requests name, and that cannot be reached: handshakes and probes wait in vain."""
 UNKNOWN_S = 30.0
 """P's `unknown_request_timeout_s`."""
 
@@ -85,7 +87,7 @@ class Asked:
     began: float
     agent: str
     rank: Rank
-    engine_id: str
+    address: Address
     on_verdict: Callable[[Verdict, float], None]
 
 
@@ -146,7 +148,7 @@ class Process:
         self.tasks.append(task)
 
     def probe(self, agent: str, rank: Rank, address: Address, on_verdict: Callable[[Verdict, float], None]) -> None:
-        self.probes.append(Asked(self.world.now, agent, rank, address.engine_id, on_verdict))
+        self.probes.append(Asked(self.world.now, agent, rank, address, on_verdict))
 
     def _search(self, address: Address, on_contact: Callable[[bytes], None]) -> None:
         engine = self.world.engines.get(address.engine_id)
@@ -168,11 +170,12 @@ class Process:
 
     def _end_handshakes(self) -> None:
         for engine_id, (began, handshake) in list(self.handshakes.items()):
-            engine = self.world.engines.get(engine_id)
-            if engine is not None and engine.frozen and self.world.now < began + HANDSHAKE_S:
+            engine, nowhere = self.world.engines.get(engine_id), handshake.address.host == NOWHERE
+            unanswered = nowhere or (engine is not None and engine.frozen)
+            if unanswered and self.world.now < began + HANDSHAKE_S:
                 continue
             del self.handshakes[engine_id]
-            if engine is None or engine.frozen:
+            if engine is None or unanswered:
                 handshake.pending.set_exception(ConnectionRefusedError() if engine is None else TimeoutError())
             else:
                 self.connected[engine_id] = tuple(process.name for process in engine.processes)
@@ -182,14 +185,16 @@ class Process:
     def _end_probes(self) -> None:
         """The verdict is about the moment at which the question is answered."""
         for probe in list(self.probes):
-            engine = self.world.engines.get(probe.engine_id)
-            if engine is not None and engine.frozen and self.world.now < probe.began + PROBE_S:
+            engine_id = probe.address.engine_id
+            engine, nowhere = self.world.engines.get(engine_id), probe.address.host == NOWHERE
+            unanswered = nowhere or (engine is not None and engine.frozen)
+            if unanswered and self.world.now < probe.began + PROBE_S:
                 continue
             self.probes.remove(probe)
-            if engine is None or probe.engine_id in self.world.deaf:
-                verdict = Verdict.ENDED
-            elif engine.frozen:
+            if unanswered and (nowhere or engine_id not in self.world.deaf):
                 verdict = Verdict.UNKNOWN
+            elif engine is None or engine_id in self.world.deaf:
+                verdict = Verdict.ENDED
             else:
                 known = engine.processes[probe.rank[1]].name == probe.agent
                 verdict = Verdict.IDENTIFIED if known else Verdict.ENDED

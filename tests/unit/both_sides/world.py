@@ -53,6 +53,8 @@ class World:
         """How long each copy takes, and which of them break."""
         self.questions = random.Random(seed)
         """Which loads ask for P's first token, and of which sampling parameters."""
+        self.routers = random.Random(seed)
+        """Which loads name the wrong host for P, and when heartbeats connect D to P."""
         self.tokens: Counter[str] = Counter()
         """With what loads that have asked were reported: a token, or the reason that there is none."""
         self.now = 1000.0
