@@ -29,8 +29,8 @@ from tests.unit.both_sides.mutants import Mutant
 from tests.unit.both_sides.storm import storm
 
 STORMS = 100
-MUTANT_STORMS = 400
-"""Twice as many as the most elusive mutant needs; the others fall in the first 30."""
+MUTANT_STORMS = 150
+"""Twice as many as the most elusive mutant needs."""
 
 
 def test_storms_end_well() -> None:

@@ -96,7 +96,7 @@ def one_completion_is_enough(patch: Patch) -> None:
     patch.setattr(LoadSession, "_complete", property(lambda self: self.landed > 0))
 
 
-@mutant()
+@mutant(hold_writes=0.8)
 def patience_frees_the_blocks(patch: Patch) -> None:
     """Not set aside, but given back."""
     patch.setattr("tests.unit.both_sides.decode.DecodeEngine.parked", lambda self, request_id: None)
