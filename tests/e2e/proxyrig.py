@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,19 @@ def metric(url: str, line_start: str) -> float:
     """The sum of all samples of a server that begin with this."""
     lines = get(f"{url}/metrics")[1].splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
+
+
+def has_a_request(url: str) -> bool:
+    """Whether an engine has taken a request that is not over."""
+    return metric(url, "vllm:num_requests_running") + metric(url, "vllm:num_requests_waiting") > 0
+
+
+def ask_and_leave(url: str, body: Mapping[str, object], when: Callable[[], object], **headers: str) -> None:
+    """Send a completion request, and leave without an answer as soon as ``when`` holds."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=DEADLINE_S)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"} | headers)
+        until(when, "the client may leave")
 
 
 @dataclass

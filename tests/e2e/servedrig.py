@@ -12,11 +12,11 @@ import aiohttp
 
 from layerpush.apps.demo.engines import Engine, EngineGroup
 from layerpush.apps.demo.interrupts import Interrupts
-from layerpush.apps.demo.load import RequestFailedError, complete, complete_disaggregated, make_prompt
+from layerpush.apps.demo.load import complete_disaggregated, make_prompt
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ColdSpec
-from tests.e2e.proxyrig import SHAPE, get, server_spec, until
+from tests.e2e.proxyrig import SHAPE, ask_and_leave, get, has_a_request, server_spec, until
 from tests.metrics_scrape import Scrape
 from tests.support.ports import SERVED_PORTS
 
@@ -44,18 +44,12 @@ class Served:
 
         asyncio.run(ask())
 
-    def leave_prefill(self, tokens: int, seed: int, after_s: float) -> None:
-        """P alone gets a prompt to push, and its client leaves before the answer."""
+    def leave_prefill(self, tokens: int, seed: int) -> None:
+        """P alone gets a prompt to push, and its client leaves while P computes it."""
         prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-
-        async def ask() -> None:
-            async with aiohttp.ClientSession() as session:
-                with contextlib.suppress(TimeoutError, RequestFailedError):
-                    asking = complete(session, self.prefill, prompt, 1, kv_transfer_params=params)
-                    await asyncio.wait_for(asking, after_s)
-
-        asyncio.run(ask())
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        ask_and_leave(self.prefill.url, body, lambda: has_a_request(self.prefill.url))
 
 
 @contextlib.contextmanager

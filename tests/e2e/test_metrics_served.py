@@ -79,7 +79,7 @@ def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Serve
 def test_an_aborted_push_is_told_although_p_falls_idle_at_once(servers: Served) -> None:
     p = servers.prefill
     cancelled = scrape(p).value("pushes_total", outcome="cancelled")
-    servers.leave_prefill(4000, seed=50, after_s=0.4)
+    servers.leave_prefill(4000, seed=50)
     wait_for(p, "pushes_total", cancelled + 1, outcome="cancelled")
     wait_for(p, "active_pushes", 0)
 

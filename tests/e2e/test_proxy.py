@@ -6,7 +6,6 @@ The tests go from those that leave all engines as they are to those that end the
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import signal
 import subprocess
@@ -31,10 +30,12 @@ from tests.e2e.proxyrig import (
     MODEL,
     ProxyProcess,
     Rig,
+    ask_and_leave,
     client_of,
     dispatch_of_prefill,
     dispatches,
     get,
+    has_a_request,
     id_of,
     metric,
     proxy,
@@ -281,23 +282,20 @@ def test_a_bad_request_is_refused_with_vllms_message(servers: Rig) -> None:
 def test_a_client_that_leaves_stops_both_engines(servers: Rig, tokens: int) -> None:
     arguments = GREEDY | {"max_tokens": 800}
 
-    def of_decodes(line_start: str) -> float:
-        return sum(metric(engine.url, line_start) for engine in servers.decodes)
+    def computed() -> float:
+        return sum(metric(engine.url, "vllm:generation_tokens_total") for engine in servers.decodes)
 
-    computed = of_decodes("vllm:generation_tokens_total")
+    before = computed()
     if tokens:
         stream = servers.client.completions.create(prompt=words(TOKENS, seed=50), stream=True, **arguments)
         for _ in zip(range(tokens), stream, strict=False):
             pass
         stream.close()
     else:
-        connection = http.client.HTTPConnection(servers.url.removeprefix("http://"), timeout=DEADLINE_S)
         body = {"model": MODEL, "prompt": words(TOKENS, seed=51), "max_tokens": 800, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        until(lambda: of_decodes("vllm:num_requests_running") + of_decodes("vllm:num_requests_waiting"), "D has it")
-        connection.close()
+        ask_and_leave(servers.url, body, lambda: any(has_a_request(engine.url) for engine in servers.decodes))
     servers.await_idle()
-    assert of_decodes("vllm:generation_tokens_total") < computed + 800, "D goes on without its client"
+    assert computed() < before + 800, "D goes on without its client"
     text = words(100, seed=52)
     assert servers.client.completions.create(prompt=text, **GREEDY).choices[0].text == expected(servers, text)
 
