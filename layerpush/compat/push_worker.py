@@ -310,7 +310,9 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def _forget_if_failed(self, engine_id: str) -> None:
         known = self._handshakes.get(engine_id)
-        if known is not None and known.pending.done() and not self.agents_of(engine_id):
+        if known is None or not known.pending.done():
+            return
+        if known.pending.cancelled() or known.pending.exception() is not None:
             del self._handshakes[engine_id]
 
     def agents_of(self, engine_id: str) -> tuple[str, ...]:
@@ -344,8 +346,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self.disconnecting(engine_id)
+        handshake = self._handshakes.get(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-        self._handshakes.pop(engine_id, None)
+        if self._handshakes.get(engine_id) is handshake:  # vLLM may clean up on the main thread, too
+            self._handshakes.pop(engine_id, None)
 
     def touch_engine(self, engine_id: str) -> None:
         """Note that the engine is in use, so that vLLM does not forget it as stale."""

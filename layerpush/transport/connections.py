@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ writer thread."""
 class Address:
     """The address of an engine's side channel, and the number of the engine's ranks.
 
-    ``notify_only``: we never write to its memory, so its descriptors are not prepared.
+    ``notify_only``: we never write to its memory, so its descriptors are not prepared. It is our side's: two addresses
+    that differ in it alone are equal.
     """
 
     engine_id: str
@@ -43,7 +44,7 @@ class Address:
     port: int
     tp_size: int
     pp_size: int = 1
-    notify_only: bool = False
+    notify_only: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,12 +225,16 @@ class Connections:
             del self._handshakes[address.engine_id]
         if error is None:
             then(_disagreement(self.address(address.engine_id), address), now)
-        elif tries <= 1:
-            then(f"no handshake with engine {address.engine_id!r} at {address.host}:{address.port}: {error}", now)
-        else:
-            due = now + RETRY_S
-            left = tries if over is not None and over.address != address else tries - 1  # it was another's handshake
-            self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
+            return
+        tried = address if over is None else over.address
+        if tries <= 1:
+            then(f"no handshake with engine {address.engine_id!r} at {tried.host}:{tried.port}: {error}", now)
+            return
+        if tried == address:
+            due, left = now + RETRY_S, tries - 1
+        else:  # at once, before another address is tried again
+            due, left = now, tries
+        self._retries.append(_Retry(due, lambda: self.reach(address, then, due, left)))
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -21,9 +22,7 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
 MAX_SEARCHING = 16
-"""No search is queued behind so many jobs: it must leave room for probes."""
-END, PROBE, SEARCH = range(3)
-"""Kinds of jobs, in the order in which they are done."""
+"""No search is queued behind so many jobs, and so many probes at most overtake one."""
 NO_SUCH_RANK = b""
 """Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
@@ -126,8 +125,8 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
 
 
 class Prober:
-    """Runs probes and searches one by one, on a thread of its own that the first one starts. A probe does not wait for
-    the searches that are queued. Any thread may call it.
+    """Runs probes and searches one by one, on a thread of its own that the first one starts. A probe overtakes the
+    searches that are queued. Any thread may call it.
     """
 
     def __init__(self) -> None:
@@ -159,7 +158,7 @@ class Prober:
                 logger.exception("layerpush: the probe of %s:%d failed", host, port)
             on_verdict(verdict)
 
-        if not self._queue(PROBE, job):
+        if not self._queue(job):
             on_verdict(Verdict.UNKNOWN)
 
     def search(self, host: str, port: int, tp_rank: int, on_contact: Callable[[bytes], None], pp_rank: int = 0) -> None:
@@ -177,18 +176,19 @@ class Prober:
                 on_contact(contact)
 
         if self._jobs.qsize() < MAX_SEARCHING:
-            self._queue(SEARCH, job)
+            self._queue(job, after=MAX_SEARCHING)
 
     def close(self) -> None:
         """Drop queued jobs. The one under way may still report; this does not wait for it."""
         with self._lock:
             self._closed = True
-            while not self._jobs.empty():
-                self._jobs.get_nowait()
-            self._jobs.put_nowait((END, 0, None))
+            with contextlib.suppress(queue.Empty):  # the thread may take the last one meanwhile
+                while True:
+                    self._jobs.get_nowait()
+            self._jobs.put_nowait((-1, 0, None))
 
-    def _queue(self, kind: int, job: Callable[[], None]) -> bool:
-        """False if the queue is full."""
+    def _queue(self, job: Callable[[], None], after: int = 0) -> bool:
+        """Queue a job that so many later ones may overtake; False if the queue is full."""
         with self._lock:
             if self._closed:
                 return True
@@ -196,7 +196,8 @@ class Prober:
                 self._thread = threading.Thread(target=self._run, name="layerpush-probe", daemon=True)
                 self._thread.start()
             try:
-                self._jobs.put_nowait((kind, next(self._numbers), job))
+                number = next(self._numbers)
+                self._jobs.put_nowait((number + after, number, job))
             except queue.Full:
                 return False
             return True
