@@ -20,7 +20,7 @@ def tables(result: Result) -> str:
             f"`{turn['name']}`",
             *(f"{turn[column]:,}" for column in ("requests", "faults", "tokens", "pushes", "layer_blocks")),
         )
-        for turn in result.get("line_ups", ())  # one, if it is not said
+        for turn in result["line_ups"]
     ]
     memory = [
         (engine, str(len(used["processes"])), f"{used['peak_mib']:,.0f}", f"{used['growth_mib']:,.0f}")
@@ -30,11 +30,7 @@ def tables(result: Result) -> str:
         (
             summary(result),
             table(("requests ended as", "count"), requests),
-            *(
-                [table(("line-up", "requests", "faults", "answers compared", "pushes compared", "layer blocks"), turns)]
-                if turns
-                else []
-            ),
+            table(("line-up", "requests", "faults", "answers compared", "pushes compared", "layer blocks"), turns),
             table(("fault", "injected", "struck", "survived"), faults),
             table(("engine", "processes", "peak MiB", "most growth between idle moments, MiB"), memory),
         )
