@@ -34,7 +34,7 @@ class Difference:
 def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike, seed: int = 0, resamples: int = RESAMPLES) -> Ratio:
     """Percentile bootstrap over rounds: sample ``i`` of both series was taken in round ``i`` and stays with it.
 
-    Keeping rounds together lets a disturbance that hit both modes of a round cancel out.
+    Rounds stay together, so a disturbance of both modes of a round cancels out.
     Raises ``ValueError`` for series of unequal length, or empty ones.
     """
     above, below, rounds = _rounds(numerator, denominator, seed, resamples)
@@ -107,6 +107,6 @@ def _draws(rounds: int, seed: int, resamples: int) -> NDArray[np.int64]:
 
 
 def _medians(samples: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One for each draw, a block of draws at a time: all at once, many samples would take much memory."""
+    """One median for each draw. All draws at once would take much memory, so this takes a block at a time."""
     blocks = np.array_split(draws, max(1, len(draws) * samples.size // BLOCK_SAMPLES))
     return np.concatenate([np.median(samples[block].reshape(len(block), -1), axis=1) for block in blocks])

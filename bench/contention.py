@@ -76,7 +76,7 @@ class Rival:
         return float(before.elapsed_time(after)) / 1e3
 
     def _products(self, gathers: int, max_programs: int) -> tuple[float, float]:
-        """Seconds of ``PRODUCTS`` products, and GB/s gathered meanwhile. As many run before, during the launches."""
+        """Seconds of ``PRODUCTS`` products, and GB/s gathered meanwhile. As many run first, during the launches."""
         start, end, *done = (torch.cuda.Event(enable_timing=True) for _ in range(2 + gathers))
         for turn in range(2 * PRODUCTS):
             if turn == PRODUCTS:

@@ -177,7 +177,7 @@ class Bench:
         return [gathers, scatters]
 
     def _rounds(self, ways: Mapping[str, Way], timer: Timer) -> dict[str, list[float]]:
-        """Each round begins with another way. A first one, which warms up, does not count."""
+        """Each round begins with another way. A first round warms up and does not count."""
         names = list(ways)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(self.rounds + 1):

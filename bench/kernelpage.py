@@ -12,7 +12,7 @@ COUNTS = (64, 1024, 8192)
 IDS = "random"
 OURS = "layerpush"
 DIRECTIONS = {"gather": "index_select", "scatter": "index_copy_"}
-"""Each with torch's operator for it."""
+"""Each direction with torch's operator for it."""
 
 Cell = Mapping[str, Any]
 

@@ -44,7 +44,7 @@ def conditions(result: Result, *where: str) -> str:
 
 
 def machine(result: Result) -> str:
-    """Its GPUs, if it has some, and its cores, with the processor's name if the result has it."""
+    """The machine's GPUs, if any, and its cores, with the processor's name if the result has it."""
     found = result["machine"]
     gpus = Counter(gpu["name"] for gpu in found.get("gpus", []))
     processor = f" ({TRADEMARK.sub('', found['processor'])})" if "processor" in found else ""

@@ -1,11 +1,11 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, saying so.
+"""Shared by all tests. Without a GPU, GPU tests are skipped with a reason.
 
 With workers (pytest-xdist), the tests of one group run in one worker, in their order. The groups with engines start
 first, because they take longest. The summary says how many tests, seconds and engine starts each folder had.
 
-Properties are checked with the same examples in every run, so that a change is judged by the same tests before and
-after it. `make test-all` draws new ones: `--hypothesis-profile=new-examples`. No example has a deadline: on a machine
-that is busy with something else each may take a second.
+Properties are checked with the same examples in every run, so that the same tests judge a change before and after it.
+`make test-all` draws new examples: `--hypothesis-profile=new-examples`. No example has a deadline: on a busy machine
+one may take a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVERS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in ("docs_commands", "metrics_served", "prometheus", "proxy", "spans", "vllm_router")
 )
-"""Files whose engines are API servers in processes of their own; the other files of tests/e2e step theirs."""
+"""Files whose engines are API servers in processes of their own. The other tests of tests/e2e step their engines."""
 LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector")
 SLOWEST_FILES = 15
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -81,7 +81,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The engines of a group end with it: an idle engine's threads wake up some two thousand times a second."""
+    """End a group's engines with the group: an idle engine's threads wake up some two thousand times a second."""
     fleet = item.session.stash.get(FLEET, None)
     if fleet is not None and nextitem is not None and group(nextitem.nodeid) != group(item.nodeid):
         fleet.stop()
@@ -96,7 +96,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 
 def place(nodeid: str) -> tuple[str, str]:
-    """The folder below tests/ and the file that a test is in."""
+    """A test's folder below tests/, and its file."""
     path = nodeid.split("::")[0]
     return (path.split("/")[1] if path.count("/") > 1 else ".", path)
 

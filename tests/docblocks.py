@@ -28,7 +28,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Block:
-    """``needs`` is hardware that tests lack: the line right above the block, such as ``*Needs two GPUs.*``."""
+    """``needs`` names hardware that tests lack, from the line right above the block: ``*Needs two GPUs.*``."""
 
     page: str
     line: int

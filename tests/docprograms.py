@@ -42,7 +42,7 @@ ANY_ARGUMENTS = frozenset(
         "wait",
     ]
 )
-"""Programs of others, whose arguments nobody checks."""
+"""Programs of other projects. Their arguments are not checked."""
 UCX = frozenset(
     {"LOG_LEVEL", "MAX_RNDV_RAILS", "NET_DEVICES", "PROTO_INFO", "RCACHE_MAX_UNRELEASED", "TCP_PORT_RANGE", "TLS"}
 )
@@ -50,7 +50,7 @@ UCX = frozenset(
 
 
 PLACEHOLDERS = {"DIR": str(ROOT), "FILE": str(ROOT / "pyproject.toml")}
-"""Stand for a reader's values that a program looks for on the disk."""
+"""Existing paths in the place of a reader's paths."""
 
 
 class WrongCommandError(ValueError):
@@ -219,7 +219,7 @@ def _typer(app: typer.Typer, words: Words) -> None:
 
 @cache
 def _vllm_parser(bench: bool) -> Any:
-    """Of ``vllm bench serve`` or of ``vllm serve``."""
+    """The parser of ``vllm bench serve`` or of ``vllm serve``."""
     from vllm.benchmarks.serve import add_cli_args
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

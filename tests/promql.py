@@ -1,4 +1,4 @@
-"""Whether an expression of our rules and panels is PromQL, and asks for what makes sense."""
+"""Checks that an expression of our rules and panels is PromQL and makes sense."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALAR = frozenset({"a scalar"})
 
 
 class PromqlError(ValueError):
-    """An expression that Prometheus refuses, or that never means what it says."""
+    """Prometheus refuses the expression, or its value has no meaning."""
 
 
 def check(expression: str) -> None:
@@ -24,7 +24,7 @@ def check(expression: str) -> None:
 
 
 def _labels(node: Any) -> frozenset[str] | None:
-    """The labels that the values of ``node`` have: those that an aggregation has kept; None: all of its metric's."""
+    """The labels that an aggregation in ``node`` keeps; None: all labels of its metric."""
     match type(node).__name__:
         case "NumberLiteral":
             return SCALAR

@@ -44,7 +44,7 @@ def package(name: str) -> Path:
 
 
 def is_said(quote: str, said: tuple[str, ...] | list[str]) -> bool:
-    """Whether a blanked quote is one of these texts, a part of one, or a text with others in its blanks."""
+    """Whether a blanked quote is one of these texts, a part of one, or one with other texts in its blanks."""
     if quote == BLANK or any(quote in text for text in said):
         return True
     for text in said:

@@ -1,4 +1,4 @@
-"""Runs ``layerpush trace`` as a person does, and reads what a person would find in its files."""
+"""Runs ``layerpush trace`` as a user does, and reads its files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lines(folders: Iterable[Path], kind: str) -> list[Fields]:
 
 
 def parts_add_up(request: Fields) -> bool:
-    """Of one entry of the summary."""
+    """Whether the parts of a summary's entry add up to its total."""
     hand_over = [request[name] or 0.0 for name in HAND_OVER]
     parts = [request[name] or 0.0 for name in ("queue", "prefill", "other")]
     adds_up = request["hand-over"] is None or abs(sum(hand_over) - request["hand-over"]) < 1e-6

@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Growing:
-    """One case of a line. Only ``what`` differs along it; here it is ``value``."""
+    """One case of a line. Only ``what`` differs along the line. In this case it is ``value``."""
 
     what: str
     value: int

@@ -87,7 +87,7 @@ class PairHost:
         """Does nothing: no vLLM counts transfers."""
 
     def failed_by_layer(self) -> None:
-        """The same."""
+        """Does nothing, for the same reason."""
 
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, 1)

@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def problems(pushes: Iterable[PushRecord]) -> list[str]:
-    """What is wrong, in words: a large chunk with layers that were swept, or no large chunk at all."""
+    """The problems, in words: swept layers in a large chunk, or no large chunk at all."""
     found, checked = [], 0
     for push in pushes:
         swept = [chunk for chunk, _, _, hooked in push.ready if not hooked]

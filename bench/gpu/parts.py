@@ -15,7 +15,7 @@ PARTS = {
     "push": "the same two processes: every write plan, and whether auto finds the best",
     "blocks": "serve with blocks of 16 and of 64 tokens instead of 32",
 }
-"""The most valuable first: whoever has a GPU for a short time has these figures."""
+"""The most valuable part is first: a user with a GPU for a short time gets its figures."""
 TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
 """UCX's transports between two processes that share a GPU."""
 COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")

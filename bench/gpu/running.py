@@ -47,7 +47,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Runner:
-    """``limit_s`` is that of a part. The output of steps goes to files in ``logs``, and line by line to ``say``."""
+    """``limit_s`` is a part's limit. The output of steps goes to files in ``logs``, and line by line to ``say``."""
 
     interpreter: str
     root: Path

@@ -45,8 +45,8 @@ class End:
     def descriptors(
         self, agent: str, base: int, size: int, element: int, device_id: int, every: int | None = None
     ) -> Any:
-        """A NIXL descriptor list of our memory (``"NIXL_INIT_AGENT"``) or another agent's: ``element`` bytes each, one
-        after the other, or the first ones of ``every`` so many bytes.
+        """A NIXL descriptor list of our memory (``"NIXL_INIT_AGENT"``) or another agent's. A descriptor has ``element``
+        bytes. One begins every ``every`` bytes; None: without gaps.
         """
         every = every or element
         rows = np.asarray([[base, element, device_id, every, size // every]], dtype=np.uint64)

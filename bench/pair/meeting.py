@@ -48,7 +48,7 @@ class PrefillSide:
         return self._decode.recv()
 
     def _is_new(self, block_bytes: int, layers: int, ranks: int = 1) -> bool:
-        """Whether this is another geometry than the last one; D uses it from now on."""
+        """Whether this geometry differs from the last one. D uses it from now on."""
         geometry = UseCache(block_bytes, layers, ranks)
         if self._geometry == geometry:
             return False

@@ -23,14 +23,14 @@ class Draw:
     targets: tuple[int, ...]
 
     def parts(self, count: int) -> list[Draw]:
-        """Equal parts of it, in order; their number must divide that of the blocks."""
+        """Equal parts of the draw, in order. ``count`` must divide the number of blocks."""
         size = len(self.sources) // count
         starts = range(0, size * count, size)
         return [Draw(self.sources[start : start + size], self.targets[start : start + size]) for start in starts]
 
 
 def draw_blocks(ids: str, blocks: int, pool: int, key: Sequence[int]) -> Draw:
-    """``blocks`` blocks among ``pool`` on each side, by a pattern: for the same key the same in every process."""
+    """``blocks`` blocks among ``pool`` on each side, by a pattern. Equal keys give equal blocks in every process."""
     generator = np.random.default_rng(list(key))
     if ids == "half":
         sides = [_half(generator, pool, blocks, blocks // 2) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The figures of a run that is not over, as a file: a run that is killed leaves them."""
+"""The figures of an unfinished run, in a file that a killed run leaves."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Unfinished:
         self._body = body
 
     def keep(self, answers: Sequence[Any], about: Mapping[str, object]) -> None:
-        """Write the file again, whole: a kill leaves the last one."""
+        """Replace the file by a new one. A kill meanwhile leaves the old one."""
         if self.path is not None:
             fresh = self.path.with_suffix(".new")
             write(fresh, self._body(answers, about))
             fresh.rename(self.path)
 
     def remove(self) -> None:
-        """The final result is written, or the figures mean nothing."""
+        """Delete the file: the final result is written, or the figures mean nothing."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)

@@ -33,4 +33,4 @@ class Wire:
 SHM = Wire.on_one_host("shm", "sm,tcp,self")
 TCP = Wire.on_one_host("tcp", "tcp,self")
 CUDA_IPC = Wire.on_one_host("cuda_ipc", "cuda_ipc,cuda_copy,sm,tcp,self")
-"""Between two processes on one GPU."""
+"""A link between two processes on one GPU."""

@@ -11,7 +11,7 @@ from bench.plot.canvas import colours, curve, figure, logarithmic
 from bench.plot.series import Series, in_order, places
 
 REFERENCES = ("request", "aggregated", "push", "pull")
-"""Modes that others are compared with; the picture takes the one with the most ratios."""
+"""Modes for comparisons. The picture takes the one with the most ratios."""
 ASIDE = 1.03
 Panel = Callable[[Any, Mapping[str, Sequence[Series]], Mapping[str, str]], None]
 
@@ -48,7 +48,7 @@ def _times(panel: Any, modes: Mapping[str, Sequence[Series]], chosen: Mapping[st
 
 
 def _ratios(panel: Any, modes: Mapping[str, Sequence[Series]], chosen: Mapping[str, str]) -> None:
-    """With 95 % intervals. Modes stand a little apart, so that no interval hides another."""
+    """Ratios with 95 % intervals. Modes stand a little apart, so that no interval hides another."""
     reference = max(REFERENCES, key=lambda mode: sum(mode in one.ratios for same in modes.values() for one in same))
     panel.axhline(1, color=chosen.get(reference, "grey"), lw=1)
     for number, (mode, same) in enumerate(modes.items()):

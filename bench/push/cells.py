@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def misses(self) -> list[str]:
-        """The limits that auto is beyond, in words. The best of several medians is a little too low by chance."""
+        """The limits that auto exceeds, in words. The best of several medians is a little too low by chance."""
         against = {f"the best plan ({self.best})": self.auto_to_best, "direct": self.auto_to_direct}
         return [f"{ratio.ratio:.2f} x {what}" for what, ratio in against.items() if ratio.ratio > LIMIT]
 

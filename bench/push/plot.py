@@ -29,7 +29,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
 
 
 def _grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[str, str], list[Cell]]]:
-    """By link and pattern, in the order in which they were measured."""
+    """The cells by link and pattern, in the order of measurement."""
     for key in dict.fromkeys((cell.link, cell.point.ids) for cell in cells):
         here = [cell for cell in cells if (cell.link, cell.point.ids) == key]
         yield key, sorted(here, key=lambda cell: (cell.point.block_bytes, cell.point.blocks))
@@ -55,7 +55,7 @@ def _square(x: float, y: float, colour: str) -> Any:
 
 
 def _curves(panel: Any, cells: Sequence[Cell]) -> None:
-    """For the count that has the most block sizes, the largest of several."""
+    """Draw the count with the most block sizes; of several such counts, the largest."""
     counts = [cell.point.blocks for cell in cells]
     count = max(set(counts), key=lambda each: (counts.count(each), each))
     here = [cell for cell in cells if cell.point.blocks == count]

@@ -32,7 +32,7 @@ from layerpush.transport.packing.runs import transfer_size
 from layerpush.transport.writes import Transfer, Writes
 
 DRAWS = 2
-"""Choices of blocks that the rounds of a point go through, each warmed up with every plan."""
+"""Choices of blocks for the rounds of a point. Every plan warms up with each of them."""
 LAND_TIMEOUT_S = 20.0
 
 
@@ -116,7 +116,7 @@ class PrefillEnd(PrefillSide):
     def _sample(
         self, plans: Plans, way: str, point: Point, chosen: Draw, window: PushWindow | None
     ) -> tuple[float, float, str]:
-        """Seconds from the decision until all has landed, and until it was posted, and the plan that was taken."""
+        """Seconds from the decision until the WRITE has landed, and until its post, and the taken plan."""
         self._decode.send(Poison())
         self._end.ring.fill_(POISON)
         settle(self._end.device)

@@ -28,7 +28,7 @@ def background(url: str, count: int, watch: Callable[[], None]) -> Iterator[None
     """``count`` streams of the engine at ``url`` until the block ends. Each that is complete begins anew.
 
     The block begins when each stream has a token. ``watch`` is called until then, and may raise. Raises
-    ``BackgroundError``, also at the end of the block: then the engine was not as busy as it was to be.
+    ``BackgroundError``, also at the end of the block: then the engine was less busy than planned.
     """
     model, longest = _model(url) if count else ("", 0)
     streams = [_Stream(url, model, min(TOKENS, longest) - PROMPT_TOKENS, seed) for seed in range(count)]

@@ -71,7 +71,7 @@ class ProxySpec(EngineSpec):
 class Lineup:
     """The engines of all modes for prompts of up to ``prompt_tokens``, ``streams`` at a time beside ``background``.
 
-    ``extra`` has more connector settings by mode; ``corrupt``: P of layer mode damages what it pushes.
+    ``extra`` has more connector settings by mode. ``corrupt``: P of layer mode damages its pushes.
     """
 
     model: Model
@@ -89,7 +89,7 @@ class Lineup:
     background: int = 0
 
     def prefill(self, mode: str) -> EngineSpec:
-        """P of a mode; of ``aggregated``, the one engine."""
+        """P of a mode. For ``aggregated``: the one engine."""
         if mode == AGGREGATED:
             return self._spec(mode, "plain")
         connector, module = STOCK.get(mode, CONNECTOR), None
@@ -117,11 +117,11 @@ class Lineup:
         return ProxySpec(name, "plain", self.model.path, prefill=prefill, decode=decode, sequential=sequential)
 
     def trace_dir(self, mode: str) -> Path:
-        """P's in a mode."""
+        """The ``trace_dir`` of P in a mode."""
         return self.trace_root / mode
 
     def decode_trace_dir(self, mode: str) -> Path:
-        """That of layerpush's D in a mode."""
+        """The ``trace_dir`` of layerpush's D in a mode."""
         return self.trace_root / ("token-decode" if mode == TOKEN else "decode")
 
     def engines(self, modes: Sequence[str]) -> list[EngineSpec]:

@@ -51,7 +51,7 @@ class Parts:
         return {path.stem for path in self._files()}
 
     def save(self, key: str, call: Measured) -> None:
-        """Keep a call: all of it, or, if we are killed meanwhile, nothing."""
+        """Keep a call. A kill meanwhile leaves nothing of it."""
         fresh = self.folder / f"{key}.tmp"
         fresh.write_bytes(msgspec.json.encode(call))
         os.replace(fresh, self.folder / f"{key}.json")

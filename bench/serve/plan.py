@@ -24,7 +24,7 @@ COMPARE: dict[Compare, str] = {
     "shapes": "with those of a mode whose engines compute in the same shapes, because kernels of other shapes round "
     "differently: token with aggregated, and all other modes with the first of them",
 }
-"""The answers with which those of a mode are compared."""
+"""The answers with which a mode's answers are compared."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Plan:
         return self.seed + call.round
 
     def right(self, mode: str) -> str:
-        """The mode whose answers a mode must give. A mode of these shapes alone has itself.
+        """The mode whose answers a mode must give. The first mode with its shapes gets itself.
 
-        In ``token`` P computes the first token with the prompt, as the aggregated engine does. In all others D computes
-        it in a step of one token.
+        In ``token`` P computes the first token with the prompt, as the aggregated engine does. In all other modes D
+        computes it in a step of one token.
         """
         if self.compare == "aggregated" or mode in (AGGREGATED, TOKEN):
             return AGGREGATED

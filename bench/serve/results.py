@@ -53,10 +53,10 @@ PAIRS = (
 COMPARED = ("ttft_ms", "exposed_ms", "prefill_ms")
 AUTO = "auto"
 TTFT_LIMIT, PREFILL_LIMIT = 1.0, 1.01
-"""Limits of ``auto``: its time to first token to the best other mode's, its prefill to that of ``request``."""
+"""Limits of ``auto``, as ratios: time to first token to the best other mode's, prefill to ``request``'s."""
 AFTER_PREFILL_LIMIT_MS, TOKEN_LIMIT, TOKEN_LIMIT_FROM = 15.0, 1.02, 2048
-"""Limits of ``token``: its time to first token less prefill, less one engine's, and its time to first token to one
-engine's for prompts of at least so many tokens."""
+"""Limits of ``token``, against one engine: the difference in time to first token less prefill, and the ratio of times
+to first token for prompts of at least so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class CellResult:
 
     @property
     def best(self) -> str | None:
-        """The mode with the lowest median time to first token, if it is none of ``auto``, ``token`` and aggregated."""
+        """The mode with the lowest median time to first token, without ``auto``, ``token`` and aggregated."""
         left_out = (AGGREGATED, AUTO, TOKEN)
         found = {mode: self.series(mode, "ttft_ms") for mode in self.calls if mode not in left_out}
         medians = {mode: series.p50 for mode, series in found.items() if series is not None}
@@ -160,7 +160,7 @@ class CellResult:
 
     @property
     def misses(self) -> list[str]:
-        """The limits that are exceeded for sure, in words: the whole 95 % interval is beyond the limit."""
+        """The surely exceeded limits, in words: the whole 95 % interval is beyond the limit."""
         missed = []
         first = None if self.best is None else self.ratio("ttft_ms", AUTO, self.best)
         if first is not None and first.low > TTFT_LIMIT:

@@ -99,7 +99,7 @@ class Run:
             self.check_answers()
 
     def _warm_up(self, setup: Setup, target: Target) -> None:
-        """One request more than fits at a time, so that all KV memory is used once."""
+        """Send one request more than fits at a time, so that all KV memory is used once."""
         call = self.plan.warm_up(setup, target.mode)
         requests = self.plan.streams + 1
         words = arguments(self.plan, call, target.url, self.site.model, requests)

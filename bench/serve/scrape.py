@@ -47,7 +47,7 @@ def histograms(url: str, names: Collection[str]) -> dict[str, Histogram]:
 
 
 def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
-    """The same from the text of a scrape."""
+    """The histograms ``names`` in the text of a scrape."""
     found = {name: Histogram() for name in names}
     for family in text_string_to_metric_families(text):
         if family.name in found:

@@ -21,7 +21,7 @@ USES = {DEFAULT_SHAPE: "that of layerpush demo", LONG: "for prompts of 4k to 64k
 
 
 def described(name: str) -> str:
-    """What the model is for, and its shape, in words."""
+    """The model's use and shape, in words."""
     shape = SHAPES[name]
     heads = f"query heads {shape.heads} x {shape.head_dim}, KV heads {shape.kv_heads} x {shape.head_dim}"
     kv = f"{shape.kv_bytes_per_token >> 10} KiB of KV per token"

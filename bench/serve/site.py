@@ -37,7 +37,7 @@ def _nobody() -> list[int]:
 
 @dataclass(frozen=True)
 class Target:
-    """``url`` gets the requests of a mode. None and an empty list stand for figures that nobody can read here.
+    """``url`` gets the requests of a mode. None and an empty list stand for unavailable figures.
 
     ``prefill`` is the URL of P's metrics, ``transfers`` that of the side with NIXL's histograms, ``trace`` P's
     trace_dir, ``decode_trace`` D's. ``processes`` returns the pids of P. ``decode`` is the URL of D, or of the
@@ -183,10 +183,10 @@ class GivenSite:
         yield {mode: self._targets[mode] for mode in modes}
 
     def only(self, mode: str) -> None:
-        """They always run."""
+        """Does nothing: the user's servers always run."""
 
     def check(self) -> None:
-        """A request to a dead server fails."""
+        """Does nothing: a request to a dead server fails."""
 
 
 def given(texts: Sequence[str]) -> dict[str, Target]:

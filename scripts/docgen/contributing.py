@@ -9,6 +9,6 @@ SOURCE = Path("CONTRIBUTING.md")
 
 
 def page(root: Path) -> str:
-    """Everything below the title."""
+    """The text below the title."""
     _, _, text = (root / SOURCE).read_text().partition("\n")
     return re.sub(r"\]\(docs/", "](", text).strip()

@@ -194,7 +194,7 @@ def dashboard() -> dict[str, object]:
 
 
 def _variable(label: str) -> dict[str, object]:
-    """The values that the variables before it leave."""
+    """A variable for this label. The variables before it limit its values."""
     before = list(VARIABLES)[: list(VARIABLES).index(label)]
     chosen = ", ".join(f'{each}=~"${each}"' for each in before)
     query = f"label_values({catalog.RANKS.exposed_name}{{{chosen}}}, {label})"

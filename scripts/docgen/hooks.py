@@ -18,7 +18,7 @@ DECORATOR = "maybe_transfer_kv_layer"
 OWNER, STATE = "AttentionLayerBase", "MambaBase"
 """Layers with KV descend from the first. Those with a state descend from both, and are pushed as whole requests."""
 ENTRIES = ("forward", "forward_cuda")
-"""``CustomOp`` calls the second where there is one."""
+"""``CustomOp`` calls the second method if the class has it."""
 REGISTRY = "model_executor/models/registry.py"
 MODELS = ("models", "model_executor/models", "model_executor/layers", "v1/attention/backends")
 OTHER_PLATFORMS = {"amd", "xpu", "cpu"}
@@ -34,18 +34,18 @@ class Layer:
 
     @cached_property
     def name(self) -> str:
-        """With its modules: ``vllm.models.x.Y``."""
+        """The class's name with its modules: ``vllm.models.x.Y``."""
         return ".".join((*self.source.module_of(self.path), self.node.name))
 
     @cached_property
     def lineage(self) -> list[Layer]:
-        """The class, and those that it inherits from: depth first, near enough to Python's order."""
+        """The class and its ancestors: depth first, near enough to Python's order."""
         bases = (self.source.find(self.path, base) for base in self.node.bases)
         return [self, *(layer for base in bases if base is not None for layer in base.lineage)]
 
     @cached_property
     def is_unhooked(self) -> bool:
-        """Whether it owns KV, and its ``forward`` reaches no operation that calls the connector."""
+        """Whether the class owns KV, and its ``forward`` reaches no operation that calls the connector."""
         names = {layer.node.name for layer in self.lineage[1:]}
         return OWNER in names and STATE not in names and not self._is_hooked()
 
@@ -70,7 +70,7 @@ class Layer:
 
 
 class Source:
-    """vLLM's modules of models and layers below ``root``, vLLM's package. It parses those that matter."""
+    """vLLM's modules of models and layers below ``root``, vLLM's package. Parses only the necessary ones."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -123,7 +123,7 @@ class Source:
             if name not in self._names[path]:
                 return self._layers.get((path, name))
             seen.add((path, name))
-            path, name = self._names[path][name]  # a package imports it from yet another module
+            path, name = self._names[path][name]  # a package imports the class from yet another module
         return None
 
     def _owners(self) -> Iterator[Layer]:

@@ -9,7 +9,7 @@ TEST = "tests/e2e/test_zoo.py"
 
 
 def architectures() -> str:
-    """One row each: its layers, how P pushes it, and its test."""
+    """One row for each architecture: its layers, P's way of pushing it, and its test."""
     rows = [
         (
             f"`{name}`",

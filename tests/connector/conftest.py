@@ -1,4 +1,4 @@
-"""One process that is a whole vLLM world of its own: a group of one, loopback NIXL, no model."""
+"""A vLLM world of one process: a group of one rank, loopback NIXL, no model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A vLLM engine without a model: the real scheduler, the real connector in both roles, KV caches filled by hand.
 
 A model runner of ``runners`` calls the connector. "Computing" a token of a layer writes a pattern of (layer, token,
-position) into the cache, so that what arrives elsewhere can be checked byte by byte.
+position) into the cache, so that a test can check the KV on another engine byte by byte.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Engine:
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: list[str] = []
-        """Loads that came to nothing."""
+        """Requests with a failed load."""
         self.finished: list[str] = []
         self.transfer_params: dict[str, dict[str, Any]] = {}
         self.stats: list[dict[str, Any]] = []
-        """What the front end is told of the connector, step by step."""
+        """The connector's statistics for the front end, step by step."""
 
     @property
     def connector(self) -> Any:
@@ -142,7 +142,7 @@ class Engine:
     def decode_from(
         self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None, ranks: int = 1
     ) -> Request:
-        """The router believes that the prefill engine calls it ``prefill_id``, and has so many ``ranks``."""
+        """The router gives P's request id as ``prefill_id``, and the number of P's ranks as ``ranks``."""
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -187,7 +187,7 @@ class Engine:
         layer = NAMES.index(name)
         for request_id, count in output.num_scheduled_tokens.items():
             table, request = self.blocks(request_id), self.requests[request_id]
-            start = request.num_computed_tokens - count  # schedule() has moved it on
+            start = request.num_computed_tokens - count  # schedule() has counted this step already
             for position in range(start, min(start + count, request.num_prompt_tokens)):
                 value = pattern(layer, request.prompt_token_ids[position], position)
                 self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
@@ -222,7 +222,7 @@ class Engine:
 
 
 def block_hasher() -> Any:
-    """vLLM's, for requests that use the prefix cache."""
+    """vLLM's block hasher, for requests that use the prefix cache."""
     init_none_hash(sha256)
     return get_request_block_hasher(BLOCK_SIZE, sha256)
 
@@ -232,7 +232,7 @@ def pattern(layer: int, token: int, position: int) -> float:
 
 
 def holds_prompt(engine: Engine, blocks: list[int], tokens: int, names: Sequence[str] = NAMES) -> bool:
-    """Whether these blocks hold the first layers' KV, those of ``names``, of the prompt that ``Engine.add`` makes."""
+    """Whether these blocks hold the KV of ``Engine.add``'s prompt in the first layers, ``names``."""
     for layer, name in enumerate(names):
         for position in range(tokens):
             cell = engine.caches[name][blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE]

@@ -22,7 +22,7 @@ Forward = Callable[[Iterable[str]], None]
 
 
 class Runner(Protocol):
-    """Runs the steps of one engine. ``caches`` are registered when it is made."""
+    """Runs the steps of one engine. The constructor registers ``caches``."""
 
     def run(self, output: SchedulerOutput, forward: Forward | None) -> KVConnectorOutput: ...
 
@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 class V1Runner:
-    """``GPUModelRunner`` of ``vllm/v1/worker/gpu_model_runner.py``: all that runs on a CPU."""
+    """The part of ``GPUModelRunner`` in ``vllm/v1/worker/gpu_model_runner.py`` that runs on a CPU."""
 
     def __init__(self, connector: Any, config: VllmConfig, caches: dict[str, torch.Tensor]) -> None:
         self._connector, self._caches = connector, caches
@@ -64,8 +64,8 @@ class V2Runner:
     """``GPUModelRunner`` of ``vllm/v1/worker/gpu``, the default on GPUs. Its connector driver is vLLM's own.
 
     After the forward of the other layers, a drafter computes the layers of ``drafted``, once for each of its tokens.
-    ``saves_last``: the step ends as in vLLM 0.33 with a drafter. Its results are taken before drafting, and
-    ``wait_for_save`` is its last call but one.
+    ``saves_last``: the step ends as in vLLM 0.33 with a drafter. The step's results are taken before drafting, and
+    ``wait_for_save`` is the last call but one.
     """
 
     DRAFT_TOKENS = 2

@@ -1,6 +1,6 @@
-"""A decode engine's real scheduler and the connector in it; what the workers say is written by hand.
+"""A decode engine's real scheduler and the connector in it. The tests write the workers' reports.
 
-Whatever becomes of a load, a block that a prefill engine may still write belongs to nobody else.
+However a load ends, no other request gets a block that a prefill engine may still write.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def windowed_config(attention: Attention, window: int = WINDOW) -> Any:
 
 
 class Decode:
-    """``step`` is one iteration of the engine's loop; its arguments are what all workers report together."""
+    """``step`` is one iteration of the engine's loop. Its arguments are the joint report of all workers."""
 
     def __init__(self, config: Any, caches: Any) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -153,12 +153,12 @@ class Decode:
         return {block for group in registration["local_block_ids"] for block in group}
 
     def owned(self, but: str | None = None) -> set[int]:
-        """The blocks of all requests that the scheduler knows, but for one."""
+        """The blocks of all the scheduler's requests, except those of request ``but``."""
         tables = [self.scheduler.kv_cache_manager.get_block_ids(one) for one in self.scheduler.requests if one != but]
         return {block for table in tables for group in table for block in group}
 
     def crowd(self) -> None:
-        """Other requests take every block that can be had, and finish."""
+        """Other requests take every free block, and finish."""
         for number in range(8):
             first = OTHERS[number * 500]
             self.add(f"other-{len(self.requests)}", list(range(first, first + 4 * BLOCK_SIZE)))
@@ -237,7 +237,7 @@ def test_a_parked_loads_blocks_go_to_nobody(waiting: tuple[Decode, set[int]], po
     assert d.reasons["r"] == ("length" if policy == "recompute" else "error")
     d.finish()
     assert d.free_blocks == IDLE - len(registered)
-    assert d.scheduler.has_requests(), "the workers must be asked until they clear it"
+    assert d.scheduler.has_requests(), "the engine must step until the workers clear the load"
 
     d.step(report=DecodeReport(cleared={"r": {0}}))
     assert d.free_blocks == IDLE
@@ -258,7 +258,7 @@ def test_recomputing_takes_other_blocks(decode: Build) -> None:
 
 
 def test_without_quarantine_recomputing_takes_the_same_blocks(decode: Build) -> None:
-    """What this is for: nothing in vLLM keeps the blocks of a failed load apart."""
+    """The reason for the quarantine: nothing in vLLM keeps the blocks of a failed load apart."""
     d = decode()
     d.decode("r")
     d.step()
@@ -280,7 +280,7 @@ def test_a_received_load_is_decoded_and_its_blocks_returned(waiting: tuple[Decod
 
 
 def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
-    """It needs the blocks of its first load, which are set aside, again: only the end of the others frees some."""
+    """The failed one needs new blocks, for its first ones are set aside. Only the end of the others frees some."""
     d = decode(policy="recompute")
     names = [f"r{number}" for number in range(5)]
     for name in names:
@@ -296,7 +296,7 @@ def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
 
 
 def test_failed_loads_reserve_no_blocks_that_they_do_not_hold(decode: Build) -> None:
-    """A request of a higher priority comes first: all blocks are free, and it must get some."""
+    """A request of a higher priority comes first. All blocks are free, so it must get some."""
     d = decode(policy="recompute", scheduling="priority")
     for name in ("r0", "r1"):
         d.decode(name, 480, priority=1)
@@ -310,7 +310,7 @@ def test_failed_loads_reserve_no_blocks_that_they_do_not_hold(decode: Build) -> 
 
 
 def test_every_rank_that_parked_must_clear(decode: Build) -> None:
-    """Ranks report in different steps; the engine hears of the failure with the last one's."""
+    """Ranks report in different steps. The failure reaches the engine with the last rank's report."""
     d = decode(policy="fail")
     d.decode("r")
     d.step()
@@ -371,7 +371,7 @@ def test_aborted_after_the_load_failed_before_it_runs_again(decode: Build) -> No
     d.abort("r")
     assert d.free_blocks == IDLE - 7
     d.step(report=DecodeReport(cleared={"r": {0}}))
-    assert d.metadata.cancelled == {}, "the workers said themselves that it has failed"
+    assert d.metadata.cancelled == {}, "the workers have reported the failure themselves"
     assert d.free_blocks == IDLE
 
 
@@ -381,7 +381,7 @@ def test_no_push_in_time(decode: Build, caplog: pytest.LogCaptureFixture) -> Non
         d.decode("r")
         d.step()
     assert d.metadata.cancelled == {"r": "no push within 0 s (push_registration_timeout)"}
-    assert d.registered(), "the registration goes out all the same: the workers hear of both"
+    assert d.registered(), "the registration goes out all the same: the workers get both"
     assert not [record for record in caplog.records if "timed out" in record.getMessage()], "vLLM's own watch is off"
     d.step()
     assert d.metadata.cancelled == {}
@@ -399,7 +399,7 @@ def test_the_usual_time_is_upstreams(decode: Build) -> None:
 
 
 def test_failed_by_policy_it_is_not_cancelled_as_well(decode: Build) -> None:
-    """The scheduler finishes it before it hands the workers' report to the connector."""
+    """The scheduler finishes the request before the connector gets the workers' report."""
     d = decode(policy="fail")
     d.decode("r")
     d.step()
@@ -421,7 +421,7 @@ def test_aborted_before_it_was_scheduled_nobody_awaits_it(decode: Build) -> None
 
 
 def test_a_failed_load_is_never_named_by_its_blocks(engine: Callable[..., Any]) -> None:
-    """Another request may have them by then, and vLLM would take that one's tokens for lost."""
+    """Another request may have the blocks by then, and vLLM would count that request's tokens as lost."""
     d = engine("kv_consumer")
     d.worker.connector_worker._invalid_block_ids.put({1, 2})
     assert d.worker.get_block_ids_with_load_errors() == set()
@@ -443,7 +443,7 @@ def test_the_registration_says_whose_it_is(decode: Build) -> None:
 
 @pytest.mark.parametrize("backoff", [0, 1, 3])
 def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.MonkeyPatch, backoff: int) -> None:
-    """Where vLLM's P drops the last tokens of a prompt, too."""
+    """Also where vLLM's P drops the last tokens of a prompt."""
     monkeypatch.setattr(LayerwisePushScheduler, "_prefill_backoff", lambda scheduler: backoff)
     p = decode(role="kv_producer")
     asked = {length: decode() for length in (1, 2, 3, 4, 99, 100, 101)}
@@ -464,7 +464,7 @@ def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.Mon
 
 
 def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> None:
-    """Else its workers would refuse their registrations: no step schedules them, and the engine makes no other."""
+    """Else P's workers would refuse the registrations: no step schedules the requests, and no later step comes."""
     from vllm.v1.core.sched.interface import PauseState
 
     p = decode(role="kv_producer")
@@ -474,7 +474,7 @@ def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> 
     assert p.scheduler.has_requests(), "the engine steps once more"
     assert p.step().num_scheduled_tokens == {}
     assert p.metadata.arrived == {"r": "t"}
-    assert not p.scheduler.has_requests(), "and no further"
+    assert not p.scheduler.has_requests(), "the engine takes no second step"
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> 
 def test_the_last_token_finds_all_that_it_attends_to(
     decode: Build, attention: Attention, tokens: int, first: int, first_token: int | None
 ) -> None:
-    """D may compute the last token again. Its layers look at tokens from ``first`` on: D registers their blocks."""
+    """D may compute the last token again. This attends to tokens from ``first`` on, so D registers their blocks."""
     d = decode(attention=attention)
     d.decode("r", tokens)
     d.step()
@@ -508,7 +508,7 @@ def test_the_last_token_finds_all_that_it_attends_to(
 
 
 def test_a_prompt_whose_blocks_p_would_count_differently_is_computed(decode: Build) -> None:
-    """The last token's window begins a block earlier than the next one's, and the last token has a block for itself."""
+    """The last token's window begins a block before the next token's. The last token has a block for itself."""
     d = decode(attention="window", window=WINDOW + 2)
     d.decode("r", 3 * BLOCK_SIZE + 1)
     output = d.step()
@@ -521,7 +521,7 @@ def test_a_prompt_whose_blocks_p_would_count_differently_is_computed(decode: Bui
 def test_p_keeps_all_that_the_last_token_attends_to(
     decode: Build, attention: Attention, tokens: int, first: int
 ) -> None:
-    """vLLM drops the blocks that only a next token would not need. D has registered them."""
+    """vLLM drops blocks that the next token does not need. D has registered them for the last token."""
     p = decode(role="kv_producer", attention=attention)
     p.add("r", list(range(3, 3 + tokens)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
     p.step()
@@ -548,7 +548,7 @@ def test_p_lets_go_of_a_last_window_with_its_request(decode: Build) -> None:
 
 
 def test_a_prompt_that_is_computed_here_is_declined(decode: Build) -> None:
-    """And P's lease gets no heartbeat."""
+    """P's lease gets no heartbeat either."""
     d = decode()
     request = d.decode("r")
     request.skip_reading_prefix_cache = True
@@ -567,7 +567,7 @@ def test_a_request_that_is_aborted_in_the_queue_is_declined(decode: Build) -> No
     d = decode()
     d.decode("r")
     d.abort("r")
-    assert d.scheduler.has_requests(), "the workers must hear of it"
+    assert d.scheduler.has_requests(), "the workers must get the decline"
     d.step()
     assert [decline.request_id for _, decline in d.metadata.declined] == ["r"]
     assert not d.scheduler.has_requests()

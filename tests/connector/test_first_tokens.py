@@ -1,7 +1,7 @@
 """D's real schedulers start requests with P's token, under vLLM's real bookkeeping of its first model runner.
 
-The workers' reports are written by hand. ``Runner`` has no model: a token follows from all tokens before it, as the
-runner sees them. So an answer is right only if scheduler and runner agree on every token.
+The tests write the workers' reports. ``Runner`` has no model: it derives a token from all tokens before it that it
+knows. So an answer is right only if scheduler and runner agree on every token.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Runner:
 
 
 class Decode:
-    """A decode engine. With an ``AsyncScheduler`` it schedules a step before it has the last one's output."""
+    """A decode engine. With an ``AsyncScheduler`` it schedules a step before it has the last step's output."""
 
     def __init__(self, config: Any, scheduler: str) -> None:
         from vllm.v1.core.sched import async_scheduler
@@ -108,7 +108,7 @@ class Decode:
         self.requests: dict[str, Any] = {}
         self.registrations: dict[str, Any] = {}
         self.origins: Counter[str] = Counter()
-        """How many requests have started with which token."""
+        """Numbers of requests by the origin of their first token."""
         if self.ours.first_tokens is not None:
             count = self.ours.first_tokens._count
             self.ours.first_tokens._count = lambda origin: (count(origin), self.origins.update([origin]))
@@ -152,7 +152,7 @@ class Decode:
         return prompt
 
     def step(self, *received: str, failed: Sequence[str] = (), **first_tokens: int | Missing) -> Any:
-        """One iteration of the engine's loop; the rest is what the workers report in it."""
+        """One iteration of the engine's loop. The arguments are the workers' report."""
         from vllm.v1.outputs import KVConnectorOutput
 
         output = self.scheduler.schedule()
@@ -188,7 +188,7 @@ class Decode:
         raise AssertionError("requests are left over")
 
     def load(self, request_id: str, first_token: int | Missing | None = None) -> None:
-        """The request's KV arrives, and with it P's token, or the reason that there is none."""
+        """The request's KV arrives with P's token, or with the reason for its absence."""
         self.step(request_id, **({} if first_token is None else {request_id: first_token}))
         self.settle()
 
@@ -227,7 +227,7 @@ def test_p_s_token_is_the_first_of_the_answer(decode: Build) -> None:
     assert d.registrations["r"]["sampling"] is not None
     first, *_ = answer(prompt, 1)
     d.load("r", first)
-    assert d.tokens("r") == [first], "it is out as soon as the load is complete"
+    assert d.tokens("r") == [first], "the token leaves as soon as the load is complete"
     assert d.origins == {"prefill": 1}
     assert len(d.ours._hand_overs) == 0, "the hand-over ends with the token, not with the next step"
     step = d.step()
@@ -260,7 +260,7 @@ def test_prompts_up_to_the_end_of_a_block(decode: Build, tokens: int) -> None:
 
 
 def test_what_follows_an_answer_finds_it_in_the_prefix_cache(decode: Build) -> None:
-    """P's token is in the hash of its block, as any other."""
+    """P's token is in the hash of its block, as any other token."""
     d = decode(enable_prefix_caching=True)
     prompt = d.ask(tokens=190)
     d.step()
@@ -284,7 +284,7 @@ def test_without_the_setting_nothing_is_asked(decode: Build) -> None:
 
 
 def test_answers_that_are_preempted_are_computed_again(decode: Build) -> None:
-    """P's token is then one of the tokens that the scheduler has, and no runner forgets it or counts it twice."""
+    """The scheduler then has P's token as any other. No runner forgets the token or counts it twice."""
     d = decode()
     prompts = {name: d.ask(name, tokens=330 + number, max_tokens=150) for number, name in enumerate("abc")}
     d.step()
@@ -307,7 +307,7 @@ def test_the_second_runner_gets_every_token_of_a_new_request(decode: Build) -> N
     assert list(new.prefill_token_ids) == [*prompt, 77]
     assert new.num_computed_tokens == len(prompt)
     old = d.scheduler.schedule().scheduled_cached_reqs
-    if old.req_ids:  # it was scheduled ahead
+    if old.req_ids:  # the request was scheduled ahead
         assert old.num_output_tokens == [2]
 
 
@@ -438,7 +438,7 @@ def test_a_request_that_is_aborted(decode: Build) -> None:
 
 
 def test_no_block_for_the_token(decode: Build) -> None:
-    """The prompt ends with a block, and every block is taken: D computes the last token in the block that it has."""
+    """The prompt ends with a block, and no block is free: D computes the last token in a block of the request."""
     d = decode()
     full = [d.ask(f"r{number}", tokens=96) for number in range(13)]
     d.step()

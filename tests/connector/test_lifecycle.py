@@ -41,7 +41,7 @@ def registered(p: Engine) -> None:
 
 
 def asks_first(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> list[int]:
-    """D asks for a prompt before P has it. Returns D's blocks, when P's worker has heard of it."""
+    """D registers for a prompt before P has it. Returns D's blocks once P's worker has the registration."""
     d.decode_from(p, request_id, tokens)
     d.step()
     registered(p)
@@ -49,7 +49,7 @@ def asks_first(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKE
 
 
 def ends_well(p: Engine, d: Engine, request_id: str = "r-1", tokens: int = TOKENS) -> None:
-    """D is told, its bytes are right, P reports the request as sent and has its blocks back."""
+    """D has loaded the request. P has reported it as sent, and has its blocks back."""
     step_until(p, d, done=lambda: request_id in d.received and request_id in p.sent)
     assert p.finished == [request_id]
     assert p.sent.count(request_id) == 1
@@ -74,7 +74,7 @@ def test_the_end_of_a_load_wakes_a_resting_engine(engine: Build, outcome: str) -
     step_until(p, done=woken.is_set)
     d.step()
     assert (d.received, d.failed) == ((["r-1"], []) if outcome == "loaded" else ([], ["r-1"]))
-    assert d.scheduler.finished_recving_kv_req_ids == ({"r-1"} if outcome == "loaded" else set()), "a calm engine asks"
+    assert d.scheduler.finished_recving_kv_req_ids == ({"r-1"} if outcome == "loaded" else set()), "for the next step"
 
 
 def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Build) -> None:
@@ -95,7 +95,7 @@ def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Bu
 
 
 def test_sent_is_said_only_after_the_request_has_finished(engine: Build) -> None:
-    """Earlier, the scheduler would die on it."""
+    """An earlier report would crash the scheduler."""
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
@@ -128,8 +128,8 @@ def test_registered_after_prefill_goes_whole(engine: Build) -> None:
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     assert p.finished == ["r-1"]
-    assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "held for the decode engine"
-    step_until(p, done=p.writer.waiting)  # P's writer has heard of it
+    assert p.free_blocks < p.config.cache_config.num_gpu_blocks - 1, "P must hold the blocks for D"
+    step_until(p, done=p.writer.waiting)  # P's writer knows the request
     d.decode_from(p, "r-1", TOKENS)
     d.step()
     blocks = d.blocks("r-1")
@@ -187,7 +187,7 @@ def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None
     assert p.totals.fallbacks == {}
     for name, cache in d.caches.items():
         others = [block for block in range(cache.shape[0]) if block not in blocks]
-        assert bool((cache[others] == -1.0).all()), f"{name}: a block that nobody asked for was written"
+        assert bool((cache[others] == -1.0).all()), f"{name}: a block without a registration was written"
 
 
 def test_a_request_for_this_engine_alone_is_left_alone(engine: Build) -> None:
@@ -249,7 +249,7 @@ def test_a_request_in_ps_queue_is_known_and_one_that_never_came_is_refused(engin
 
 
 def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
-    """P has its blocks back when prefill is over, D has its own when P has said that it writes no more."""
+    """P gets its blocks back after prefill. D gets its own once P reports that it writes no more."""
     p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
@@ -286,7 +286,7 @@ def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engin
 
 
 def test_the_address_of_a_heartbeats_handshake_is_known(engine: Build) -> None:
-    """vLLM begins it. A request that comes later counts the ranks wrongly: it fails, and no other."""
+    """vLLM begins the handshake. A later request with a wrong number of ranks fails alone."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo, NixlConnectorMetadata
 
     p, d = engine("kv_producer"), engine("kv_consumer")
@@ -301,7 +301,7 @@ def test_the_address_of_a_heartbeats_handshake_is_known(engine: Build) -> None:
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
     ends_well(p, d)
-    until(lambda: list(worker._handshakes) == [p.engine_id])  # "another" was not found there
+    until(lambda: list(worker._handshakes) == [p.engine_id])  # there is no engine "another" at that address
     worker.task(partial(worker.disconnect, p.engine_id))
     until(lambda: not worker._handshakes)
 
@@ -330,7 +330,7 @@ def test_a_wrong_number_of_ranks_fails_the_load_in_seconds(
 
 @pytest.mark.parametrize("extra", [{}, {"layerwise": False}], ids=["by layer", "whole"])
 def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dict[str, object]) -> None:
-    """One router's request, twice: each engine has added what it likes to the id."""
+    """One router's request, twice: each engine has added its own suffix to the id."""
     p, d = engine("kv_producer", extra), engine("kv_consumer")
     ids = {tokens: f"same-{tokens:08x}" for tokens in (100, TOKENS)}
     for tokens, name in ids.items():
@@ -353,7 +353,7 @@ def test_preempted_it_starts_again(engine: Build) -> None:
     run(p, 2)
     assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
     for cache in p.caches.values():
-        cache.fill_(-2.0)  # others have the blocks meanwhile
+        cache.fill_(-2.0)  # other requests have the blocks meanwhile
     outputs = [p.step() for _ in range(STEPS)]
     chunks = [chunk for output in outputs for chunk in output.kv_connector_metadata.step_plan.chunks]
     assert [(chunk.epoch, chunk.start) for chunk in chunks] == [(1, 0), (1, 64), (1, 128), (1, 192)]
@@ -375,7 +375,7 @@ def test_a_cached_prefix_is_sent_before_the_step_computes_a_layer(engine: Build)
 
 
 def test_a_prefix_that_the_step_itself_computes_waits_for_its_layers(engine: Build) -> None:
-    """vLLM's scheduler takes a block for cached when it has planned the step that fills it."""
+    """vLLM's scheduler counts a block as cached once it has planned the step that fills the block."""
     options = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
     p, d = engine("kv_producer", {"granularity": "layer"}, **options), engine("kv_consumer")
     blocks = asks_first(p, d)
@@ -383,7 +383,7 @@ def test_a_prefix_that_the_step_itself_computes_waits_for_its_layers(engine: Bui
     p.prefill("r-1", TOKENS)
     output = p.step()
     chunks = [chunk for chunk in output.kv_connector_metadata.step_plan.chunks if chunk.request_id == "r-1"]
-    assert [(chunk.cached, chunk.start) for chunk in chunks] == [(False, 192)], "a hit, and no chunk of its own"
+    assert [(chunk.cached, chunk.start) for chunk in chunks] == [(False, 192)], "a prefix hit, but no cached chunk"
     step_until(p, d, done=lambda: "r-1" in d.received)
     assert holds_prompt(d, blocks, TOKENS)
 
@@ -415,7 +415,7 @@ LONG_LEASE = {"kv_lease_duration": 480}
 @pytest.mark.parametrize("order", ["P first", "D first"])
 @pytest.mark.parametrize("why", ["no handshake", "a misfit", "not loaded"])
 def test_ps_blocks_wait_for_no_load_that_will_not_come(engine: Build, why: str, order: str) -> None:
-    """Neither for a load that D refuses, nor for one that vLLM does not want: the prompt's log probabilities."""
+    """D refuses the load, or vLLM skips it because a request asks for its prompt's log probabilities."""
     p, d = engine("kv_producer", LONG_LEASE), engine("kv_consumer")
     worker = d.worker.connector_worker
     if order == "P first":
@@ -440,7 +440,7 @@ def test_ps_blocks_wait_for_no_load_that_will_not_come(engine: Build, why: str, 
 
 
 def test_only_d_flushes_writes_into_its_device(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that does not order them. The runtime is a fake, and its device the CPU."""
+    """On a GPU that does not order WRITEs itself. The runtime is a fake, and its device is the CPU."""
     runtimes = [FakeRuntime(), FakeRuntime()]
     made = iter(runtimes)
     monkeypatch.setattr(cuda, "runtime", lambda _: next(made))

@@ -1,4 +1,4 @@
-"""Whether a push between two engines can be right, by what their handshake has shown."""
+"""Whether a push between two engines can be right, by the facts of their handshake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a push through real workers and schedulers shows on both engines' ``/metrics``, by vLLM's own way."""
+"""Metrics of a push through real workers and schedulers, on both engines' ``/metrics``, by vLLM's own way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def front_end() -> Iterator[FrontEnd]:
 
 
 def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
-    """After what these engines have told in their steps so far, and with their periodic log line in ``front_end``."""
+    """``/metrics`` after all reports of these engines so far. ``front_end`` has their periodic log line."""
     for index, engine in enumerate(engines):
         for payload in engine.stats:
             front_end.hear(payload, index)
@@ -40,13 +40,13 @@ def scraped(front_end: FrontEnd, *engines: Engine) -> Scrape:
 
 
 def upstreams(scrape: Scrape) -> dict[str, float]:
-    """vLLM's own metrics of the first engine's NIXL, by name without its prefix."""
+    """vLLM's own metrics of the first engine's NIXL, by name without the prefix."""
     found = [sample for sample in scrape.samples if sample.labels.get("engine") == "0"]
     return {sample.name.removeprefix("vllm:nixl_"): sample.value for sample in found if "nixl" in sample.name}
 
 
 def run_dry(engine: Engine) -> None:
-    """As vLLM's core does: no step more than the scheduler asks for."""
+    """Step as vLLM's core does: only while the scheduler has requests."""
 
     def has_none_left() -> bool:
         if engine.scheduler.has_requests():
@@ -74,7 +74,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
     assert scrape.value("write_bytes_count", engine="0") == counters.writes
     assert scrape.value("write_descriptors_sum", engine="0") == counters.descriptors
     assert scrape.value("writes_total", engine="0", plan="direct") == scrape.value("writes_total") == counters.writes
-    for number in ("0", "1"):  # whatever is left is what the link is timed on
+    for number in ("0", "1"):  # only the pieces that time the link are taken
         assert scrape.value("staging_ring_bytes", engine=number) == MIN_BYTES
         assert scrape.value("staging_ring_used_bytes", engine=number) == SCRATCH_PIECES * PIECE_BYTES
     assert scrape.value("exposed_seconds_count", engine="0") == 1
@@ -103,7 +103,7 @@ def test_a_layerwise_push(engine: Build, front_end: FrontEnd) -> None:
 
 
 def with_two_ranks(engine: Engine) -> None:
-    """From here on a second rank reports in each step the same as the first one."""
+    """From now on a second rank reports the same as the first one in each step."""
     scheduler, update, ranks = engine.connector.connector_scheduler, engine._update, KVOutputAggregator(2)
     scheduler._endings = Endings(2, scheduler.metrics.recorder)
 
@@ -148,7 +148,7 @@ def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> N
     assert scrape.value("pushes_total", engine="0", outcome="late_registration") == 1
     assert scrape.value("fallbacks_total", engine="0", reason="late_registration") == 1
     assert scrape.value("write_bytes_count", engine="0") == 1
-    assert upstreams(scrape)["bytes_transferred_count"] == 1, "upstream counts what upstream pushed"
+    assert upstreams(scrape)["bytes_transferred_count"] == 1, "upstream counts its own pushes"
     assert upstreams(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
 
 
@@ -160,7 +160,7 @@ def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: F
 
 
 def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
-    """vLLM throws away what a scheduler's connector calls empty; a level is not."""
+    """vLLM drops statistics that a scheduler's connector calls empty. Statistics with a level are not empty."""
     p, d = engine("kv_producer"), engine("kv_consumer")
     d.decode_from(p, "r-1", TOKENS)
     d.step()

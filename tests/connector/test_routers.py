@@ -1,4 +1,4 @@
-"""Bodies of routers, as their sources build them, through the front end's check and both engines' real schedulers."""
+"""Routers' request bodies, as their sources build them, through the front end's check and real schedulers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.connector.test_lifecycle import TOKENS, registered, run, step_until
 
 Build = Callable[..., Engine]
 HANDSHAKE = 5600
-"""The side channel's port that the bodies name. A test puts in its engine's."""
+"""The side channel's port in the bodies. A test puts in its engine's port."""
 
 # llm-d-router of August 2026, `--moriio-write-mode --moriio-parallel-dispatch`: runNIXLProtocolV2WriteParallel.
 MORIIO_TO_P = """{"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
@@ -38,7 +38,7 @@ PUSH_TO_D = """{"remote_engine_id": "127.0.0.1:5600", "remote_host": "127.0.0.1"
 
 
 def params(body: str, p: Engine) -> dict[str, Any]:
-    """A body for these engines: P is started with the ``engine_id`` HOST:PORT, as the page says."""
+    """A body for these engines: P is started with the ``engine_id`` HOST:PORT, as docs/routers.md says."""
     found: dict[str, Any] = json.loads(body.replace(f":{HANDSHAKE}", f":{p.port}"))
     for key in ("remote_port", "remote_handshake_port"):
         if found.get(key) == HANDSHAKE:

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler hands on of a request's OpenTelemetry trace, and what its hook makes of our spans."""
+"""A request's OpenTelemetry headers from vLLM's scheduler to the workers, and our spans through vLLM's hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 COLLECTOR = "http://127.0.0.1:1"
-"""Nobody listens there, and nobody asks: it is the API server that would set the tracer up."""
+"""Nothing listens there, and nothing connects: only vLLM's API server would set up the tracer."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_without_a_collector_the_workers_hear_nothing(engine: Callable[[str | No
 
 @pytest.fixture
 def exported() -> Iterator[Any]:
-    """What OpenTelemetry would send, if vLLM had set its tracer up for a collector."""
+    """The spans that OpenTelemetry would send, if vLLM had set up its tracer for a collector."""
     telemetry = pytest.importorskip("opentelemetry.trace")
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -99,7 +99,7 @@ def test_vllms_hook_puts_it_below_the_clients_span(exported: Any) -> None:
 
 
 def test_without_opentelemetry_nothing_is_exported(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where its packages are missing: vLLM starts all the same, and so do we."""
+    """As without its packages: vLLM starts all the same, and so does layerpush."""
     from vllm.tracing import otel
 
     from layerpush.compat.spans import REQUEST_ID, emit_span

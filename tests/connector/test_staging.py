@@ -1,4 +1,4 @@
-"""A worker's staging memory, against a NIXL that only notes what it is asked for."""
+"""A worker's staging memory, with a NIXL that only notes its calls."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ OFFER = Window(
 
 
 class Nixl:
-    """``broken`` are the calls that fail."""
+    """``broken`` names the calls that fail."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.prepared: list[str] = []
         self.rows: list[list[list[int]]] = []
-        """Of the prepared lists: address, bytes, device, stride and count of blocks."""
+        """Rows of the prepared lists: address, bytes, device, stride and count of blocks."""
         self.released: list[Any] = []
         self.broken: set[str] = set()
         self.devices: set[int] = set()
-        """That memory was registered on."""
+        """The devices with registered memory."""
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -124,7 +124,7 @@ def test_memory_is_registered_and_windows_are_offered(monkeypatch: pytest.Monkey
     for ((base, length, device, stride, count),), size in zip(place.nixl.rows, (BLOCK_BYTES, PIECE_BYTES), strict=True):
         assert (base, length, device, stride) == (offer.ring, size, 0, size)
         assert count * size == offer.ring_size
-    assert offer.offset >= 128 * PIECE_BYTES, "not where others time their WRITEs"
+    assert offer.offset >= 128 * PIECE_BYTES, "peers time their WRITEs there"
     (ring,) = staging.rings
     assert offer.offset + offer.size <= offer.ring_size == ring.capacity_bytes
 
@@ -171,7 +171,7 @@ def test_without_room_or_wish_nothing_is_packed(config: dict[str, Any], monkeypa
 def test_only_whole_blocks_are_gathered(
     theirs: int, use_mla: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our heads of two blocks are no neighbours on D, whatever their ids: those of other ranks lie between them."""
+    """Our heads of two blocks are never adjacent on D, for any block ids: heads of other ranks lie between them."""
     place = Place(monkeypatch)
     place.worker.use_mla = use_mla
     place.worker.transfer_topo = SimpleNamespace(
@@ -184,7 +184,7 @@ def test_only_whole_blocks_are_gathered(
 
 
 def test_a_link_that_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory, blocks that do not fit, several ranks."""
+    """No staging memory, blocks that do not fit, several ranks."""
     routes = tuple(Route(f"d-{rank}", rank, "cache", "their cache") for rank in range(2))
     for config, link in (
         ({"packing": "off"}, Link("D", routes[:1], (BLOCKS, BLOCKS))),
@@ -195,7 +195,7 @@ def test_a_link_that_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever registers must not suffer from it."""
+    """The registering engine must not suffer from it."""
     place = Place(monkeypatch, staging_bytes=130 * PIECE_BYTES)
     staging = place.start()
     assert place.packs()
@@ -204,7 +204,7 @@ def test_a_ring_too_small_for_windows_offers_none(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WRITEs may be on their way to the first while a second one is offered."""
+    """WRITEs may be on their way to the first ring while D offers a second one."""
     place = Place(monkeypatch)
     staging = place.start()
     first = staging.ring_of("D", "d-0", OFFER)
@@ -232,7 +232,7 @@ def test_a_ring_that_is_not_there_is_asked_for_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The WRITE's handle goes first, then the list that it was made from."""
+    """The worker releases the WRITE's handle first, then its descriptor list."""
     place = Place(monkeypatch)
     staging = place.start()
     ring = staging.ring_of("D", "d-0", OFFER)
@@ -280,7 +280,7 @@ def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(TensorStaging, "copy_costs", unable)
     elif lacks == "pinned memory":
         monkeypatch.setattr(tensor_memory, "BlockIdBuffer", unable)
-    else:  # on CPUs torch has no error of its own for that
+    else:  # on a CPU torch has no such error of its own
         monkeypatch.setattr("layerpush.worker.packing.staging_memory", unable)
     place.start()
     assert not place.packs()

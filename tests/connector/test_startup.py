@@ -1,4 +1,4 @@
-"""What an operator is told when an engine starts."""
+"""Log lines and refusals at the start of an engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_decode_context_parallelism_is_refused(world: None, model: Path) -> None
 
 @pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
 def test_sleep_mode_is_refused(world: None, model: Path, role: str) -> None:
-    """Memory that wakes up is not the memory that NIXL has registered."""
+    """The memory after a sleep is not the memory that NIXL has registered."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     config = config_of(model, "kv_both", "asleep")
@@ -116,7 +116,7 @@ def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_thread_that_computes_is_not_bound_to_the_core_for_transfers(engine: Build) -> None:
-    """As vLLM's own worker does it, and with it every thread that it makes."""
+    """vLLM's own worker binds this thread there, and so all threads that it starts."""
     before = os.sched_getaffinity(0)
     engine("kv_producer")
     assert os.sched_getaffinity(0) == before

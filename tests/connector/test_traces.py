@@ -1,4 +1,4 @@
-"""What a prefill and a decode engine record of one request, over real NIXL, and what `layerpush trace` makes of it."""
+"""A prefill and a decode engine's records of one request, over real NIXL, and `layerpush trace` of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     )
     assert (load.engine_id, load.prefill_engine_id, load.outcome) == (d.engine_id, p.engine_id, "completed")
     assert (load.request_id, load.prefill_request_id, load.blocks) == ("r-1", "r-1", 7)
-    assert load.clock_offset == pytest.approx(0.0, abs=0.5), "one clock, and a handshake that may take its time"
+    assert load.clock_offset == pytest.approx(0.0, abs=0.5), "one clock, but a handshake takes time"
     marks = [load.t_awaited, load.t_registered, push.t_registered, push.t_last_ready, push.t_last_landed]
     marks += [load.t_settled, load.t_reported]
     assert None not in marks
@@ -87,7 +87,7 @@ def test_a_request_that_is_pushed_whole(traced: tuple[Engine, Engine, Callable[[
     assert (push.mode, load.outcome) == ("request", "completed")
     assert push.t_last_ready < push.t_registered < push.writes[0].t_post  # type: ignore[operator]
     assert push.writes[0].t_post < load.t_settled  # type: ignore[operator]
-    assert break_down(request).parts["prefill"] == 0.0, "it was over before D asked"
+    assert break_down(request).parts["prefill"] == 0.0, "prefill was over before D registered"
 
 
 def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
@@ -105,7 +105,7 @@ def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], 
     "configured", [{}, {"granularity": "layer"}, {"granularity": "chunk"}, {"layerwise": False}], ids=str
 )
 def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: dict[str, object]) -> None:
-    """On one P. The request that does not choose goes as the configuration says."""
+    """Requests of every mode on one P. A request without a mode has the configured one."""
     p, d, read = pair(engine, tmp_path, configured)
     modes = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer", "r-4": "auto"}
     for name, mode in modes.items():
@@ -153,7 +153,7 @@ def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
 
 
 def everything_goes_whole(p: Engine, d: Engine, read: Callable[[], TraceSet], reason: str) -> None:
-    """Requests of every mode are pushed whole. Records, and metrics, say why if a request wanted otherwise."""
+    """Requests of every mode are pushed whole. Records and metrics give the reason if a request chose another mode."""
     modes = ("auto", "layer", "chunk", "request")
     for mode in modes:
         asks_first(p, d, mode)

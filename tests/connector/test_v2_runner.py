@@ -1,4 +1,4 @@
-"""A prompt's life where vLLM's V2 model runner calls the connector, as it does by default on a GPU.
+"""A prompt's life with calls to the connector by vLLM's V2 model runner, the default on a GPU.
 
 ``V2Runner`` has vLLM's own driver of the connector and its own hooks of an attention layer.
 """
@@ -78,7 +78,7 @@ def test_a_drafted_layer_is_not_pushed_before_it_is_computed(engine: Build, save
 def test_layers_that_call_no_hook_leave_before_the_step_samples(
     engine: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last two layers are of a model with an attention operation of its own."""
+    """The last two layers use an attention operation of the model's own."""
     p, d = pair(engine, max_num_batched_tokens=512)
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)

@@ -1,4 +1,4 @@
-"""Benchmarks that are run as their users run them, and what they leave behind."""
+"""Starts benchmarks as users do, and looks for their processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(module: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def children(pid: int, count: int) -> list[int] | None:
-    """The child processes, if there are so many."""
+    """The child processes if there are ``count``, else None."""
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return found if len(found) == count else None
 

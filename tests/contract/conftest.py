@@ -15,12 +15,12 @@ KINDS: dict[str, Callable[[], Link]] = {
 }
 
 
-# Every own link to NIXL is a process to start, so those tests take the one kind that vLLM uses.
+# Each own link to NIXL starts a process, so tests with such links use only the kind that vLLM uses.
 OWN_KINDS = ["fake", "nixl-4-threads"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Benchmarks in processes of their own are for `make test-all`; one quick run of each, and `tests/unit`, remain."""
+    """`make test-all` runs benchmarks in processes of their own. `make test` keeps one quick run of each."""
     here = pathlib.Path(__file__).parent
     for item in items:
         is_bench = item.path.parent == here and item.path.name.startswith("test_bench_")
@@ -37,14 +37,14 @@ def _shared_link(request: pytest.FixtureRequest) -> Iterator[Link]:
 
 @pytest.fixture
 def link(_shared_link: Link) -> Link:
-    """Both ends alive, D's memory poisoned. Shared: leave nothing in flight."""
+    """Both ends are alive, and D's memory is poisoned. Tests share the link: leave nothing in flight."""
     _shared_link.reset()
     return _shared_link
 
 
 @pytest.fixture(params=OWN_KINDS)
 def own_link(request: pytest.FixtureRequest) -> Iterator[Link]:
-    """For one test alone, which may freeze or kill D or leave WRITEs in flight."""
+    """A link for one test, which may freeze or kill D or leave WRITEs in flight."""
     link = KINDS[request.param]()
     yield link
     link.close()

@@ -1,4 +1,4 @@
-"""Two ends and what is between them: the same for the fake transport and for NIXL between two processes."""
+"""P, D and the link between them: the same for the fake transport and for NIXL between two processes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Pieces = NDArray[np.uint8]
 
 
 def source_pieces() -> Pieces:
-    """What P's memory holds at first: random, but the same every time."""
-    # No byte is the poison, so a row that landed differs from an untouched one everywhere.
+    """The first content of P's memory: random, but the same every time."""
+    # No byte is poison, so a landed row differs from an untouched one in every byte.
     return np.random.default_rng(7).integers(0, POISON, (COUNT, SIZE), dtype=np.uint8)
 
 
 class Link(abc.ABC):
-    """P's transport, and the tester's own hands on D. D's memory is poisoned until something lands in it."""
+    """P's transport, and a test's access to D. D's memory is poisoned until a WRITE lands in it."""
 
     transport: Transport
     route: Route
@@ -46,7 +46,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def inbox(self) -> list[tuple[str, bytes]]:
-        """What has arrived at D since the last call."""
+        """D's notifications since the last call."""
 
     @abc.abstractmethod
     def notify_from_peer(self, payload: bytes) -> None: ...
@@ -61,7 +61,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def snapshot_at(self, payload: bytes) -> None:
-        """Have D copy its memory at the very moment that this notification arrives."""
+        """Have D copy its memory at the moment at which this notification arrives."""
 
     @abc.abstractmethod
     def snapshot(self) -> Pieces | None:
@@ -116,7 +116,7 @@ class FakeLink(Link):
         self._awaited = payload
 
     def snapshot(self) -> Pieces | None:
-        # Nothing moves in the fake between a notification's arrival and this look.
+        # No byte moves in the fake between a notification's arrival and this call.
         return self.memory() if self._awaited in [payload for _, payload in self.inbox()] else None
 
     def reset(self) -> None:
@@ -139,8 +139,8 @@ class FakeLink(Link):
 class NixlLink(Link):
     """NIXL over UCX's TCP on loopback.
 
-    Neither agent has a progress thread: D polls in a loop, and P makes progress only inside the transport's own calls,
-    the harder case for the contract. A progress thread would hide a transport that forgets to poll.
+    Neither agent has a progress thread. D polls in a loop. P makes progress only inside the transport's own calls, the
+    harder case for the contract: a progress thread would hide a transport that forgets to poll.
     """
 
     def __init__(self, threads: int) -> None:

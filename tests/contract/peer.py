@@ -1,4 +1,4 @@
-"""The other process of the contract tests: registers memory with a NIXL agent, makes progress, and does as it is told.
+"""D's process in the contract tests: registers memory with a NIXL agent, makes progress, and obeys commands.
 
 A script. Arguments: file descriptor of its end of a socket pair, bytes of memory to register, threads of the agent.
 """

@@ -1,4 +1,4 @@
-"""A process with a NIXL agent and side channels, as a prefill engine has one: it says its agent's name and stays.
+"""A process with a NIXL agent and side channels, as of a prefill engine. It prints its agent's name and stays.
 
 A script. Arguments: the port of vLLM's listener, and that of layerpush's.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def agent(name: str) -> Any:
-    """With some memory registered."""
+    """An agent with some registered memory."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     made = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
@@ -26,7 +26,7 @@ def agent(name: str) -> Any:
 
 
 def handshake(agent_metadata: bytes) -> bytes:
-    """As vLLM's workers and scheduler make it."""
+    """A handshake's answer, as vLLM's workers and scheduler make it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 
     described = NixlAgentMetadata(

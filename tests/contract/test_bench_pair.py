@@ -1,4 +1,4 @@
-"""bench.forward, bench.push and bench.writer between two processes: what they write, their gate, that nothing stays."""
+"""bench.forward, bench.push and bench.writer between two processes: results, the check of bytes, the clean-up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def written_by(command: str, out: Path) -> dict[str, Any]:
-    """The JSON of a short run, whose picture is there, too."""
+    """The JSON of a short run. Checks that its picture exists, too."""
     process = start(*command.split(), "--rounds", "2", "--out", str(out))
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
@@ -39,7 +39,7 @@ def written_by(command: str, out: Path) -> dict[str, Any]:
 
 
 def namespaces(pid: int) -> list[str]:
-    """Those that a command of this process id makes."""
+    """The network namespaces of the command with this process id."""
     folder = Path("/run/netns")
     return sorted(each.name for each in folder.glob(f"layerpush-*-{pid % 100_000}")) if folder.exists() else []
 
@@ -208,5 +208,5 @@ def test_an_emulated_link_is_as_slow_as_it_says_and_goes_away(tmp_path: Path) ->
     assert process.returncode == 0, said
     (cell,) = json.loads(out.read_text())["cells"]
     assert cell["link"] == "200mbit"
-    assert cell["ceiling"]["gb_s"] < 0.2 / 8 * 1.1  # its measure of an idle link is no more than the link has
+    assert cell["ceiling"]["gb_s"] < 0.2 / 8 * 1.1  # the measured ceiling does not exceed the link's rate
     assert not namespaces(process.pid)

@@ -1,4 +1,4 @@
-"""bench.serve with vLLM's own ``bench serve``: what it asks of it, and what it reads from its files. No engine runs."""
+"""bench.serve with vLLM's own ``bench serve``: calls and result files. A stub answers in the place of engines."""
 
 from __future__ import annotations
 

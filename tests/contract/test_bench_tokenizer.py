@@ -34,5 +34,5 @@ def test_text_and_tokens_are_one(tokenizer) -> None:  # type: ignore[no-untyped-
 
 @pytest.mark.slow
 def test_no_prompt_is_too_long_for_its_tokens(tokenizer) -> None:  # type: ignore[no-untyped-def]
-    """vLLM refuses texts of more characters than the longest token has, times the tokens that there is room for."""
+    """vLLM limits the characters of a text to its token limit times the longest token."""
     assert len(tokenizer.decode([VOCABULARY - 1] * 1000)) <= 1000 * tokenizer.max_chars_per_token

@@ -1,4 +1,4 @@
-"""Notifications: whole, in order, and never ahead of what had landed when they were sent."""
+"""Notifications: whole, in order, and never ahead of bytes that had landed when they were sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def arrived(link: Link, count: int) -> list[tuple[str, bytes]]:
     taken: list[tuple[str, bytes]] = []
 
     def look() -> bool:
-        link.transport.notifications()  # P's progress: without it nothing need leave
+        link.transport.notifications()  # P's progress: without it, notifications may stay on P
         taken.extend(link.inbox())
         return len(taken) >= count
 
@@ -54,7 +54,7 @@ def test_the_peer_notifies_back(link: Link) -> None:
 
 @pytest.mark.parametrize("round_", range(5))
 def test_a_notification_sent_after_landing_finds_the_bytes(link: Link, round_: int) -> None:
-    """D copies its memory at the moment of arrival, so bytes that come after it are seen to be missing."""
+    """D copies its memory at the moment of arrival, so the copy lacks bytes that land later."""
     draw = np.random.default_rng(round_)
     order, places = draw.permutation(COUNT).astype(np.int32), draw.permutation(COUNT).astype(np.int32)
     payload = b"done %d" % round_
@@ -85,7 +85,7 @@ def test_an_unknown_agent_is_an_error_but_no_lost_peer(link: Link) -> None:
 
 
 def test_a_contact_is_enough_to_notify(link: Link) -> None:
-    """No handshake, no memory. It is harmless where there was one: WRITEs go on."""
+    """No handshake and no memory is necessary. After a handshake, ``meet`` does no harm: WRITEs go on."""
     assert len(link.peer_contact()) < 4096
     agent = link.transport.meet(link.peer_contact())
     link.transport.notify(agent, b"met")
@@ -96,7 +96,7 @@ def test_a_contact_is_enough_to_notify(link: Link) -> None:
 
 
 def test_a_stranger_needs_the_contact_only(link: Link) -> None:
-    """A third agent, which has never had D's memory described."""
+    """The stranger is a third agent without a description of D's memory."""
     stranger = link.stranger()
     stranger.notify(stranger.meet(link.peer_contact()), b"hello")
     assert [payload for _, payload in arrived_from(stranger, link)] == [b"hello"]

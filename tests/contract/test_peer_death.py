@@ -1,4 +1,4 @@
-"""A peer that stops is waited for; a peer that dies is reported, by every call, within a deadline."""
+"""Calls wait for a stopped peer. Every call reports a dead peer within a deadline."""
 
 from __future__ import annotations
 

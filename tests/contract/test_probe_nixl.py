@@ -1,4 +1,4 @@
-"""The probe against real agents behind a real side channel: vLLM's, which a stock engine has, and ours."""
+"""The probe of real agents behind real side channels: a stock engine's and ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Serve = Callable[[bytes], int]
 
 @pytest.fixture(scope="module")
 def ours() -> tuple[str, bytes]:
-    """An agent's name, and what it says of itself."""
+    """An agent's name and metadata."""
     name = str(uuid.uuid4())
     return name, agent(name).get_agent_metadata()
 
@@ -57,7 +57,7 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
 
 
 def test_an_agents_metadata_has_its_name_in_it(ours: tuple[str, bytes]) -> None:
-    """What the probe relies on."""
+    """The probe relies on this."""
     name, metadata = ours
     assert metadata.count(name.encode()) == 1
     assert str(uuid.uuid4()).encode() not in metadata
@@ -106,7 +106,7 @@ def stopped(pid: int) -> bool:
 
 
 def test_stock_vllms_side_channel_does_not_survive_a_bad_question(ours: tuple[str, bytes]) -> None:
-    """Why a refused connection alone proves no death: the process lives on, and may write."""
+    """So a refused connection alone proves no death: the process lives on, and may write."""
     import msgspec
     import zmq
 

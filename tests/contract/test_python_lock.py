@@ -1,4 +1,4 @@
-"""NIXL's calls that hold Python's lock, which the thread that computes waits for. Other builds may differ."""
+"""NIXL's calls that hold Python's lock: the main thread waits for them. Other builds may differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 100.0
 
 @pytest.fixture
 def held() -> Iterator[None]:
-    """A thread that has Python's lock keeps it until it gives it away by itself."""
+    """A thread keeps Python's lock until it releases the lock by itself."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     yield

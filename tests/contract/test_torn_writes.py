@@ -1,4 +1,4 @@
-"""A WRITE that NIXL calls failed may still land, and is not over before it has: over real NIXL only."""
+"""A WRITE that NIXL reports as failed may still land. It is not over before that. Over real NIXL only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 
 class Failing:
-    """A transport over the link's agent, to which NIXL's answer about the first WRITE is that it failed."""
+    """A transport over the link's agent. NIXL reports its first WRITE as failed."""
 
     def __init__(self, link: NixlLink) -> None:
         agent: Any = LockedAgent(link.agent)
@@ -48,14 +48,14 @@ def test_it_is_over_when_all_of_it_has_landed(link: NixlLink) -> None:
     until(lambda: failing.is_over(handle))
     landed = link.memory()
     failing.transport.release(handle)
-    assert not any(looks), "the decode engine had not even seen it"
+    assert not any(looks), "the WRITE was over while D was frozen"
     missing = np.flatnonzero((landed[:count] != link.source[:count]).any(axis=1))
-    assert missing.size == 0, f"{missing.size} of {count} pieces landed after the WRITE was called over"
+    assert missing.size == 0, f"{missing.size} of {count} pieces landed after the WRITE was over"
 
 
 @pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
 def test_it_is_over_when_the_peer_is(own_link: NixlLink) -> None:
-    """A WRITE that is too large for a fence, too."""
+    """Also for a WRITE that is too large for a fence."""
     failing = Failing(own_link)
     ids = np.arange(2 * SPLIT_AT, dtype=np.int32)
     handle = failing.transport.post_write(own_link.route, ids, ids)

@@ -1,4 +1,4 @@
-"""What the documentation says of UCX's environment variables: UCX reads them, and a range of ports is kept to."""
+"""UCX reads its environment variables in the documentation, and keeps to a range of ports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = {
 }
 UNUSED = "unused environment variable"
 
-# A process of its own, since UCX reads its settings once. Its listening sockets are those of the UCX backends alone.
+# A process of its own, because UCX reads its settings once. Only its UCX backends listen.
 AGENTS = """
 import json, os
 import nixl
@@ -41,7 +41,7 @@ print("ports", json.dumps(ports))
 
 
 def agents(**settings: str) -> tuple[list[int], str]:
-    """The ports of two agents with these settings, one of them with four threads, and all that UCX says."""
+    """The ports of two agents with these settings, one of them with four threads, and UCX's output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
         [sys.executable, "-c", AGENTS],
@@ -54,7 +54,7 @@ def agents(**settings: str) -> tuple[list[int], str]:
     assert done.returncode == 0, done.stderr
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("ports "))
     ports = json.loads(said.removeprefix("ports "))
-    assert [len(each) for each in ports] == [1, 5], "each thread listens, and the agent itself"
+    assert [len(each) for each in ports] == [1, 5], "each thread and the agent itself must listen"
     return [port for each in ports for port in each], done.stdout + done.stderr
 
 

@@ -27,7 +27,7 @@ def scattered(count: int, seed: int) -> Ids:
 
 
 def expected(*writes: tuple[Ids, Ids]) -> Pieces:
-    """D's memory after these WRITEs, computed from what P's memory was made of, not from what became of it."""
+    """D's memory after these WRITEs, computed from the first content of P's memory, not from its present one."""
     source, memory = source_pieces(), np.full((COUNT, SIZE), POISON, np.uint8)
     for local, remote in writes:
         memory[remote] = source[local]

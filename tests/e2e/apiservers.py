@@ -1,4 +1,4 @@
-"""`vllm serve` without its command line tool, which does not start where vLLM is installed under another name."""
+"""`vllm serve` without its command line tool, which does not start if vLLM is installed under another name."""
 
 from __future__ import annotations
 

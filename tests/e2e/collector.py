@@ -32,7 +32,7 @@ class Collector:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def spans(self, trace_id: str | None = None) -> list[Span]:
-        """All so far, or those of one trace."""
+        """All spans so far, or those of one trace."""
         with self._lock:
             return [span for span in self._spans if trace_id in (None, span.trace_id)]
 
@@ -52,7 +52,7 @@ def _span(span: Any) -> Span:
 
 @contextlib.contextmanager
 def collector(port: int) -> Iterator[Collector]:
-    """Listens on loopback until left."""
+    """Listens on loopback until the block ends."""
     found = Collector(f"http://127.0.0.1:{port}/v1/traces")
 
     class Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.fixtures import LogReader
 from tests.e2e.fleet import Fleet
 
-# Attributes that remember finished requests on purpose, the last few thousand of them.
+# Attributes that remember the last few thousand finished requests on purpose.
 BOUNDED_MEMORIES = ("._served", "._senders", "._answers", "._withheld", "._failures", "._ended", "._cancelled_early")
 
 CLEAN_UP_S = 10.0

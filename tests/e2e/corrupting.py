@@ -1,4 +1,4 @@
-"""Connectors that push wrong KV for one layer, so that the tests can be seen to notice."""
+"""Connectors that push wrong KV for one layer. They show that the tests notice it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.e2e.engines import CORRUPTED_LAYER
 class SendsWrongLayer(LayerwisePushConnector):
     """Computes right, but writes the next layer's bytes where `CORRUPTED_LAYER` belongs on D.
 
-    P's own cache and tokens stay right: what a wrong descriptor id would do.
+    P's own cache and tokens stay right, as with a wrong descriptor id.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`layerpush proxy`, but what it passes on is not quite what D said. The negative control of the tests that compare."""
+"""`layerpush proxy` that changes D's answers. The negative control of tests that compare answers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def sequential_example(prefill: Engine, decode: Engine, prompt: str) -> str:
 
 
 def keys_that_p_answers() -> set[str]:
-    """Of the page's table."""
+    """The keys of P's answer in the page's table."""
     keys = PAGE.read_text().split("## Keys\n")[1].split("\n## ")[0]
     rows = [line.split("|") for line in keys.splitlines() if line.startswith("| `")]
     return {key for row in rows if row[3].strip() for key in re.findall(r"`(\w+)`", row[1])}

@@ -1,4 +1,4 @@
-"""The commands of the documentation on this machine: hosts, ports and the model are put in, the rest is the page's."""
+"""The documentation's commands on this machine, with its own hosts, ports and model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.metrics_scrape import Scrape
 
 START_S, ANSWER_S, STOP_S = 400.0, 120.0, 40.0
 PAGES_PORTS = (8000, 8100, 8200, 5600, 5700)
-# What a page does not say, since it speaks of machines with a GPU each: how to run on a small part of this one.
+# Pages expect a GPU for each engine. With these options an engine runs on a small part of this machine.
 ON_A_CPU = (
     "--dtype float32 --max-model-len 512 --block-size 32 --max-num-seqs 8 "
     "--kv-cache-memory-bytes 268435456 --enforce-eager"
@@ -43,7 +43,7 @@ STAND_INS: Mapping[str, str] = {
 
 @dataclass
 class Machine:
-    """Runs blocks of commands in ``scratch``. Every 10.0.0.x of a page is 127.0.1.x, and ports are free ones."""
+    """Runs blocks of commands in ``scratch``. It replaces a page's 10.0.0.x by 127.0.1.x, and ports by free ones."""
 
     scratch: Path
     model: Path
@@ -63,7 +63,7 @@ class Machine:
         self.new_ports()
 
     def new_ports(self) -> None:
-        """What ran before has other ones."""
+        """Take new ports, different from those of earlier servers."""
         self.numbers = {port: self.ports.take() for port in PAGES_PORTS}
         self.proxy_port = self.ports.take()
 
@@ -76,11 +76,11 @@ class Machine:
         return re.sub(r"\bMODEL\b", str(self.model), text)
 
     def url(self, address: str) -> str:
-        """Of ``10.0.0.1:8000`` in a page."""
+        """The URL here of a page's address, such as ``10.0.0.1:8000``."""
         return self.here(f"http://{address}")
 
     def start(self, block: Block, name: str, before: str = "") -> Server:
-        """In the background, until the machine is taken down; ``before`` are commands of the same shell."""
+        """Start a block in the background, until ``stack`` closes. ``before`` are commands of the same shell."""
         log = self.scratch / f"{name}-{self.proxy_port}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -97,7 +97,7 @@ class Machine:
         return server
 
     def run(self, block: Block) -> str:
-        """What it prints; it must end well."""
+        """The output of a block, which must end with status 0."""
         done = subprocess.run(
             ["bash", "-euc", self.here(block.text)],
             env=self.environment(self.scratch / "bin"),
@@ -112,7 +112,7 @@ class Machine:
 
     @staticmethod
     def environment(programs: Path) -> dict[str, str]:
-        """As of an engine on this machine; ``programs`` come before all others."""
+        """The environment of an engine on this machine. ``programs`` come first in ``PATH``."""
         dropped = ("VLLM_", "UCX_", "http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
         return inherited | {
@@ -147,7 +147,7 @@ class Server:
             raise AssertionError(f"{error}\n{self.tail()}") from None
 
     def stop(self) -> None:
-        """Its whole process group, which is its own."""
+        """End the server's own process group."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signum)
@@ -159,7 +159,7 @@ class Server:
 
 
 def block(page: str, first: str, number: int = 0) -> Block:
-    """The block of a page that begins with this line; ``number`` tells apart those that begin alike."""
+    """The page's block that begins with ``first``. ``number`` counts such blocks, from 0."""
     found = [one for one in command_blocks((page,)) if one.first.startswith(first)]
     assert len(found) > number, f"{page} has no block {number} that begins with {first!r}"
     return found[number]
@@ -167,7 +167,7 @@ def block(page: str, first: str, number: int = 0) -> Block:
 
 @contextlib.contextmanager
 def loads(url: str, count: int) -> Iterator[None]:
-    """That many prompts come to this D by a push meanwhile."""
+    """Check that this D loads ``count`` pushes meanwhile."""
 
     def loaded() -> float:
         return Scrape(get(f"{url}/metrics")[1]).value("loads_total", outcome="loaded")

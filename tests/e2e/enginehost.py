@@ -1,4 +1,4 @@
-"""The test's side of one hosted engine: start it, command it, wait with deadlines, and show its log when it dies."""
+"""The test's side of one hosted engine: starts it, commands it, waits with deadlines, shows its log if it dies."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,16 @@ LOG_TAIL_LINES = 40
 
 
 class HostDied(AssertionError):
-    """The host process or its engine ended when it should not have; carries the traceback and the log's tail."""
+    """The host process or its engine ended unexpectedly. Has the traceback and the log's tail."""
 
 
 class HostTimeout(AssertionError):
-    """A deadline passed; carries the host's stacks and the log's tail."""
+    """A deadline passed. Has the host's stacks and the log's tail."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What `EngineHost.add` takes."""
+    """A request for `EngineHost.add`."""
 
     request_id: str
     token_ids: list[int]
@@ -57,12 +57,12 @@ class Logged:
 
 
 class EngineHost(Logged):
-    """A vLLM engine in its own process. Not thread-safe; one command at a time."""
+    """A vLLM engine in its own process. Not thread-safe: one command at a time."""
 
     def __init__(
         self, spec: EngineSpec, model: pathlib.Path, scratch: pathlib.Path, port: int, engine_id: str | None = None
     ) -> None:
-        """`engine_id`: of an engine that lived before, to be taken for it; None for a new one."""
+        """`engine_id`: the id of an earlier engine, whose name this one takes. None: a new id."""
         self.spec = spec
         self.engine_id = engine_id or f"{spec.name}-{uuid.uuid4().hex[:8]}"
         self.port = port
@@ -94,11 +94,11 @@ class EngineHost(Logged):
 
     def begin_stop(self) -> None:
         """Ask the host to end, without waiting for it."""
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # the host is gone already
             self._pipe.send((0, "stop", ()))
 
     def stop(self) -> None:
-        """Ask, then terminate, then kill; never leaves the process behind."""
+        """Ask, then terminate, then kill the process. It always ends."""
         self.resume()
         self.begin_stop()
         self._process.join(0 if self.broken else 15)
@@ -109,24 +109,24 @@ class EngineHost(Logged):
         self._pipe.close()
 
     def kill(self) -> None:
-        """SIGKILL, on purpose; returns when the process is gone."""
+        """Send SIGKILL. Returns when the process is gone."""
         self._signal(signal.SIGKILL)
         self._process.join()
         self.ended, self._paused = True, False
 
     def pause(self) -> None:
-        """SIGSTOP: nothing of the process runs until `resume`."""
+        """Send SIGSTOP: no thread of the process runs until `resume`."""
         self._signal(signal.SIGSTOP)
         self._paused = True
 
     def resume(self) -> None:
-        """Let it go on, if it is paused."""
+        """Let a paused process go on."""
         if self._paused:
             self._paused = False
             self._signal(signal.SIGCONT)
 
     def wait_ended(self, timeout: float) -> int | None:
-        """After `begin_stop`: wait for the process and return its exit code."""
+        """Wait for the process after `begin_stop`. Returns its exit code."""
         self._process.join(timeout)
         if self._process.is_alive():
             raise self._timed_out("the process to end")
@@ -150,11 +150,11 @@ class EngineHost(Logged):
         return ids
 
     def hold(self) -> None:
-        """Only `step` moves the engine from here on."""
+        """From now on only `step` moves the engine."""
         self._command("run_freely", False)
 
     def run(self) -> None:
-        """Step whenever there is work."""
+        """From now on the engine steps whenever it has work."""
         self._command("run_freely", True)
 
     def step(self, count: int = 1) -> int:
@@ -171,11 +171,11 @@ class EngineHost(Logged):
         return digest
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = DEADLINE) -> Any:
-        """Run a module-level function in the host process; it gets the HostedEngine first."""
+        """Run a module-level function in the host process. Its first argument is the HostedEngine."""
         return self._command("call", function, args, timeout=timeout)
 
     def poll_until(self, function: Callable[..., bool], *args: Any, timeout: float = DEADLINE) -> None:
-        """Call a probe in the host until it is true."""
+        """Call a probe in the host until it returns true."""
         deadline = time.monotonic() + timeout
         while not self.call(function, *args):
             if time.monotonic() > deadline:
@@ -188,7 +188,7 @@ class EngineHost(Logged):
         self._command("wait_idle", timeout=timeout)
 
     def wait_output(self, request_id: str, timeout: float = DEADLINE) -> Finished:
-        """The request's output; of several requests with one id, the one that finished first."""
+        """The request's output. If several requests have one id: the output of the first finished one."""
         self._receive_until(lambda: request_id in self._outputs, timeout, f"request {request_id} to finish")
         output = self._outputs[request_id].pop(0)
         if not self._outputs[request_id]:
@@ -281,7 +281,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preload", f"{__package__}.hostmain"])
     before = os.environ.get("PYTHONPATH")
-    # Python 3.11's fork server imports its preload modules before it takes over sys.path, and hides a failed import.
+    # Python 3.11's fork server imports its preload modules before it gets sys.path, and hides a failed import.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         forkserver.ensure_running()

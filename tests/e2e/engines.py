@@ -5,7 +5,7 @@ from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, transfer, 
 PREFIX_CACHING = (("enable_prefix_caching", True),)
 CORRUPTING_MODULE = "tests.e2e.corrupting"
 
-# granularity="layer": every layer of every chunk is a WRITE of its own, the most interleaving there is.
+# granularity="layer": every layer of every chunk is a WRITE of its own, for the most interleavings.
 P_LAYER = EngineSpec("P-layer", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE))
 P_AUTO = EngineSpec("P-auto", "P", transfer(LAYERWISE, trace_dir=TRACE))
 P_CHUNK = EngineSpec("P-chunk", "P", transfer(LAYERWISE, granularity="chunk", trace_dir=TRACE))

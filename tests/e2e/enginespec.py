@@ -1,4 +1,4 @@
-"""What a hosted engine is: its role, its connector and the few engine options that the tests vary."""
+"""The kind of a hosted engine: its role, its connector and the few engine options that the tests vary."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ TRACE = "$TRACE"
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """Everything that distinguishes one hosted engine from another; equal specs share one process.
+    """All differences between hosted engines. Equal specs share one process.
 
-    `transfer` is the JSON of the KVTransferConfig without engine_id; without kv_role, the role gives it. It is None for
-    the plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs; a speculative_config is JSON.
+    `transfer` is the JSON of the KVTransferConfig without engine_id. A missing kv_role follows from the role. None: the
+    plain reference engine. `options` are (name, value) pairs for vLLM's EngineArgs; a speculative_config is JSON.
     The host replaces "$TRACE" in `transfer` by its own trace directory, and "$MODEL" in a speculative_config by the
     model's directory.
     """
@@ -47,7 +47,7 @@ class EngineSpec:
 
     @property
     def leaves_last_token(self) -> bool:
-        """Whether this P leaves a prompt's last token to D. vLLM does, for a state cannot go back by a token."""
+        """Whether this P leaves a prompt's last token to D. vLLM does with states: they cannot go back by a token."""
         family = FAMILIES.get(self.model)
         return self.role == "P" and family is not None and family.states > 0
 

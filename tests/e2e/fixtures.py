@@ -1,4 +1,4 @@
-"""Fixtures that all tests with real engines share, wherever they live (a pytest plugin)."""
+"""Fixtures of all tests with real engines, in any folder (a pytest plugin)."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.e2e.models import ModelShelf
 from tests.support.ports import ENGINES_PORTS
 
 WORKERS = 8
-"""At most: each has ports of its own."""
+"""The most workers: each has ports of its own."""
 COMPLAINTS = ("Traceback (most recent call last)", " ERROR ")
 
 
@@ -35,7 +35,7 @@ def _reference_cache() -> dict[str, Reference]:
 
 @pytest.fixture
 def reference(fleet: Fleet, _reference_cache: dict[str, Reference]) -> Reference:
-    """The plain engine. Its answers are remembered over a restart of its process."""
+    """The plain engine. The fixture keeps its answers over a restart of its process."""
     (host,) = fleet.get(engines.R)
     known = _reference_cache.setdefault("R", Reference(host))
     known.host = host
@@ -43,7 +43,7 @@ def reference(fleet: Fleet, _reference_cache: dict[str, Reference]) -> Reference
 
 
 class LogReader:
-    """Hands out what hosts have logged since it was last asked."""
+    """Reads the new text of hosts' logs since the last call."""
 
     def __init__(self) -> None:
         self._read: dict[EngineHost, int] = {}
@@ -55,7 +55,7 @@ class LogReader:
         return log[start:]
 
     def peer_errors(self, host: EngineHost) -> list[str]:
-        """The lines of the new text that an operator would have to look into."""
+        """Errors and tracebacks in the new text."""
         return [line for line in self.new_text(host).splitlines() if any(words in line for words in COMPLAINTS)]
 
 

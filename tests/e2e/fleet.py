@@ -1,4 +1,4 @@
-"""The engines of one test session: started when first asked for, shared, a few at a time."""
+"""The engines of one test session: started at their first use, shared, a few at a time."""
 
 import pathlib
 from collections import OrderedDict
@@ -15,7 +15,7 @@ MAX_LIVE = 10
 
 
 class Fleet:
-    """Hosts by spec. A host that broke is replaced; beyond `MAX_LIVE` the least recently used ones are stopped."""
+    """Hosts by spec. Replaces a broken host. Beyond `MAX_LIVE` hosts, stops the least recently used ones."""
 
     def __init__(self, models: ModelShelf, scratch: pathlib.Path, ports: PortAllocator) -> None:
         self._models = models
@@ -25,7 +25,7 @@ class Fleet:
         self._guests: list[EngineHost] = []
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
-        """Live, ready hosts for the specs, in their order; the missing ones start at the same time."""
+        """Live, ready hosts for the specs, in their order. Missing ones start at the same time."""
         missing = [spec for spec in specs if spec not in self._hosts or self._hosts[spec].broken]
         for spec in missing:
             if spec in self._hosts:
@@ -39,7 +39,7 @@ class Fleet:
         return [self._hosts[spec] for spec in specs]
 
     def spawn(self, *specs: EngineSpec) -> list[EngineHost]:
-        """Ready hosts that nobody else gets, for tests that end or damage them. `discard` them."""
+        """Ready hosts for one test, which may end or damage them. `discard` them."""
         self._make_room(len(specs), keep=set())
         hosts = [self._start(spec, self._take_port()) for spec in specs]
         self._guests += hosts
@@ -48,7 +48,7 @@ class Fleet:
         return hosts
 
     def respawn(self, host: EngineHost, *, same_id: bool) -> EngineHost:
-        """A new process in the place of a host that has ended: the same port, the same engine id or a new one."""
+        """A new process in the place of an ended host: the same port, the same engine id or a new one."""
         assert host.ended
         self.discard(host)
         successor = self._start(host.spec, host.port, host.engine_id if same_id else None)
@@ -94,4 +94,4 @@ class Fleet:
 
 
 FLEET = pytest.StashKey[Fleet]()
-"""The fleet of a session, once a test has asked for engines."""
+"""The fleet of a session, once a test uses engines."""

@@ -17,7 +17,7 @@ START_S = 120.0
 
 
 class ForkedSpec(EngineSpec):
-    """A server from the session's fork server. Not for one that has several API servers, or a namespace of its own."""
+    """A server from the session's fork server. Not for several API servers, or a namespace of its own."""
 
     def command(self, port: int) -> list[str]:
         words = super().command(port)
@@ -27,7 +27,7 @@ class ForkedSpec(EngineSpec):
 
 
 class ColdSpec(EngineSpec):
-    """A server that imports vLLM itself, three times; in an `EngineGroup` that forks, its fork server does so once."""
+    """A server that imports vLLM itself, three times. In an `EngineGroup` that forks, its fork server does so once."""
 
     def command(self, port: int) -> list[str]:
         starts.count_start()
@@ -36,7 +36,7 @@ class ColdSpec(EngineSpec):
 
 @functools.cache
 def server_command() -> list[str]:
-    """What stands for `python -m vllm.entrypoints.openai.api_server`. The first call starts the fork server."""
+    """The replacement of `python -m vllm.entrypoints.openai.api_server`. The first call starts the fork server."""
     folder = tempfile.TemporaryDirectory(prefix="layerpush-fork-")
     path = Path(folder.name) / "socket"
     process = fork_server().Process(target=forkserver.serve, args=(str(path),), name="servers", daemon=True)

@@ -1,4 +1,4 @@
-"""One prompt through a P and a D engine: who starts when, what came out, and the checks that every test wants."""
+"""One prompt through a P and a D engine: the order of their starts, the outcome, and the checks of every test."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ class Handoff:
     d: EngineHost
     max_tokens: int = MAX_TOKENS
     mode: str | None = None
-    """What P's request says of itself."""
+    """The mode in P's request."""
 
     def to_p(self) -> Request:
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -46,7 +46,7 @@ class Handoff:
         return Request(self.request_id, self.token_ids, params, max_tokens=1)
 
     def to_d(self, params: dict[str, Any] | None = None) -> Request:
-        """D's request: with P's own returned params (sequential dispatch) or with what a proxy knows in advance."""
+        """D's request: with P's returned params (sequential dispatch), or with those that a proxy knows in advance."""
         if params is None:
             params = {
                 "do_remote_prefill": True,
@@ -150,7 +150,7 @@ def send(
             finished = p.peek_output(handoff.request_id)
             assert finished.kv_transfer_params is not None
             p.hold()
-            p.step()  # the step that tells P's worker that the request is finished, if it has not been told
+            p.step()  # this step reports the end of the request to P's worker, if no earlier step has
             p.run()
             d.add(handoff.to_d(finished.kv_transfer_params))
         case "together":
@@ -160,12 +160,12 @@ def send(
 
 
 def started_on_p(d: EngineHost) -> float:
-    """How many answers of this engine have started with a token that P has sampled."""
+    """How many answers of this engine have started with P's token."""
     return Scrape(d.call(probes.metrics)).value("first_tokens_total", origin="prefill")
 
 
 def introduce(p: EngineHost, d: EngineHost) -> None:
-    """The first push between two engines waits for their handshake; the next one streams, on a busy machine as well."""
+    """Push once: the first push between two engines waits for their handshake. Later ones stream."""
     send(p, d, prompt(33, seed=1 << 20), "late").outcome()
 
 
@@ -177,7 +177,7 @@ def check(outcome: Outcome, reference: Reference) -> None:
 
 
 def check_tokens(outcome: Outcome, reference: Reference) -> None:
-    """Only the tokens, for engines whose KV the test cannot read."""
+    """Check only the tokens, for engines whose KV the test cannot read."""
     expected = reference.tokens(outcome.handoff.token_ids, outcome.handoff.max_tokens)
     assert outcome.d_tokens == expected
     assert outcome.p_tokens == expected[:1]

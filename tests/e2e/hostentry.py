@@ -1,4 +1,4 @@
-"""The entry point of a host process. Importing it costs nothing, so the test process never loads vLLM."""
+"""The entry point of a host process. Its import is cheap: the test process never loads vLLM."""
 
 from multiprocessing.connection import Connection
 

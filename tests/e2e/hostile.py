@@ -1,4 +1,4 @@
-"""A side channel that answers handshakes with what no engine would say."""
+"""A side channel whose answers to handshakes come from no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 Answer = Callable[[list[bytes], str], list[bytes]]
-"""(an honest engine's answer, the engine id that the asker expects) -> frames."""
+"""(an honest engine's answer, the engine id that D expects) -> frames."""
 
 
 def _payload(honest: list[bytes], **changes: Any) -> list[bytes]:
@@ -19,7 +19,7 @@ def _payload(honest: list[bytes], **changes: Any) -> list[bytes]:
 
 
 def _metadata(**changes: Any) -> Answer:
-    """The honest metadata in the expected engine's name, but for these fields."""
+    """The honest metadata in the expected engine's name, except for these fields."""
 
     def answer(honest: list[bytes], engine_id: str) -> list[bytes]:
         agent = msgspec.msgpack.decode(msgspec.msgpack.decode(honest[0])["agent_metadata_bytes"])
@@ -46,7 +46,7 @@ HOSTILE_ANSWERS: dict[str, Answer] = {
 
 @contextmanager
 def side_channel(port: int, answer: Answer, honest_port: int, engine_id: str) -> Iterator[Callable[[], bool]]:
-    """Listens on the port; yields whether somebody has asked."""
+    """Listens on the port. Yields a function: has a handshake come?"""
     asked, stop = threading.Event(), threading.Event()
     context = zmq.Context()
     with context.socket(zmq.REQ) as asker:

@@ -46,14 +46,14 @@ def prepare_process(log_path: str, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A daemon, so that the test process never waits for it; but vLLM's tensor parallelism needs children here.
+    # A daemon for the test process, which never waits for it. But vLLM's tensor parallelism needs children here.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.environ.update(ENVIRONMENT, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
     fork_children()
 
 
 class HostedEngine:
-    """The engine and the commands. Public methods are what the parent may call by name."""
+    """The engine and the commands. The parent may call public methods by name."""
 
     def __init__(self, spec: EngineSpec, engine_id: str, model: str, trace_dir: str, pipe: Connection) -> None:
         self.spec = spec
@@ -74,7 +74,7 @@ class HostedEngine:
         if self.llm.vllm_config.parallel_config.world_size == 1:  # else the caches are in other processes
             layers = watched_layers(self.llm.vllm_config, self.scheduler.kv_cache_config)
             specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
-            # Not what was asked for: some attention backends insist on a size. States have blocks of another one.
+            # The configured size may differ: some attention backends demand another. Blocks of states have their own.
             block_size = next(spec.block_size for spec in specs if not isinstance(spec, MambaSpec))
             self.watch = KvWatch(self.scheduler, layers, block_size)
         self._internal: dict[str, str] = {}
@@ -94,18 +94,18 @@ class HostedEngine:
                 extra_args={"kv_transfer_params": params} if params else None,
             )
             if self._internal.get(request_id) in self.scheduler.requests:
-                self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not say which is which
+                self._ambiguous.add(request_id)  # the engine keeps them apart, its outputs do not
             self._internal[request_id] = self.llm.add_request(
                 request_id, {"prompt_token_ids": token_ids}, sampling, lora_request=self.adapter
             )
         return [self._internal[request[0]] for request in requests]
 
     def run_freely(self, on: bool) -> None:
-        """On: step whenever the scheduler has work. Off: only `step` moves the engine."""
+        """On: the engine steps whenever it has work. Off: only `step` moves it."""
         self.free_running = on
 
     def step(self, count: int) -> int:
-        """Exactly `count` engine steps, fewer if the scheduler runs out of work. Returns the number done."""
+        """Make `count` engine steps, or fewer if the scheduler runs out of work. Returns their number."""
         for done in range(count):
             if not self.scheduler.has_requests():
                 return done
@@ -116,15 +116,15 @@ class HostedEngine:
         self.llm.abort_request([request_id])
 
     def digest(self, request_id: str) -> Any:
-        """The KvDigest of a request (by the id that it was added with), or None if it was never taken."""
+        """The KvDigest of a request, by the id at `add`. None: no digest was taken."""
         return None if self.watch is None else self.watch.digests.get(self._internal[request_id])
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a module-level function here, with this object first."""
+        """Run a module-level function here. Its first argument is this object."""
         return function(self, *args)
 
     def internal_id(self, request_id: str) -> str:
-        """The engine's own id of a request added here."""
+        """The engine's own id of a request, by the id at `add`."""
         return self._internal[request_id]
 
     # Loop
@@ -143,7 +143,7 @@ class HostedEngine:
                 if not busy:
                     self._answer_idle_waiters()
             self._step()
-            # While requests only wait for a peer, look less and less often; a command ends the pause.
+            # While requests only wait for a peer, pauses grow. A command ends a pause.
             pause = SHORTEST_PAUSE_S if self.scheduler.running else min(1.1 * pause, LONGEST_PAUSE_S)
             if not self.scheduler.running:
                 self.pipe.poll(pause)
@@ -156,7 +156,7 @@ class HostedEngine:
             return
         try:
             value = getattr(self, method)(*args)
-        except Exception:  # a command's failure belongs to the test that sent it; a failed step is the engine's end
+        except Exception:  # the test gets a command's failure, but a failed step ends the engine
             if method == "step":
                 raise
             self.pipe.send(("error", seq, traceback.format_exc()))
@@ -173,7 +173,7 @@ class HostedEngine:
     def _step(self) -> None:
         finished = [output for output in self.llm.step() if output.finished]
         if self.watch is not None:
-            known = self._internal.keys() - self._ambiguous  # the soak may have forgotten one that was sent twice
+            known = self._internal.keys() - self._ambiguous  # the soak may have forgotten a doubled one
             clear = [output.request_id for output in finished if output.request_id in known]
             self.watch.after_step([self._internal[request_id] for request_id in clear])
         for output in finished:

@@ -1,8 +1,8 @@
 """Runs inside an engine host: remembers block tables and takes digests of the prompt's KV at the right moments.
 
-P: after the step that finished the prompt, before any later step can reuse its blocks.
+P: after the prompt's last step, before any later step can reuse its blocks.
 D: after the load and before the first forward of the request, which would overwrite the last prompt slot.
-Blocks that D is about to register are filled with a pattern first: stale but equal bytes cannot pass for a transfer.
+Before D registers blocks, a pattern fills them: stale but equal bytes cannot pass for a transfer.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Tables = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class WatchedLayer:
-    """One layer's cache. `window` is the number of last tokens that its attention looks back at, None for all.
+    """One layer's cache. `window` is the number of tokens to which its attention looks back. None: all.
 
     Attention has one tensor. A layer with a state (Mamba, short convolution) has one for each part of the state. Its
     newest state lies in the block of the last token; a block there has `tokens_per_block` tokens.
@@ -111,8 +111,8 @@ class KvWatch:
     def _digest_layer(
         self, layer: WatchedLayer, tokens: int, table: list[int], only: set[int] | None
     ) -> tuple[bytes | None, ...]:
-        """One cell per block; None for blocks behind the layer's window, for those not in `only`, and for those that a
-        prompt which is computed in several steps does not have yet.
+        """One cell per block. None for blocks behind the layer's window, for those not in `only`, and for those that an
+        unfinished prompt does not have yet.
         """
         if not isinstance(layer.cache, torch.Tensor):
             newest = table[-(-tokens // layer.tokens_per_block) - 1]

@@ -1,4 +1,4 @@
-"""The models that the engines run: one small Llama, and the same weights with other attention."""
+"""The engines' models: one small Llama, and the same weights with other attention."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ ADAPTER = "adapter"
 """The folder of a model's LoRA adapter."""
 LORA_RANK = 8
 
-# What changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
+# Changes in config.json. MistralForCausalLM has Llama's weight names; the MLA model gets vLLM's dummy weights.
 CHANGES: dict[ModelName, dict[str, Any]] = {
     "sliding": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
     "hybrid": {
@@ -58,7 +58,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
 
 
 class ModelShelf:
-    """Builds each model once per session, when first asked for."""
+    """Builds each model once per session, at its first use."""
 
     def __init__(self, scratch: pathlib.Path) -> None:
         self._folder = scratch / "models"

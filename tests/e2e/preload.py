@@ -9,7 +9,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LAYERPUSH_CALM": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # some samplers compile a kernel each at their first use
+    "TORCH_COMPILE_DISABLE": "1",  # some samplers compile a kernel at their first use
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "tcp,self",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -24,13 +24,13 @@ def free_blocks(host: HostedEngine) -> int:
 
 
 def owned_blocks(host: HostedEngine, block_ids: list[int]) -> int:
-    """How many of these blocks somebody holds: nobody else can be given them."""
+    """How many of these blocks requests hold. No other request can get them."""
     blocks = host.scheduler.kv_cache_manager.block_pool.blocks
     return sum(blocks[number].ref_cnt > 0 for number in block_ids)
 
 
 def metrics(host: HostedEngine) -> str:
-    """What the engine would answer to a GET of ``/metrics``."""
+    """The text of the engine's ``/metrics``."""
     from prometheus_client import generate_latest
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -38,7 +38,7 @@ def metrics(host: HostedEngine) -> str:
 
 
 def threads(host: HostedEngine) -> list[str]:
-    """Python's threads by name, numbers left out."""
+    """The names of Python's threads, without numbers."""
     return sorted(re.sub(r"\d+", "", thread.name) for thread in threading.enumerate())
 
 
@@ -52,7 +52,7 @@ def registration_sent(host: HostedEngine, base_request_id: str) -> bool:
 
 
 def computed_tokens(host: HostedEngine, request_id: str) -> int:
-    """How many tokens of a live request are computed; -1 for a request that the scheduler no longer knows."""
+    """The number of computed tokens of a live request. -1: the scheduler no longer knows the request."""
     request = host.scheduler.requests.get(host.internal_id(request_id))
     return -1 if request is None else int(request.num_computed_tokens)
 
@@ -69,14 +69,14 @@ def has_preempted(host: HostedEngine) -> bool:
 
 
 def await_tokens(host: HostedEngine, seconds: float) -> None:
-    """From here on a complete load waits so long for P's token, however busy the machine is."""
+    """From now on a complete load waits so long for P's token: a busy machine may send the token late."""
     from layerpush.core import load_session
 
     load_session.TOKEN_WAIT_S = seconds
 
 
 def compiled_graphs(host: HostedEngine) -> int:
-    """How many graphs torch.compile has captured in this process."""
+    """The number of graphs that torch.compile has captured in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -91,9 +91,9 @@ def connector_class(host: HostedEngine) -> str:
 
 
 def mentions(host: HostedEngine, texts: list[str]) -> list[str]:
-    """Where the connector (scheduler side and worker side) still holds one of the texts, as attribute paths.
+    """Attribute paths at which the connector (scheduler side and worker side) still holds one of the texts.
 
-    This is how tests see that no table keeps an entry of a finished request, whatever the tables are called.
+    So tests check that no table keeps an entry of a finished request, without the tables' names.
     """
     return mentions_in(connectors(host), texts)
 
@@ -124,7 +124,7 @@ def log_an_error(host: HostedEngine) -> None:
 
 
 def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[str, ...], timeout: float) -> list[str]:
-    """Poll `mentions` until only `allowed` paths are left, or the time is over: other threads clean up a bit later."""
+    """Poll `mentions` until only `allowed` paths are left, or time is over: other threads clean up a bit later."""
     if not texts:
         return []  # the test did not use this engine
     deadline = time.monotonic() + timeout
@@ -136,7 +136,7 @@ def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[st
 
 
 def connector_worker() -> Any:
-    """Our worker if it lives in this process and is one of ours, else None."""
+    """This process's connector worker if it is layerpush's, else None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
@@ -144,7 +144,7 @@ def connector_worker() -> Any:
 
 
 def open_front_door(host: HostedEngine) -> None:
-    """Whatever comes from here on reaches the engine core, also what a front end would refuse."""
+    """From now on every request reaches the engine core, even one that a front end would refuse."""
     processor = host.llm.input_processor
     unchecked = type(processor).process_inputs.__wrapped__
     processor.process_inputs = partial(unchecked, processor)
@@ -155,7 +155,7 @@ def close_front_door(host: HostedEngine) -> None:
 
 
 def report_refused(host: HostedEngine, request_id: str, params: Any) -> None:
-    """What `vllm serve` does when it refuses a request to D: the connector may have something to give back."""
+    """As `vllm serve` on D after a refusal: report the request, because the connector may hold resources for it."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 

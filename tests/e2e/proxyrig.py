@@ -36,14 +36,14 @@ START_TIMEOUT_S = 300.0
 WORDS = "--no-skip-tokenizer-init"
 DETAILS = "--enable-prompt-tokens-details"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-"""None of them is part of a word: a tokenizer looks for these first."""
+"""A tokenizer looks for these first, so none of them is part of a word."""
 HALVES = (7, 8)
-"""Tokens that are words in a prompt. In an answer, each is a byte: the first half of ``é``, and the second."""
+"""Tokens that are words in a prompt. In an answer, each is a byte of ``é``: the first, and the second."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def words(count: int, seed: int) -> str:
-    """A prompt of as many tokens; others share no block with it."""
+    """A prompt of ``count`` tokens. Prompts of different seeds share no block."""
     names = SHAPE.vocabulary - len(SPECIAL_TOKENS)
     return " ".join(f"w{len(SPECIAL_TOKENS) + (seed * 7919 + index * 31) % names}" for index in range(count))
 
@@ -53,7 +53,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLI
 
 
 def get(url: str) -> tuple[int, str]:
-    """Status and body; 0 if nobody listens."""
+    """Status and body. Status 0: nothing listens."""
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
             return response.status, response.read().decode()
@@ -64,13 +64,13 @@ def get(url: str) -> tuple[int, str]:
 
 
 def metric(url: str, line_start: str) -> float:
-    """The sum of all samples of a server that begin with this."""
+    """The sum of a server's samples whose lines begin with ``line_start``."""
     lines = get(f"{url}/metrics")[1].splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
 
 
 def has_a_request(url: str) -> bool:
-    """Whether an engine has taken a request that is not over."""
+    """Whether an engine has an unfinished request."""
     return metric(url, "vllm:num_requests_running") + metric(url, "vllm:num_requests_waiting") > 0
 
 
@@ -84,7 +84,7 @@ def ask_and_leave(url: str, body: Mapping[str, object], when: Callable[[], objec
 
 @dataclass
 class Rig:
-    """A plain engine, which says what is right; a P and two D; and a proxy in front of them. The second D starts its
+    """A plain engine for the right answers, a P, two D, and a proxy in front of P and D. The second D starts its
     answers with P's token.
     """
 
@@ -106,26 +106,26 @@ class Rig:
 
     @property
     def expected(self) -> openai.OpenAI:
-        """A plain engine, which says what is right."""
+        """The client of the plain engine, which gives the right answers."""
         return client_of(self.plain.url)
 
     def proxy(self, *options: str, module: str = PROXY) -> contextlib.AbstractContextManager[ProxyProcess]:
-        """Another one in front of the same engines."""
+        """Another proxy in front of the same engines."""
         return proxy(self.scratch, self.ports.take(), self.prefill, self.decodes, options, module)
 
     def working_decode(self) -> Engine | None:
-        """The D that the proxy has given work."""
+        """The D with a request of the proxy."""
         for engine in self.decodes:
             if metric(self.url, f'layerpush_proxy_engine_outstanding_tokens{{engine="{engine.url}"'):
                 return engine
         return None
 
     def restart_prefill(self, engine_id: str) -> None:
-        """Another process at P's address, under another engine id, which is not ready yet."""
+        """Start another process at P's address, under another engine id. Does not wait until it is ready."""
         self.prefill = self.start_prefill(engine_id)
 
     def introduce(self) -> None:
-        """P and each D connect when they first meet, which takes longer than a prompt."""
+        """Connect P to each D by a first prompt: the connection takes longer than a prompt."""
         prompts = [words(100, seed=index) for index in range(len(self.decodes))]
         with ThreadPoolExecutor(len(prompts)) as pool:
             list(pool.map(lambda prompt: self.client.completions.create(model=MODEL, prompt=prompt), prompts))
@@ -133,7 +133,7 @@ class Rig:
             assert metric(decode.url, "vllm:request_success_total"), f"{decode.name} has had no request"
 
     def await_idle(self) -> None:
-        """No engine works for anybody, and the proxy for nobody."""
+        """Wait until no engine and no proxy has a request."""
         until(lambda: metric(self.url, "layerpush_proxy_requests_under_way") == 0, "the proxy is idle")
         for engine in (self.prefill, *self.decodes):
             until(lambda: metric(engine.url, "vllm:num_requests_running") == 0, f"{engine.name} is idle")  # noqa: B023
@@ -158,7 +158,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 class ReservedPorts(PortAllocator):
-    """Hands out ports that another allocator has reserved: a P that starts again listens where the first one did."""
+    """Hands out ports that another allocator has reserved: a restarted P listens on the first P's ports."""
 
     def take(self) -> int:
         return next(self._candidates)
@@ -166,7 +166,7 @@ class ReservedPorts(PortAllocator):
 
 @contextlib.contextmanager
 def rig(scratch: Path) -> Iterator[Rig]:
-    """All servers, ready; leaving takes them down."""
+    """All servers, ready until the block ends."""
     model = model_with_tokenizer(scratch / "model")
     ports = PortAllocator(PROXY_PORTS)
     at_p = (ports.take(), ports.take())
@@ -201,7 +201,7 @@ def proxy(
     options: Sequence[str] = (),
     module: str = PROXY,
 ) -> Iterator[ProxyProcess]:
-    """`layerpush proxy`, ready."""
+    """Runs `layerpush proxy`; it is ready when the block begins."""
     arguments = ["--port", str(port), "--prefill", prefill.url, "--health-check-interval-secs", "0.5"]
     for decode in decodes:
         arguments += ["--decode", decode.url]
@@ -245,7 +245,7 @@ def server_spec(
 
 
 def model_with_tokenizer(directory: Path) -> Path:
-    """The demo's model, and a tokenizer for which token 5 is the word ``w5``; but see ``HALVES``."""
+    """The demo's model with a tokenizer: token 5 is the word ``w5``, except for ``HALVES`` in answers."""
     model = write_model(directory, SHAPE)
     names = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), SHAPE.vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=names[0]))
@@ -263,18 +263,18 @@ def model_with_tokenizer(directory: Path) -> Path:
 
 
 def dispatches(url: str, mode: str) -> float:
-    """How often a proxy has asked engines in this way."""
+    """The number of a proxy's dispatches in this mode."""
     return metric(url, f'layerpush_proxy_dispatches_total{{mode="{mode}"}}')
 
 
 def dispatch_of_prefill(rig: Rig) -> str:
-    """What the proxy says of its P."""
+    """The dispatch of P in the proxy's ``/health``."""
     body = get(f"{rig.url}/health")[1]
     return next((each["dispatch"] for each in json.loads(body)["engines"] if each["role"] == "prefill"), "")
 
 
 def id_of(answer_id: str) -> str:
-    """The X-Request-Id that an answer's id was made of."""
+    """The X-Request-Id in an answer's id."""
     found = re.fullmatch(r"(?:chat)?cmpl-([0-9a-f-]{36})", answer_id)
     assert found is not None, answer_id
     return found[1]

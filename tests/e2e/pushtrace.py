@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """One finished push, as the trace tells it. Times are time.perf_counter() seconds, shared by all processes here."""
+    """A finished push's record in the trace. Times are time.perf_counter() seconds, shared by all processes here."""
 
     fields: dict[str, Any]
 
@@ -35,7 +35,7 @@ class Push:
 
 
 def all_pushes(trace_dir: pathlib.Path) -> list[Push]:
-    """Of every request so far."""
+    """The pushes of all requests so far."""
     lines = [line for path in trace_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
     records = [json.loads(line) for line in lines]
     return [Push(record) for record in records if record["kind"] == "push"]
@@ -47,7 +47,7 @@ def pushes(trace_dir: pathlib.Path, base_request_id: str) -> list[Push]:
 
 
 def wait_for_pushes(trace_dir: pathlib.Path, base_request_id: str, count: int = 1, timeout: float = 10.0) -> list[Push]:
-    """The pushes of a request, exactly `count`; their lines are written shortly after the request is done."""
+    """The `count` pushes of a request. P writes their lines shortly after the request's end."""
     deadline = time.monotonic() + timeout
     while len(found := pushes(trace_dir, base_request_id)) < count:
         if time.monotonic() > deadline:

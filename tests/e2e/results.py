@@ -1,4 +1,4 @@
-"""What an engine host sends back to a test. Plain data: imported on both sides, needs no vLLM."""
+"""An engine host's results for a test. Plain data: both sides import it, and it needs no vLLM."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A finished request: tokens in order, the kv_transfer_params that the engine returned, and its finish reason."""
+    """A finished request: tokens in order, the engine's returned kv_transfer_params, and the finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -25,9 +25,9 @@ class KvDigest:
     cells: tuple[tuple[bytes | None, ...], ...]
 
     def differing(self, other: "KvDigest") -> list[tuple[int, int]]:
-        """(layer, block index) of every cell that both have and that differs.
+        """(layer, block index) of every cell that both have and in which they differ.
 
-        ValueError when the two do not describe the same prompt, or have no cell in common.
+        Raises ValueError if the two do not describe the same prompt, or have no cell in common.
         """
         shapes = [[len(row) for row in digest.cells] for digest in (self, other)]
         if shapes[0] != shapes[1] or self.tokens != other.tokens:

@@ -1,4 +1,4 @@
-"""A P and a D as operators start them, `vllm serve`, and what their ``/metrics`` say over HTTP."""
+"""A P and a D as operators start them, by `vllm serve`, and their ``/metrics`` over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.ports import SERVED_PORTS
 
 
 class ServeSpec(ColdSpec):
-    """Started as `vllm serve` does: only that knows ``--api-server-count``."""
+    """An engine of `vllm serve`: only this command knows ``--api-server-count``."""
 
     def command(self, port: int) -> list[str]:
         own = {"vllm.entrypoints.openai.api_server": "tests.e2e.apiservers"}
@@ -35,7 +35,7 @@ class Served:
     decode: Engine
 
     def push(self, tokens: int, seed: int, max_tokens: int = 4) -> None:
-        """One prompt to both at once; returns when D's answer is there."""
+        """Send one prompt to both at once. Returns when D's answer is there."""
         prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
 
         async def ask() -> None:
@@ -45,7 +45,7 @@ class Served:
         asyncio.run(ask())
 
     def leave_prefill(self, tokens: int, seed: int) -> None:
-        """P alone gets a prompt to push, and its client leaves while P computes it."""
+        """Send a prompt to P alone. The client leaves while P computes the prompt."""
         prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
@@ -54,7 +54,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(scratch: Path, api_servers: int) -> Iterator[Served]:
-    """Both ready, P with so many API servers; leaving takes them down."""
+    """P with so many API servers, and D, ready until the block ends."""
     model = write_model(scratch / "model", SHAPE)
     with Interrupts() as interrupts, EngineGroup(scratch, interrupts, PortAllocator(SERVED_PORTS)) as group:
         if api_servers == 1:

@@ -13,7 +13,7 @@ from tests.e2e.engines import SWEPT_LAYER
 
 
 class Silent(Attention):
-    """As the attention of DeepSeek-V3.2: its ``forward`` writes the KV, and vLLM's decorator is not around it."""
+    """As the attention of DeepSeek-V3.2: its ``forward`` writes the KV without vLLM's decorator."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         operation = "unified_attention_with_output"
@@ -22,7 +22,7 @@ class Silent(Attention):
 
 
 class Unknown(Silent):
-    """Nobody has read its source."""
+    """layerpush's table of attention classes lacks it."""
 
 
 class SilentAttention(LayerwisePushConnector):

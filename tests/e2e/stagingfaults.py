@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 Copying = Literal["gather", "scatter"]
 SIGN, LARGE = 0x80, 0x4F
-"""In the last byte of a float32: its sign, and what makes any number large, about 2^32, but never infinite."""
+"""In the last byte of a float32: the sign bit, and bits that make any number large, about 2^32, but never infinite."""
 
 
 def in_use(host: HostedEngine) -> list[str]:
-    """What of the ring somebody has: nothing, if no push and no load is under way."""
+    """The parts of the ring in use: none if no push and no load is under way."""
     staging = _worker_staging()
     if staging is None or staging._staging is None:
         return []
@@ -30,7 +30,7 @@ def in_use(host: HostedEngine) -> list[str]:
 
 
 def wait_until_free(host: HostedEngine, timeout: float) -> list[str]:
-    """Poll `in_use` until nothing is, or the time is over: the writer thread gives back a bit later."""
+    """Poll `in_use` until it is empty, or time is over: the writer thread gives back a bit later."""
     deadline = time.monotonic() + timeout
     while (held := in_use(host)) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -38,18 +38,18 @@ def wait_until_free(host: HostedEngine, timeout: float) -> list[str]:
 
 
 def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
-    """Whether these arguments of ``make_prepped_xfer`` are of a WRITE that only finds out how long one takes."""
+    """Whether these arguments of ``make_prepped_xfer`` are of a WRITE that only times the link."""
     staging = _worker_staging()
     return staging is not None and local is staging._pieces and bool(max(local_ids) < SCRATCH_PIECES)
 
 
 def timing_writes(host: HostedEngine) -> int:
-    """Handles between post and release of WRITEs that only find out how long one takes: P posts them when idle."""
+    """Handles, between post and release, of WRITEs that only time the link. An idle P posts them."""
     return len(_live(timing=True))
 
 
 def block_writes(host: HostedEngine) -> int:
-    """Handles between post and release of all others, on the worker in this process."""
+    """Handles, between post and release, of all other WRITEs of the worker in this process."""
     return len(_live(timing=False))
 
 
@@ -67,7 +67,7 @@ def plans_under_way(host: HostedEngine) -> list[str]:
 
 
 def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int = 1) -> None:
-    """After `first` copies, the next `count` of several layers begin, and fail."""
+    """After `first` copies, the next `count` copies of several layers begin, and then fail."""
     copies, numbers, failing = _staging(), iter(range(1 << 30)), iter(range(count))
     real = getattr(copies, copying)
 
@@ -81,7 +81,7 @@ def fail_copies(host: HostedEngine, copying: Copying, first: int = 0, count: int
 
 
 class BrokenCopy:
-    """The device fails after the copy has begun. A copy that it does not begin would only make P write directly."""
+    """The device fails after the copy's begin. Without a begin, P would only write directly."""
 
     def __init__(self, copying: Copying) -> None:
         self._copying = copying
@@ -94,10 +94,10 @@ class BrokenCopy:
 
 
 def damage(host: HostedEngine, copying: Copying, number: int) -> None:
-    """The first block in the ring goes wrong: after this gather, or before this scatter.
+    """Damage the first block in the ring: after this gather, or before this scatter.
 
-    All its numbers become large and keep their signs. One number would not do: whether it draws all attention or none
-    depends on the sign of what it meets.
+    All its numbers become large and keep their signs. One number is too few: it draws all attention or none, by the
+    sign of the query's number.
     """
     copies, numbers = _staging(), iter(range(1 << 30))
     real = getattr(copies, copying)
@@ -116,7 +116,7 @@ def damage(host: HostedEngine, copying: Copying, number: int) -> None:
 
 
 def reset(host: HostedEngine) -> None:
-    """Copies are what they were."""
+    """Restore the real copies."""
     staging = _worker_staging()
     if staging is not None and staging._staging is not None:
         for copying in ("gather", "scatter"):

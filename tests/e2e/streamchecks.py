@@ -1,4 +1,4 @@
-"""What the trace of a push must say, so that a silent fallback to whole-request push goes red."""
+"""Checks of a push's trace, so that a silent fallback to whole-request push fails a test."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.e2e.pushtrace import Push
 def check_completed(
     push: Push, tokens: int, *, chunks: int | None = None, pushed_blocks: int | None = None, cached: bool = False
 ) -> None:
-    """True of every finished push in eager mode, whatever its mode: all layers hooked, every byte sent once and landed.
+    """Check a finished push of any mode by an eager engine: all layers hooked, every byte sent once and landed.
 
     `chunks` that P computed defaults to those of a prompt alone on P, `pushed_blocks` to the whole prompt. `cached`:
     the prompt begins with a chunk from P's prefix cache.
@@ -34,7 +34,7 @@ def check_completed(
 
 
 def check_streamed(handoff: Handoff, *, mode: str = "layer", chunks: int | None = None) -> Push:
-    """The push went out while prefill was computing, layer by layer; returns it."""
+    """Check that the push left during prefill, layer by layer. Returns the push."""
     push = handoff.push()
     assert (push.mode, push.fallback) == (mode, None)
     check_completed(push, len(handoff.token_ids), chunks=chunks)

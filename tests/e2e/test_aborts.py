@@ -1,4 +1,4 @@
-"""Requests that end early on one side: nobody crashes, nothing is left behind, later requests are served."""
+"""Requests that end early on one side: no engine crashes, nothing is left behind, later requests are served."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 
 
 def test_aborted_on_d_while_it_waits(fleet: Fleet, reference: Reference) -> None:
-    """D keeps the blocks until P has written them, then both are clean."""
+    """D keeps the blocks until P has written them. Then both engines are clean."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoff = Handoff(new_id(), prompt(900, seed=90), p, d)
     d.add(handoff.to_d())
@@ -36,9 +36,9 @@ def test_aborted_on_d_while_p_streams(fleet: Fleet, reference: Reference) -> Non
 
 @pytest.mark.parametrize("d_spec", [engines.D_LAYER, engines.D_STOCK])
 def test_aborted_on_p_and_sent_again(fleet: Fleet, reference: Reference, d_spec: EngineSpec) -> None:
-    """P drops the prompt in the middle; the same request comes again and D, still waiting, is served.
+    """P drops the prompt in the middle. The same request comes again, and serves D, which still waits.
 
-    One of the two is stock: between two layerpush engines D hears at once that the prompt was dropped.
+    One of the two is stock: between two layerpush engines, D's load fails at once.
     """
     p, d = fleet.get(engines.P_STOCK if d_spec is engines.D_LAYER else engines.P_LAYER, d_spec)
     p.hold()

@@ -1,4 +1,4 @@
-"""Models whose layers do not all look at the whole prompt."""
+"""Models with layers that do not attend to the whole prompt."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_sliding_window(fleet: Fleet, model: ModelName, order: Order, connector:
 
 @pytest.mark.parametrize(("p_mode", "order"), [("layer", "early"), ("layer", "late"), ("whole", "together")])
 def test_chunked_attention(fleet: Fleet, p_mode: str, order: Order) -> None:
-    """Llama-4's local layers look at their own chunk of the prompt only. D lacks no block of the last token's chunk."""
+    """Llama-4's local layers attend only to their own chunk of the prompt. D has each block of the last one."""
     modes = {"layer": {"granularity": "layer"}, "whole": {"layerwise": False}}
     p, d, plain = fleet.get(
         EngineSpec(f"P-chunked-{p_mode}", "P", transfer(LAYERWISE, trace_dir=TRACE, **modes[p_mode]), model="chunked"),
@@ -40,7 +40,7 @@ def test_chunked_attention(fleet: Fleet, p_mode: str, order: Order) -> None:
     )
     reference = Reference(plain)
     for length in (1, 127, 128, 129, 256, 257, 700, 1024):
-        for max_tokens in (1, 8):  # D computes an only token itself
+        for max_tokens in (1, 8):  # D computes a single token itself
             handoff = send(p, d, prompt(length, seed=112), order, max_tokens=max_tokens)
             check(handoff.outcome(), reference)
             assert handoff.push().outcome == "completed"

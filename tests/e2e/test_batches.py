@@ -1,4 +1,4 @@
-"""Many requests at once, and requests that are none of the connector's business in the same batch."""
+"""Many requests at once, and requests without a transfer in the same batch."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.e2e.streamchecks import check_completed, check_streamed
 
 
 def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
-    """All 16 are in both engines before either steps."""
+    """All 16 requests are in both engines before P steps."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     lengths = random.Random(30).sample(range(1, 1400), 16)
     handoffs = [Handoff(new_id(), prompt(length, seed=30), p, d) for length in lengths]
@@ -30,7 +30,7 @@ def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
 
 
 def test_sixteen_at_once_with_late_decoders(fleet: Fleet, reference: Reference) -> None:
-    """Half of the registrations come early, the others while P computes, in another order."""
+    """Half of the registrations come early. The others come while P computes, in another order."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoffs = [Handoff(new_id(), prompt(150 + 77 * number, seed=31), p, d) for number in range(16)]
     p.hold()
@@ -46,7 +46,7 @@ def test_sixteen_at_once_with_late_decoders(fleet: Fleet, reference: Reference) 
 
 
 def test_plain_requests_in_the_same_batch_are_untouched(fleet: Fleet, reference: Reference) -> None:
-    """P serves plain requests to the end next to handoffs; nothing of theirs is pushed."""
+    """P serves plain requests to the end beside handoffs. No plain request is pushed."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     plain = [Request(new_id(), prompt(length, seed=32), None, max_tokens=24) for length in (5, 64, 300, 777)]
     also_plain_on_d = Request(new_id(), prompt(400, seed=33), None, max_tokens=24)

@@ -1,4 +1,4 @@
-"""Layers with a state, and a prefix cache, vLLM's default for such models: a prompt has several states then."""
+"""Layers with a state and a prefix cache, vLLM's default for such models: a prompt then has several states."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.e2e.handoff import Order, introduce, prompt, send
 
 MODEL = "Qwen3NextForCausalLM"
 BLOCK = 1056
-"""Tokens: attention's block has to be as large as a state."""
+"""Tokens of a block: attention's block must be as large as a state."""
 ATTENTION = 1
 """The index of a layer without a state."""
 

@@ -15,7 +15,7 @@ TOKENS_PER_STEP = 90
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
 def test_chunks_that_end_inside_a_block(fleet: Fleet, reference: Reference, order: Order) -> None:
-    """The unfinished block of a chunk waits for the chunk that fills it; a chunk may complete no block at all."""
+    """An unfinished block waits for the chunk that fills it. A chunk may complete no block at all."""
     p, d = fleet.get(engines.P_UNALIGNED, engines.D_LAYER)
     for length in (89, 90, 91, 95, 96, 97, 179, 180, 181, 182, 191, 192, 193, 270, 271, 500, 900, 901):
         handoff = send(p, d, prompt(length, seed=80), order)

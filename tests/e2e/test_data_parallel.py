@@ -33,7 +33,7 @@ class Pair:
     decode: Engine
 
     def ask_p(self, prompt: list[int], request_id: str, rank: int) -> dict[str, Any]:
-        """P's answer; the rank is the router's choice."""
+        """P's answer from the rank that the router chooses."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": TO_P}
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id, "X-data-parallel-rank": str(rank)}
         asked = urllib.request.Request(f"{self.prefill.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -59,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = write_model(scratch / "model", SHAPE)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        # P's second rank listens on the port after that of its first.
+        # P's second rank listens on the port after that of the first rank.
         ports = PortAllocator(DATA_PARALLEL_PREFILL_PORTS), PortAllocator(DATA_PARALLEL_DECODE_PORTS)
         groups = [stack.enter_context(EngineGroup(scratch, interrupts, each)) for each in ports]
         prefill = groups[0].start(server_spec("prefill", "prefill", model, "--data-parallel-size", "2", kind=ServeSpec))
@@ -75,7 +75,7 @@ def tokens(seed: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def identities(pair: Pair) -> list[dict[str, Any]]:
-    """The params that each rank answers, without those of the request."""
+    """The params in each rank's answer, without those of the request."""
     answers = [pair.ask_p(tokens(rank), f"who-{rank}", rank)["kv_transfer_params"] for rank in range(2)]
     assert [answer["remote_engine_id"][-4:] for answer in answers] == ["_dp0", "_dp1"]
     assert answers[1]["remote_port"] == answers[0]["remote_port"] + 1

@@ -1,4 +1,4 @@
-"""The commands of the documentation, run as they stand there, with CPU engines."""
+"""Runs the documentation's commands as they are, with CPU engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Server:
-    """Ready; where it asks P who that is, D has had what P computed for that."""
+    """A ready proxy. If it asks P for its identity, D has loaded the push of that question."""
     asks = "--prefill-identity" not in command.text
     with loads(at_d, int(asks)):
         proxy = machine.start(command, name)
@@ -41,7 +41,7 @@ def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Ser
 
 
 def test_what_stands_twice_is_the_same() -> None:
-    """So one run is for both."""
+    """So one run checks both places."""
     for first in (ON_P, ON_D, VLLM_ROUTER, "layerpush proxy --prefill http://10.0.0.1:8000"):
         assert block("README.md", first).text == block(QUICKSTART, first).text
     assert block("docs/routers.md", VLLM_ROUTER).text == block(QUICKSTART, VLLM_ROUTER).text
@@ -49,7 +49,7 @@ def test_what_stands_twice_is_the_same() -> None:
 
 @patient
 def test_the_readme_and_the_contract(machine: Machine) -> None:
-    """P, D, the proxy, and both ways to do without it."""
+    """P, D, the proxy, and both ways without a proxy."""
     p, d = machine.start(block("README.md", ON_P), "P"), machine.start(block("README.md", ON_D), "D")
     p.await_healthy(machine.url("10.0.0.1:8000"))
     d.await_healthy(machine.url("10.0.0.2:8000"))
@@ -59,7 +59,7 @@ def test_the_readme_and_the_contract(machine: Machine) -> None:
             assert answer(machine.run(block(CONTRACT, "id=", number)))
     proxies = [
         block("README.md", "layerpush proxy --prefill http://10.0.0.1:8000"),
-        block(PROXY, "layerpush proxy --port 8000", 0),  # its second P is not there
+        block(PROXY, "layerpush proxy --port 8000", 0),  # the command's second P does not run
         block(PROXY, "layerpush proxy --port 8000", 1),
     ]
     for number, command in enumerate(proxies):
@@ -86,7 +86,7 @@ def test_the_quickstart_by_hand(machine: Machine) -> None:
 
 @patient
 def test_the_deployment(machine: Machine) -> None:
-    """One P and one D; of the two that the proxy is told of beside them nothing is there."""
+    """One P and one D. The command names one more of each, which do not run."""
     p, d = machine.start(block(DEPLOYMENT, ON_P), "P"), machine.start(block(DEPLOYMENT, ON_D), "D")
     p.await_healthy(machine.url("10.0.0.1:8000"))
     d.await_healthy(machine.url("10.0.0.2:8000"))

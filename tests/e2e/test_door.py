@@ -1,4 +1,4 @@
-"""kv_transfer_params are whatever a client sent: a bad request fails alone, and its client is told which key is bad."""
+"""Any kv_transfer_params of a client: a bad request fails alone, and the error names the bad key."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -116,7 +116,7 @@ def test_under_multi_connector_too(fleet: Fleet, reference: Reference) -> None:
 def test_past_the_front_end_it_is_computed_without_a_transfer(
     fleet: Fleet, reference: Reference, logs: LogReader
 ) -> None:
-    """Not refused, since nobody can be told any more, but right, and no step of the engine fails."""
+    """No client can get an error any more, so the answer is right without a transfer. No step of the engine fails."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     expected = reference.tokens(TOKENS)
     for host in (p, d):
@@ -125,7 +125,7 @@ def test_past_the_front_end_it_is_computed_without_a_transfer(
         for host, key, request in bad_requests(p, d):
             host.call(probes.report_refused, new_id(), request.kv_transfer_params)
             if key in ("remote_prefill_cached_tokens", "must be an object"):
-                continue  # what they break is the front end itself
+                continue  # these break the front end itself
             host.add(request)
             assert host.wait_output(request.request_id).token_ids == expected[: request.max_tokens]
         for host in (p, d):
@@ -139,7 +139,7 @@ def test_past_the_front_end_it_is_computed_without_a_transfer(
 
 
 def test_a_good_request_that_the_front_end_refuses_leaves_nothing(fleet: Fleet, reference: Reference) -> None:
-    """Its prompt may have been too long: vLLM tells D's connector, which has nothing to give back."""
+    """Its prompt may be too long. vLLM reports this to D's connector, which holds nothing for the request."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     d.call(probes.report_refused, new_id(), Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params)
     d.wait_idle()
@@ -147,7 +147,7 @@ def test_a_good_request_that_the_front_end_refuses_leaves_nothing(fleet: Fleet, 
 
 
 def test_stock_dies_of_a_missing_key(fleet: Fleet) -> None:
-    """The negative control: what the door is for."""
+    """The negative control: the reason for the door."""
     (d,) = fleet.spawn(engines.D_STOCK)
     bad = changed(Handoff(new_id(), TOKENS, d, d).to_d(), "tp_size", DROPPED)
     d.add(bad)
@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_be_reached_fails_its_request_only(
     (internal,) = d.add(handoff.to_d(params))
     check_serving(p, d, reference)  # meanwhile
     check_failed(d, handoff, internal, policy, reference)
-    d.poll_until(probes.handshakes_over)  # a heartbeat may have begun one more
+    d.poll_until(probes.handshakes_over)  # a heartbeat may have begun another handshake
     lines = [line for line in logs.new_text(d).splitlines() if f"KV load of {internal}" in line]
     assert len(lines) == 1, lines
     assert place["remote_engine_id"] in lines[0]
@@ -207,7 +207,7 @@ def test_a_host_that_is_not_allowed_is_refused_on_d(fleet: Fleet, reference: Ref
 
 
 def test_a_host_that_is_not_allowed_is_refused_on_p(fleet: Fleet, reference: Reference, logs: LogReader) -> None:
-    """P connects to the D that registers; this D it cannot even tell, so D's own deadline ends the wait."""
+    """P refuses to connect to this D, so no message reaches D. D's own deadline ends the wait."""
     p, d = fleet.spawn(P_ALLOWING, D_IMPATIENT)
     handoff = send(p, d, TOKENS, "early")
     assert d.wait_output(handoff.request_id).token_ids == reference.tokens(TOKENS)
@@ -238,7 +238,7 @@ def test_garbage_on_the_side_channel_changes_nothing(fleet: Fleet, reference: Re
 def test_a_hostile_side_channel_fails_its_request_only(
     fleet: Fleet, reference: Reference, logs: LogReader, name: str
 ) -> None:
-    """D asks whoever the request names; what comes back must not reach beyond that request."""
+    """D asks any host in a request. The answer must not affect other requests."""
     p, d = fleet.get(engines.P_LAYER, D_RECOMPUTING)
     handoff = Handoff(new_id(), TOKENS, p, d)
     port = PORTS.take()

@@ -1,4 +1,4 @@
-"""P with ``answer_early`` behind routers that ask P first and D afterwards: layers stream all the same."""
+"""P with ``answer_early`` behind routers that ask P first and then D: layers stream all the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TO_P = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-"""What these routers send P."""
+"""The parameters for P from these routers."""
 SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vLLM's toy proxy": ({"stream": False}, {}),
     "AIBrix": ({"stream": False, "extra_body": {"max_completion_tokens": 1}}, {"remote_host": "127.0.0.1"}),
@@ -49,7 +49,7 @@ SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-"""What routers that ask one after the other add to P's body, and change in P's params for D."""
+"""Additions of sequential routers to P's body, and their changes in P's params for D."""
 BAD = {"layerpush_mode": "fast"}
 TOKENS, LONG = 1500, 3000
 patient = pytest.mark.timeout(600)
@@ -57,7 +57,7 @@ patient = pytest.mark.timeout(600)
 
 @dataclass
 class Pair:
-    """P computes alone what is right."""
+    """A P and a D. P's answers without a transfer are the right ones."""
 
     scratch: Path
     ports: PortAllocator
@@ -69,7 +69,7 @@ class Pair:
         return str(client_of(self.prefill.url).completions.create(prompt=prompt, **alone).choices[0].text)
 
     def answer_of_p(self, prompt: Any, request_id: str, *, chat: bool = False, **changes: Any) -> dict[str, Any]:
-        """P's answer to a router that wants one token of it."""
+        """P's answer to a router that asks for one token."""
         client, asked = client_of(self.prefill.url), GREEDY | {"max_tokens": 1} | changes
         extra = {"ignore_eos": True, "kv_transfer_params": TO_P} | asked.pop("extra_body", {})
         headers = {"X-Request-Id": request_id}
@@ -144,7 +144,7 @@ def test_a_chat_is_answered_early(pair: Pair) -> None:
 
 @patient
 def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
-    """It asks one after the other until it knows P."""
+    """The router is sequential until it knows P."""
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
     known = {push.request_id for push in read_pushes(pair.scratch / "trace")}
     prompt = words(TOKENS, seed=4)
@@ -204,7 +204,7 @@ def test_what_the_engine_does_not_admit_is_refused(pair: Pair, prompt: str, chan
 
 @patient
 def test_ds_client_leaves_and_p_stops_computing(pair: Pair) -> None:
-    """P's client is the router, which has its answer: nobody else could abort P's request."""
+    """P's client is the router, which has its answer already. No other client could abort P's request."""
     withdrawn = scrape(pair.prefill).value("early_answers_total", event="withdrawn")
     prompt, request_id = words(LONG, seed=9), str(uuid.uuid4())
     params = pair.answer_of_p(prompt, request_id)["kv_transfer_params"]
@@ -220,7 +220,7 @@ def test_ds_client_leaves_and_p_stops_computing(pair: Pair) -> None:
 
 @patient
 def test_p_dies_after_it_has_answered(pair: Pair) -> None:
-    """D says so within its deadlines; its `kv_load_failure_policy` decides that the client gets an error."""
+    """D's load fails within its deadlines. By D's `kv_load_failure_policy` the client gets an error."""
     prompt, request_id = words(LONG, seed=11), str(uuid.uuid4())
     params = pair.answer_of_p(prompt, request_id)["kv_transfer_params"]
     with ThreadPoolExecutor(1) as pool:

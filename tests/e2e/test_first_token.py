@@ -1,4 +1,4 @@
-"""D starts its answers with P's token: the same answers as one engine's, and P's token in each."""
+"""D starts its answers with P's token. They are the plain engine's answers."""
 
 import pytest
 
@@ -18,7 +18,7 @@ PATIENCE_S = 2.0
 
 
 def introduced(fleet: Fleet, p_spec: EngineSpec, d_spec: EngineSpec) -> list[EngineHost]:
-    """Both engines, connected. No token is late because the machine is busy."""
+    """Both engines, connected. A busy machine makes no token late."""
     p, d = fleet.get(p_spec, d_spec)
     d.call(probes.await_tokens, PATIENCE_S)
     introduce(p, d)
@@ -26,13 +26,13 @@ def introduced(fleet: Fleet, p_spec: EngineSpec, d_spec: EngineSpec) -> list[Eng
 
 
 def origins(d: EngineHost) -> dict[str, float]:
-    """How many requests of this engine have started with which token."""
+    """Numbers of this engine's requests by the origin of their first token."""
     found = scrape(d)
     return {origin: found.value("first_tokens_total", origin=origin) for origin in FIRST_TOKENS.values}
 
 
 def check_origins(d: EngineHost, before: dict[str, float], **more: int) -> None:
-    """Since then, so many requests have started with tokens of these origins, and no others."""
+    """Since ``before``, so many requests have started with tokens of these origins, and no others."""
     for origin, count in more.items():
         wait_for(d, "first_tokens_total", before[origin] + count, origin=origin)
     assert origins(d) == {origin: count + more.get(origin, 0) for origin, count in before.items()}
@@ -64,7 +64,7 @@ def test_a_stock_p_has_no_token_to_give(fleet: Fleet, reference: Reference) -> N
 
 
 def test_preempted_after_p_s_token(fleet: Fleet, reference: Reference) -> None:
-    """D runs out of blocks while it answers: it computes some of the answers again, P's tokens among them."""
+    """D runs out of blocks while it answers. It computes some answers again, and P's tokens in them."""
     p, d = introduced(fleet, engines.P_AUTO, engines.D_TIGHT)
     before = origins(d)
     handoffs = [Handoff(new_id(), prompt(300 + number, seed=113), p, d, ANSWER) for number in range(3)]

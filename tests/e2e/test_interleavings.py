@@ -1,4 +1,4 @@
-"""Random traffic on a P that is short of blocks: every order of events that a test above did not think of."""
+"""Random traffic on a P that is short of blocks, for orders of events that other tests lack."""
 
 import random
 
@@ -27,7 +27,7 @@ HANDOFFS = 30
 
 @pytest.mark.parametrize("seed", [10, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (11, 12))])
 def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
-    """Prompts share prefixes; P and D engines are told, stepped and let go in a random order."""
+    """Prompts share prefixes. P and D engines get requests and steps in a random order."""
     rng = random.Random(seed)
     p, *decoders = fleet.get(P_BUSY, engines.D_CACHING, engines.D_STOCK)
     for host in (p, decoders[0]):
@@ -50,6 +50,6 @@ def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
 
 
 def random_prompt(rng: random.Random, seed: int) -> list[int]:
-    """One of three prefixes, or none, and a tail of its own."""
+    """One of three prefixes or none, and a tail that no other prompt has."""
     prefix = prompt(rng.choice([64, 200, 480]), seed=120 + seed) if rng.random() < 0.6 else []
     return prefix + rng.choices(range(3, 1024), k=rng.choice([1, 31, 32, 33, 90, 149, 150, 151, 400, 700]))

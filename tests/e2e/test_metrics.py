@@ -1,4 +1,4 @@
-"""What real engines show on ``/metrics`` of real pushes; engines are shared by tests, so differences are looked at."""
+"""Real engines' ``/metrics`` of real pushes. Tests share the engines, so they compare differences."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def wait_for(host: EngineHost, name: str, wanted: float, **labels: str) -> None:
 
 @pytest.mark.parametrize(("order", "outcome"), [("early", "layerwise"), ("late", "late_registration")])
 def test_a_push_is_counted_by_its_outcome(fleet: Fleet, reference: Reference, order: Order, outcome: str) -> None:
-    """Although both engines fall idle, and stop reporting, as soon as it is over."""
+    """Although both engines fall idle after the push, and then stop reporting."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     pushes = {one: value(p, "pushes_total", outcome=one) for one in PUSHES.values}
     loads, exposed = value(d, "loads_total", outcome="loaded"), value(p, "exposed_seconds_count")

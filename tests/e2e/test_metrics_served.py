@@ -1,4 +1,4 @@
-"""What an operator sees: ``GET /metrics`` and the log of `vllm serve`, of a P with one or two API servers and a D."""
+"""``GET /metrics`` and the log of `vllm serve`, of a P with one or two API servers and of a D."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_everything_that_the_dashboard_and_the_alerts_name_is_there_before_any_r
             assert unknown_names(expressions(document), found) == [], engine.name
         labels = [sample.labels for sample in found.samples if sample.name == "vllm:layerpush_pushes_total"]
         assert {(each["model_name"], each["engine"]) for each in labels} == {("demo", "0")}
-        assert "vllm:nixl_bytes_transferred_sum" in found.names, "upstream's stay"
+        assert "vllm:nixl_bytes_transferred_sum" in found.names, "upstream's metrics must stay"
 
 
 @patient
 def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Served) -> None:
     p, d = both(servers)
-    servers.push(TOKENS, seed=1)  # the two get to know each other: the registration may come late
+    servers.push(TOKENS, seed=1)  # P and D connect first: the registration may come late
     until(lambda: sum(outcomes(p).values()) == 1, "its push is over")
     before, pushes = scrape(p), 3
     first = outcomes(p)
@@ -86,7 +86,7 @@ def test_an_aborted_push_is_told_although_p_falls_idle_at_once(servers: Served) 
 
 @patient
 def test_the_periodic_log_line_tells_of_loads(servers: Served) -> None:
-    """Of an engine with one API server: with several, vLLM logs no statistics at all."""
+    """D has one API server: with several, vLLM logs no statistics at all."""
     servers.push(TOKENS, seed=60)
     log = servers.decode.log_path
     until(lambda: "KV Transfer metrics: Loads=" in log.read_text(errors="replace"), "D's log line")

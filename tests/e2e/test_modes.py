@@ -1,4 +1,4 @@
-"""The configuration keys: what each changes, and what it must not change."""
+"""The configuration keys: the effects of each, and its lack of other effects."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_granularity_chunk(fleet: Fleet, reference: Reference, order: Order) -> 
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_requests_choose_their_mode(fleet: Fleet, reference: Reference, configured: EngineSpec, default: str) -> None:
-    """One P, all modes side by side; a request that does not choose goes as the configuration says."""
+    """One P, all modes side by side. A request without a mode has the configured one."""
     p, d = fleet.get(configured, engines.D_LAYER)
     introduce(p, d)
     for number, length in enumerate((1500, 1025)):

@@ -1,4 +1,4 @@
-"""The checks of this suite must be able to fail: wrong bytes, a silent fallback and a leak are each noticed."""
+"""The checks of this suite can fail: they notice wrong bytes, a silent fallback and a leak."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_silent_fallback_is_noticed(fleet: Fleet) -> None:
 
 
 def test_a_leak_is_noticed(fleet: Fleet) -> None:
-    """A handoff that nobody fetches holds blocks and table entries on P."""
+    """A handoff without a D holds blocks and table entries on P."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoff = Handoff(new_id(), prompt(100, seed=73), p, d)
     p.add(handoff.to_p())
@@ -61,7 +61,7 @@ def test_an_error_in_a_log_is_noticed(fleet: Fleet, logs: LogReader) -> None:
 
 
 def test_poison_would_be_seen(fleet: Fleet) -> None:
-    """D's registered blocks hold a pattern until bytes arrive, so KV that never came cannot pass for KV that came."""
+    """D's registered blocks hold a pattern until bytes arrive, so missing KV cannot pass for pushed KV."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     token_ids = prompt(64, seed=74)
     first = send(p, d, token_ids, "early")

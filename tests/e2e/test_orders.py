@@ -36,7 +36,7 @@ def test_registered_early_streams_every_chunk(fleet: Fleet, reference: Reference
 
 @pytest.mark.parametrize(("length", "after_steps"), [(300, 1), (1500, 1), (1500, 2), (1500, 5), (2049, 8)])
 def test_registered_mid_prefill(fleet: Fleet, reference: Reference, length: int, after_steps: int) -> None:
-    """What was ready before the registration is caught up with, the rest streams."""
+    """P first pushes the layers that were ready before the registration. The rest streams."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoff = send(p, d, prompt(length, seed=after_steps), "mid", after_steps=after_steps)
     check(handoff.outcome(), reference)
@@ -45,7 +45,7 @@ def test_registered_mid_prefill(fleet: Fleet, reference: Reference, length: int,
     assert push.mode == "layer"
     first_write = min(write["t_post"] for write in push.writes)
     caught_up = [layer for chunk, layer, at, _ in push.ready if at < first_write]
-    assert len(caught_up) >= after_steps * engines.LAYERS, "a WRITE went out before anybody had registered"
+    assert len(caught_up) >= after_steps * engines.LAYERS, "a WRITE went out before D had registered"
 
 
 def test_registered_after_p_finished_goes_whole(fleet: Fleet, reference: Reference) -> None:
@@ -60,7 +60,7 @@ def test_registered_after_p_finished_goes_whole(fleet: Fleet, reference: Referen
 
 
 def test_registered_between_last_step_and_nothing(fleet: Fleet, reference: Reference) -> None:
-    """D registers while P stands still right after its last chunk: nothing wakes P but its own polling."""
+    """D registers while P stands still right after its last chunk: only P's own polling wakes it."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoff = send(p, d, prompt(700, seed=3), "after_last_step")
     check(handoff.outcome(), reference)

@@ -1,4 +1,4 @@
-"""Blocks that go through staging memory: tokens and KV bytes are right, and damage on the way is seen."""
+"""Blocks that go through staging memory: tokens and KV bytes are right, and checks notice damage on the way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tokens_and_bytes_are_right(fleet: Fleet, reference: Reference, packing:
         check_completed(push, length)
         if order == "early":
             assert plans(push) == {PLANS[packing]}
-        elif order == "late":  # pushed whole, by upstream's means
+        elif order == "late":  # pushed whole, by upstream's code
             assert plans(push) == {"direct"}
 
 
@@ -65,7 +65,7 @@ def test_a_damaged_block_is_seen(fleet: Fleet, reference: Reference, packing: st
 
 
 def plans(push: Push) -> set[str]:
-    """Of all its WRITEs."""
+    """The plans of all WRITEs of a push."""
     return {write["plan"] for write in push.writes}
 
 

@@ -1,4 +1,4 @@
-"""Who talks to whom: a stock peer on either side, MultiConnector, several decode engines."""
+"""Kinds of peers: a stock engine on either side, MultiConnector, several decode engines."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_under_multi_connector(
 
 
 def test_under_multi_connector_beside_a_store(fleet: Fleet, reference: Reference) -> None:
-    """P loads a prompt that it has seen from the store, and computes its last tokens: little is left to overlap."""
+    """P loads a repeated prompt from the store, and computes its last tokens: little is left to overlap."""
     p, d = fleet.get(engines.P_STORE, engines.D_NO_GROUPS)
     introduce(p, d)
     shared = prompt(512, seed=14)

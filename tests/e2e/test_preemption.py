@@ -8,7 +8,7 @@ from tests.e2e.streamchecks import check_completed
 
 
 def test_preempted_while_streaming(fleet: Fleet, reference: Reference) -> None:
-    """The first prompt holds its blocks because its D is late; the second streams, is preempted and starts again."""
+    """The first prompt holds its blocks, because its D is late. The second one streams, is preempted and restarts."""
     p, d = fleet.get(engines.P_TIGHT, engines.D_LAYER)
     waiting = Handoff(new_id(), prompt(1600, seed=60), p, d)
     streaming = Handoff(new_id(), prompt(2000, seed=61), p, d)

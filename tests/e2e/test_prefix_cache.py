@@ -1,4 +1,4 @@
-"""Prefix caching on P, on D and on both: only what D lacks is pushed, and it lands in the right blocks."""
+"""Prefix caching on P, on D and on both: P pushes only the blocks that D lacks, and they land in the right places."""
 
 import math
 
@@ -20,20 +20,20 @@ def warm(host: EngineHost, token_ids: list[int]) -> None:
 
 
 def check_pushed(handoff: Handoff, *, cached_on_p: int, cached_on_d: int) -> None:
-    """`cached_*` are tokens in full blocks; D always computes at least the last token by itself."""
+    """`cached_*` are tokens in full blocks. D always computes at least the last token by itself."""
     tokens = len(handoff.token_ids)
     chunks = math.ceil((tokens - cached_on_p) / PREFILL_TOKENS_PER_STEP)
     blocks = math.ceil(tokens / BLOCK_SIZE) - cached_on_d // BLOCK_SIZE
     push = handoff.push()
     check_completed(push, tokens, chunks=chunks, pushed_blocks=blocks, cached=cached_on_p > 0)
     if cached_on_d < cached_on_p:
-        assert push.writes[0]["layers"] == [0, engines.LAYERS - 1], "the cached prefix did not go at once"
+        assert push.writes[0]["layers"] == [0, engines.LAYERS - 1], "P did not push the cached prefix at once"
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])
 @pytest.mark.parametrize("shared", [32, 96, 512, 992])
 def test_prefix_hit_on_p(fleet: Fleet, reference: Reference, order: Order, shared: int) -> None:
-    """P computes only the rest, but pushes the shared blocks too: D has nothing."""
+    """P computes only the rest, but pushes the shared blocks, too: D has no block."""
     p, d = fleet.get(engines.P_CACHING, engines.D_LAYER)
     p.call(probes.reset_prefix_cache)
     prefix = prompt(shared, seed=40)
@@ -44,7 +44,7 @@ def test_prefix_hit_on_p(fleet: Fleet, reference: Reference, order: Order, share
 
 
 def test_whole_prompt_cached_on_p(fleet: Fleet, reference: Reference) -> None:
-    """P computes one block at most and everything else is ready before its step begins."""
+    """P computes one block at most. All other blocks are ready before its step begins."""
     p, d = fleet.get(engines.P_CACHING, engines.D_LAYER)
     for length in (64, 65, 512, 1000):
         p.call(probes.reset_prefix_cache)
@@ -56,7 +56,7 @@ def test_whole_prompt_cached_on_p(fleet: Fleet, reference: Reference) -> None:
 
 
 def test_blocks_shared_with_a_request_of_the_same_step(fleet: Fleet, reference: Reference) -> None:
-    """The second prompt hits blocks that the first one is computing in this very step or has computed just before."""
+    """The second prompt hits blocks of the first one, from the same step or from the step before."""
     p, d = fleet.get(engines.P_CACHING, engines.D_LAYER)
     p.call(probes.reset_prefix_cache)
     prefix = prompt(192, seed=44)
@@ -74,7 +74,7 @@ def test_blocks_shared_with_a_request_of_the_same_step(fleet: Fleet, reference: 
 @pytest.mark.parametrize("order", ["early", "mid", "late", "together"])
 @pytest.mark.parametrize("shared", [32, 256, 320, 960])
 def test_partial_hit_on_d(fleet: Fleet, reference: Reference, order: Order, shared: int) -> None:
-    """D registers only the blocks that it lacks; chunks before them send nothing."""
+    """D registers only its missing blocks. Chunks before them send nothing."""
     p, d = fleet.get(engines.P_LAYER, engines.D_CACHING)
     d.call(probes.reset_prefix_cache)
     prefix = prompt(shared, seed=46)
@@ -85,7 +85,7 @@ def test_partial_hit_on_d(fleet: Fleet, reference: Reference, order: Order, shar
 
 
 def test_nearly_everything_cached_on_d(fleet: Fleet, reference: Reference) -> None:
-    """Only the last, partly filled block is wanted."""
+    """D registers only the last, partly filled block."""
     p, d = fleet.get(engines.P_LAYER, engines.D_CACHING)
     for length in (65, 257, 1000):
         d.call(probes.reset_prefix_cache)

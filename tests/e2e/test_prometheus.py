@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes two engines: it takes the alert rules and every expression of the dashboard."""
+"""A real Prometheus scrapes two engines. It accepts the alert rules and every expression of the dashboard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROGRAMS = ROOT / "build/prometheus/usr/bin"
 ALERTS = ROOT / "layerpush/apps/files/alerts.yml"
 PUSHES = 3
 ENGINES_LABELS = {"prefill": {}, "decode": {"namespace": "inference", "pod": "decode-0"}}
-"""P's scrape lacks the labels that the Prometheus Operator adds."""
+"""D has labels as from the Prometheus Operator. P lacks them."""
 NOT_HERE = 3
 """The exit status of `scripts/prometheus` where apt-get has no such package."""
 patient = pytest.mark.timeout(600)
@@ -43,7 +43,7 @@ class Scraped:
     url: str
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The data of an answer of Prometheus' HTTP API."""
+        """The data in an answer of Prometheus' HTTP API."""
         status, body = get(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}")
         assert status == 200, body
         answer = json.loads(body)
@@ -51,7 +51,7 @@ class Scraped:
         return answer["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an expression's value now."""
+        """The series of an expression's present value."""
         return list(self.ask("query", query=expression)["result"])
 
     def value(self, expression: str) -> float:
@@ -62,7 +62,7 @@ class Scraped:
 
 @contextlib.contextmanager
 def prometheus(scratch: Path, engines: Served) -> Iterator[str]:
-    """Prometheus with our rules as they are, ready; it scrapes once a second. Its URL."""
+    """The URL of a ready Prometheus with our rules as they are. It scrapes once a second."""
     places = {"prefill": engines.prefill, "decode": engines.decode}
     targets = [
         {"targets": [engine.url.removeprefix("http://")], "labels": ENGINES_LABELS[role]}
@@ -106,7 +106,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
 
 
 def checked(rules: Path) -> subprocess.CompletedProcess[str]:
-    """The verdict of promtool."""
+    """promtool's result for rules."""
     return subprocess.run([PROGRAMS / "promtool", "check", "rules", rules], capture_output=True, text=True, check=False)
 
 
@@ -145,7 +145,7 @@ def test_vllms_own_metrics_have_the_same_traffic(scraped: Scraped) -> None:
 @patient
 @pytest.mark.parametrize("namespace", [".*", "inference"])
 def test_every_panel_has_data(scraped: Scraped, namespace: str) -> None:
-    """Of both engines, and of those in a namespace."""
+    """For both engines, and for those in a namespace."""
     chosen = dict.fromkeys(dashboard.VARIABLES, ".*") | {"namespace": namespace}
     expressions = [line for row in dashboard.ROWS.values() for panel in row for line in panel.lines.values()]
     assert len(expressions) > 40

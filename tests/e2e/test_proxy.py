@@ -1,6 +1,6 @@
 """`layerpush proxy` before real engines, with the official client: tokens, layers, faults.
 
-The tests go from those that leave all engines as they are to those that end them, in this order.
+Their order matters: later tests end engines.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_completions_are_the_plain_engines_and_layers_stream(servers: Rig, strea
 
 @patient
 def test_answers_that_are_not_ds_are_noticed(servers: Rig) -> None:
-    """The negative control: other tests compare texts, which say something only if they can differ."""
+    """The negative control: other tests compare texts. This proves something only if texts can differ."""
     text = words(300, seed=67)
     with servers.proxy(module="tests.e2e.corruptproxy") as proxy:
         corrupt = proxy.client.completions.create(prompt=text, **GREEDY).choices[0].text
@@ -105,7 +105,7 @@ def test_answers_that_are_not_ds_are_noticed(servers: Rig) -> None:
 
 @patient
 def test_prompts_matter(servers: Rig) -> None:
-    """A D that was given the blocks of another prompt would not say the same."""
+    """With the blocks of another prompt, D's answer would be another one."""
     assert len({expected(servers, words(300, seed=seed)) for seed in (68, 69, 70)}) == 3
 
 
@@ -124,7 +124,7 @@ def test_chat(servers: Rig) -> None:
 
 @patient
 def test_several_answers_and_several_prompts(servers: Rig) -> None:
-    """vLLM makes a request of each, and P and D have to agree on their ids."""
+    """vLLM makes a request of each. P and D must agree on the ids of these requests."""
     sampled = GREEDY | {"temperature": 1.0, "n": 2}
     answer = servers.client.completions.create(prompt=words(300, seed=4), **sampled)
     assert len(answer.choices) == 2
@@ -154,7 +154,7 @@ def starts_on_p(servers: Rig) -> Iterator[ProxyProcess]:
 
 @contextlib.contextmanager
 def first_tokens(servers: Rig, **more: int) -> Iterator[None]:
-    """Meanwhile so many answers of the second D start with tokens of these origins, and no others."""
+    """Check the origins of the first tokens of the second D's answers meanwhile, and their numbers."""
     before = origins(servers)
     yield
     until(lambda: origins(servers) == before + Counter(more), f"first tokens of {more}")
@@ -163,7 +163,7 @@ def first_tokens(servers: Rig, **more: int) -> Iterator[None]:
 def origins(servers: Rig) -> Counter[str]:
     found = Scrape(get(f"{servers.decodes[1].url}/metrics")[1])
     counts = Counter({origin: int(found.value("first_tokens_total", origin=origin)) for origin in FIRST_TOKENS.values})
-    counts["prefill"] += counts.pop("late")  # on a busy machine one may be late
+    counts["prefill"] += counts.pop("late")  # on a busy machine a token may be late
     return +counts
 
 
@@ -241,7 +241,7 @@ def test_a_letter_of_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProc
 
 @patient
 def test_requests_that_need_their_own_first_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
-    """Their answers are the plain engine's, too. The prompt is one chunk: on a CPU, a seed with several ends vLLM."""
+    """Their answers are the plain engine's, too. The prompt is one chunk: on a CPU, several with a seed crash vLLM."""
     text = words(200, seed=213)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("ends", {"max_tokens": 1}),
@@ -304,7 +304,7 @@ def test_a_client_that_leaves_stops_both_engines(servers: Rig, tokens: int) -> N
 def test_one_after_the_other(servers: Rig) -> None:
     asked = metric(servers.prefill.url, "vllm:request_success_total")
     with servers.proxy("--sequential") as proxy:
-        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "nobody needs to know who P is"
+        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "a sequential proxy does not ask"
         text = words(TOKENS, seed=60)
         answer = proxy.client.completions.create(prompt=text, **GREEDY)
         assert answer.choices[0].text == expected(servers, text)
@@ -323,7 +323,7 @@ def test_a_p_that_the_operator_names(servers: Rig) -> None:
         "tp_size": 1,
     }
     with servers.proxy("--prefill-identity", f"{servers.prefill.url}={json.dumps(identity)}") as proxy:
-        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "P is not asked who it is"
+        assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "the proxy has P's identity already"
         text = words(TOKENS, seed=61)
         answer = proxy.client.completions.create(prompt=text, **GREEDY)
         assert answer.choices[0].text == expected(servers, text)
@@ -349,7 +349,7 @@ def test_a_proxy_that_is_told_to_stop_finishes_its_stream(servers: Rig) -> None:
 @patient
 @pytest.mark.parametrize("example", [concurrent_example, sequential_example])
 def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, Engine, str], str]) -> None:
-    """The commands of docs/kv-transfer-params.md with a long prompt; test_docs_commands.py runs them as they are."""
+    """The commands of docs/kv-transfer-params.md with a long prompt. test_docs_commands.py runs them as they are."""
     prompt = words(TOKENS, seed=63)
     commands = example(servers.prefill, servers.decodes[0], prompt)
     done = subprocess.run(["bash", "-euc", commands], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
@@ -367,7 +367,7 @@ def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, E
 
 @patient
 def test_p_answers_what_the_contract_says(servers: Rig) -> None:
-    """The keys of the page's table, and the id that it says vLLM makes of X-Request-Id; with them D gets the prompt."""
+    """P's answer has the keys of the page's table and vLLM's id from X-Request-Id. D gets the prompt with them."""
     text, request_id = words(100, seed=64), str(uuid.uuid4())
     arguments: dict[str, Any] = GREEDY | {"prompt": text, "extra_headers": {"X-Request-Id": request_id}}
     to_p = {"max_tokens": 1, "extra_body": {"kv_transfer_params": TO_PREFILL}}
@@ -388,7 +388,7 @@ def test_p_answers_what_the_contract_says(servers: Rig) -> None:
 
 
 def at_once(servers: Rig, text: str, p_id: str, d_id: str, within_s: float = DEADLINE_S, **changes: Any) -> str:
-    """What D answers if P and D are asked at the same time, under these ids."""
+    """D's answer to a concurrent dispatch under these ids."""
     identity = Identity(servers.prefill.name, "127.0.0.1", servers.prefill.side_channel_port, 1)
     to_d = {"ignore_eos": True, "kv_transfer_params": identity.to_decode(f"cmpl-{p_id}-0") | changes}
     to_p = {"ignore_eos": True, "kv_transfer_params": TO_PREFILL}
@@ -409,7 +409,7 @@ def at_once(servers: Rig, text: str, p_id: str, d_id: str, within_s: float = DEA
 
 @patient
 def test_what_vllms_push_proxy_sends_is_pushed_by_layer(servers: Rig) -> None:
-    """Its remote_request_id is the bare id, and later ones send a transfer_id, too."""
+    """Its remote_request_id is the bare id. Later versions send a transfer_id, too."""
     text, request_id = words(TOKENS, seed=65), str(uuid.uuid4())
     changes = {"remote_request_id": request_id, "transfer_id": f"xfer-{uuid.uuid4()}"}
     assert at_once(servers, text, request_id, request_id, **changes) == expected(servers, text)
@@ -419,7 +419,7 @@ def test_what_vllms_push_proxy_sends_is_pushed_by_layer(servers: Rig) -> None:
 
 @patient
 def test_no_push_has_failed_so_far(servers: Rig) -> None:
-    """Not those of the proxies' own questions either."""
+    """No push of a proxy's own question has failed either."""
     outcomes = Counter(push.outcome for push in read_pushes(servers.trace_dir))
     assert outcomes.keys() <= {"completed", "cancelled"}
     assert any("probe-" in push.request_id for push in read_pushes(servers.trace_dir))
@@ -437,7 +437,7 @@ def test_legs_with_two_ids_find_each_other_by_remote_request_id_only(servers: Ri
 
 @patient
 def test_a_prefill_engine_that_dies(servers: Rig) -> None:
-    """Then another process takes its address; the next tests do not need it yet."""
+    """Then another process takes P's address. The next tests do not need it yet."""
     before = dispatches(servers.url, "concurrent")
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(servers.client.completions.create, prompt=words(LONG, seed=70), **GREEDY)
@@ -506,7 +506,7 @@ def test_a_decode_engine_that_dies_in_the_middle_of_its_answer(servers: Rig) -> 
         return "".join(event.choices[0].text for event in stream)
 
     said = "".join(next(stream).choices[0].text for _ in range(3))
-    assert said  # of any length: an event has all tokens since the last one
+    assert said  # of any length: an event has all tokens since the event before
     assert right.startswith(said) or said.startswith(right)
     victim.signal(signal.SIGKILL)
     with pytest.raises(openai.APIError, match=f"decode {victim.url}"):

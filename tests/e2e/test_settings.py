@@ -13,7 +13,7 @@ from tests.e2e.handoff import Reference, check, introduce, prompt, send
 
 LENGTHS = (1, 33, 256, 257, 700)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
-# One token: P computes a second draft after the push, behind the prompt, and D never reads it.
+# One token: P computes a second draft token after the push, behind the prompt, and D never reads its KV.
 DRAFTS = '{"method": "draft_model", "num_speculative_tokens": 1, "model": "$MODEL"}'
 
 SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -39,7 +39,7 @@ def test_setting(fleet: Fleet, setting: str) -> None:
 
 
 def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
-    """`torch.compile` leaves attention, and so the hook, out of what it compiles."""
+    """`torch.compile` does not compile attention, so the hook stays."""
     options = (("enforce_eager", False),)
     p, d = fleet.get(
         EngineSpec("P-compiled", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), options),
@@ -50,7 +50,7 @@ def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
 
 
 def test_under_the_names_of_vllm(fleet: Fleet, reference: Reference) -> None:
-    """Dynamo, SMG and Ray Serve know `NixlConnector` and `NixlPushConnector`."""
+    """Dynamo, SMG and Ray Serve know only `NixlConnector` and `NixlPushConnector`."""
     p, d = fleet.get(
         EngineSpec(
             "P-named", "P", transfer("NixlConnector", module_path=BY_PATH, granularity="layer", trace_dir=TRACE)
@@ -74,7 +74,7 @@ def test_both_roles(fleet: Fleet, reference: Reference) -> None:
 
 
 def check_pushes(p: EngineHost, d: EngineHost, reference: Reference) -> None:
-    """Prompts around the ends of blocks and chunks are pushed by layer, and rightly."""
+    """Check that pushes by layer are right, for prompts around the ends of blocks and chunks."""
     introduce(p, d)
     for length in LENGTHS:
         handoff = send(p, d, prompt(length, seed=130), "early")

@@ -1,4 +1,4 @@
-"""Models whose attention calls no hook of vLLM: the layers that layerpush knows are pushed as they are computed."""
+"""Models whose attention calls no hook of vLLM: P pushes layers of known classes as they are computed."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Real API servers on two clocks behind `layerpush proxy`: spans of one client's trace, and one trace of both files.
+"""Real API servers on two clocks behind `layerpush proxy`: spans in a client's trace, and one trace of both files.
 
 P lives in a time namespace: its `perf_counter` is an hour and more ahead of D's, as if it were on another host.
 """
@@ -47,7 +47,7 @@ class Servers:
     folders: list[Path]
 
     def complete(self, seed: int, trace_id: str | None) -> str:
-        """Send a request, as one of this client's trace or of none; returns the answer's id."""
+        """Send a request in a client's trace, or in none. Returns the answer's id."""
         prompt = make_prompt(TOKENS, seed, SHAPE.vocabulary)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
         headers = {"Content-Type": "application/json"}
@@ -97,7 +97,7 @@ def named(spans: list[Span], name: str) -> list[Span]:
 
 @pytest.mark.timeout(600)
 def test_push_and_load_are_spans_beside_vllms(servers: Servers) -> None:
-    """All below the client's own span, in its trace."""
+    """All of them are below the client's own span, in the client's trace."""
     trace_id = secrets.token_hex(16)
     request_id = servers.complete(1, trace_id)
     of_trace = servers.collector.spans
@@ -111,7 +111,7 @@ def test_push_and_load_are_spans_beside_vllms(servers: Servers) -> None:
     assert (push.attributes["layerpush.outcome"], push.attributes["layerpush.tokens"]) == ("completed", TOKENS)
     assert (push.attributes["layerpush.engine_id"], push.attributes["layerpush.decode_engine_id"]) == ("P", "D")
     assert (load.attributes["layerpush.engine_id"], load.attributes["layerpush.outcome"]) == ("D", "completed")
-    assert max(push.start, load.start) < min(push.end, load.end), "the wall clock is one for both"
+    assert max(push.start, load.start) < min(push.end, load.end), "both have the same wall clock"
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     around = named(spans, "llm_request")
     assert first >= min(span.start for span in around) - 0.1
@@ -148,7 +148,7 @@ def test_files_of_two_clocks_make_one_trace(servers: Servers, tmp_path: Path) ->
     clocks = [one["clock"] for one in lines(servers.folders, "process")]
     assert len(set(clocks)) == 2
     (load,) = [one for one in lines(servers.folders, "load") if one["request_id"].startswith(request_id)]
-    assert load["clock_offset"] == pytest.approx(AHEAD_S, abs=0.5), "as the handshake measured it"
+    assert load["clock_offset"] == pytest.approx(AHEAD_S, abs=0.5), "the handshake measures it"
     (note,) = summary(servers.folders)["notes"]
     found = NOTE.match(note)
     assert found is not None, note

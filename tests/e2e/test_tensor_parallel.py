@@ -1,4 +1,4 @@
-"""Unequal tensor parallelism: each P rank writes its share, D counts one completion per P rank. Tokens only."""
+"""Unequal tensor parallelism: each P rank writes its share, D counts one completion per P rank. Checks tokens only."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `layerpush trace` makes of the files of real engines: every mode, one that is dropped, one that waits long."""
+"""`layerpush trace` of the files of real engines: every mode, a dropped request, one with a long wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LENGTH = 1500
 
 @dataclass(frozen=True)
 class Recorded:
-    """``by_mode`` are requests that went as they should, ``waited`` one that P got long after D, as the last one."""
+    """``by_mode`` are successful requests. P got ``waited`` long after D, as the last one."""
 
     folders: list[Path]
     by_mode: dict[str, Handoff]
@@ -58,7 +58,7 @@ def recorded(fleet: Fleet) -> Recorded:
     d.add(waited.to_d())
     waited.await_registration()
     crowd = []
-    for number, p in enumerate(prefills):  # the first request of a pair of engines waits for their handshake
+    for number, p in enumerate(prefills):  # an engine pair's first request waits for the handshake
         crowd.append(send(p, d, prompt(300, seed=490 + number), "early"))
         d.wait_output(crowd[-1].request_id)
     by_mode = {}
@@ -102,7 +102,7 @@ def test_the_summary_names_the_slowest_request(recorded: Recorded) -> None:
 
 
 def test_the_parts_of_every_request_add_up(recorded: Recorded) -> None:
-    """To what D's own records say; nothing of what is over is unknown."""
+    """The parts add up to the time in D's own records. A completed request has no unknown part."""
     found = {one["request"]: one for one in summary(recorded.folders)["slowest"]}
     loads = {load["request_id"]: load for load in lines(recorded.folders, "load")}
     tokens = {token["request_id"]: token for token in lines(recorded.folders, "first_token")}
@@ -118,7 +118,7 @@ def test_the_parts_of_every_request_add_up(recorded: Recorded) -> None:
         assert all(one[name] is not None for name in ("queue", "prefill", "hand-over", *HAND_OVER))
     for mode, handoff in recorded.by_mode.items():
         assert found[handoff.request_id]["mode"] == mode
-    assert found[recorded.by_mode["request"].request_id]["prefill"] == 0.0, "it was over before D asked"
+    assert found[recorded.by_mode["request"].request_id]["prefill"] == 0.0, "prefill was over before D registered"
 
 
 def test_the_merged_trace_is_one_that_a_viewer_takes(recorded: Recorded, tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_both_sides_of_a_request_are_in_order(recorded: Recorded, tmp_path: Path
         assert push["args"]["mode"] == mode
         writes = writes_of(events, handoff)
         assert writes
-        assert max(push["ts"], load["ts"]) < min(end(push), end(load)), "they overlap"
+        assert max(push["ts"], load["ts"]) < min(end(push), end(load)), "push and load must overlap"
         assert all(load["ts"] < write["ts"] < end(load) for write in writes)
-        if mode != "request":  # there the completion comes with the WRITE itself, and D may hear it before P looks
+        if mode != "request":  # a whole push's completion comes with the WRITE, and D may get it before P polls
             assert max(end(write) for write in writes) <= end(load)
-        assert (push["ts"] < load["ts"]) == (mode == "request"), "P began first only where D came late"
+        assert (push["ts"] < load["ts"]) == (mode == "request"), "P must begin first only if D comes late"
         computed = max(end(one) for one in events if is_chunk_of(one, push))
         assert (min(write["ts"] for write in writes) < computed) == (mode != "request")
 

@@ -1,5 +1,5 @@
-"""vLLM's router, as the package index has it, before two prefill and two decode engines of ours. They also answer
-requests that our backend for Ray Serve has shaped.
+"""vLLM's router from the package index, in front of two prefill and two decode engines of ours. These also answer
+requests from our backend for Ray Serve.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ROUTER = ROOT / "build" / "vllm-router" / "bin" / "vllm-router"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 TOKENS = 1500
 REGISTRATION_TIMEOUT_S = 8
-"""D's `push_registration_timeout`: how long it waits for a push that never begins."""
+"""D's `push_registration_timeout`: the longest wait for a push that never begins."""
 patient = pytest.mark.timeout(600)
 
 
 @dataclass
 class Stack:
-    """``start_prefill`` starts another process in the place of one that has ended, by its number."""
+    """``start_prefill`` starts another process in the place of an ended P, by its number."""
 
     url: str
     scratch: Path
@@ -67,7 +67,7 @@ class Stack:
     start_prefill: Callable[[int, str], Engine]
 
     def pushes(self, known: Collection[str] = ()) -> list[PushRecord]:
-        """All but those of these requests."""
+        """All pushes except those of ``known`` requests."""
         return [push for push in read_pushes(self.scratch / "trace") if push.request_id not in known]
 
     def known(self) -> set[str]:
@@ -96,9 +96,9 @@ def answer(client: openai.OpenAI, prompt: str, *, chat: bool, stream: bool) -> s
 
 @contextlib.contextmanager
 def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str, str]) -> Iterator[str]:
-    """The router as ``page`` starts it, but for its port; ready. Its URL.
+    """The URL of a ready router. It runs by the command of ``page``, except for the port.
 
-    ``engines`` has the URL here for the host of each engine of the page.
+    ``engines`` has a URL here for each engine's host in the page.
     """
     urls = {f"http://{host}:8000": url for host, url in engines.items()}
     documented = shlex.split(block(page, "vllm-router").text.replace("\\\n", ""))
@@ -191,7 +191,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         engines = {host: engine.url for host, engine in zip(hosts, [*prefills, *decodes], strict=True)}
         with router(scratch, ports, "docs/deployment.md", engines) as url:
             running = Stack(url, scratch, ports, plain, prefills, decodes, start_prefill)
-            for seed in range(8):  # the router learns who each P is; each P and each D connect when they first meet
+            for seed in range(8):  # the router learns each P's identity, and each P connects to each D
                 running.text(words(40, seed=seed))
             yield running
 
@@ -200,7 +200,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
-    """The router asks P and D at the same time once it knows P."""
+    """Once the router knows P, it asks P and D at the same time."""
     known = stack.known()
     for seed in range(2):  # one for each P
         prompt = words(TOKENS, seed=100 + seed + 2 * stream + 4 * chat)
@@ -213,7 +213,7 @@ def test_layers_stream(stack: Stack, chat: bool, stream: bool) -> None:
 
 @patient
 def test_a_prefill_engine_refuses(stack: Stack) -> None:
-    """While D waits for its push. The client gets P's error, 503 as 500, once D has given up; then D works on."""
+    """P refuses while D waits for the push. Once D has given up, the client gets P's error, 503 as 500. D works on."""
     p, d = stack.prefills[0], stack.decodes[0]
 
     def status(client: openai.OpenAI, refusal: int) -> int:
@@ -226,9 +226,9 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
         engines = {"10.0.0.1": at_p, "10.0.0.2": d.url}
         with router(stack.scratch, stack.ports, "docs/routers.md", engines) as url:
             client = client_of(url)
-            assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # which is the client's
+            assert REGISTRATION_TIMEOUT_S < DEADLINE_S / 2  # the client's deadline
             first, then = words(100, seed=300), words(100, seed=301)
-            assert answer(client, first, chat=False, stream=False) == stack.right(first)  # the router learns who P is
+            assert answer(client, first, chat=False, stream=False) == stack.right(first)  # now the router knows P
             known = metric(d.url, "vllm:layerpush_loads_total")
             with ThreadPoolExecutor() as pool:
                 assert list(pool.map(lambda refusal: status(client, refusal), (400, 500, 503))) == [400, 500, 500]
@@ -275,7 +275,7 @@ def test_requests_shaped_for_ray_serve_stream(
 
 @patient
 def test_a_prefill_engine_dies_and_comes_back(stack: Stack) -> None:
-    """Under its old engine id, as a StatefulSet gives it."""
+    """P keeps its engine id, as in a StatefulSet."""
     dead = stack.prefills[0]
     dead.signal(signal.SIGKILL)
     until(lambda: not dead.members(), "P is gone")

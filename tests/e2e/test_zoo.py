@@ -1,4 +1,4 @@
-"""Every architecture of the zoo: D's KV and states are P's, and D's tokens are those that P computes alone."""
+"""Every architecture of the zoo: D's KV and states are P's, and D's tokens are those of P alone."""
 
 import pytest
 

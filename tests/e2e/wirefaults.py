@@ -1,9 +1,9 @@
 """Runs inside an engine host: scripted faults on the NIXL agent of its worker.
 
 WRITEs can be held, fail to post or end in an error; notifications can be dropped, doubled, held back or changed; the
-writer thread can be stopped at a named moment. Everything is counted from the call that asks for it; WRITEs that carry
-no blocks, with which an engine times the link, do not count. The module-level functions are for `EngineHost.call`; the
-rest runs on the threads that call NIXL.
+writer thread can be stopped at a named moment. Each fault counts from the call that sets it. WRITEs without blocks, by
+which an engine times the link, do not count. The module-level functions are for `EngineHost.call`; the rest runs on
+the threads that call NIXL.
 
 Moments are post, landed, send:KIND and got:KIND. A WRITE of a push by layer that carries several layers has two more,
 post:merged and landed:merged.
@@ -46,7 +46,7 @@ Change = Literal["one block less at the start", "one block less at the end", "on
 
 
 def kind_of(payload: bytes) -> str:
-    """registration, heartbeat, completion, a layerpush message's kind, or garbage."""
+    """The kind of a message: registration, heartbeat, completion, garbage, or layerpush's own kind."""
     if payload.startswith(REGISTRATION):
         return "registration"
     if payload.startswith(HEARTBEAT):
@@ -61,7 +61,7 @@ def kind_of(payload: bytes) -> str:
 
 @dataclasses.dataclass(eq=False)
 class PostRule:
-    """What happens to the next `left` WRITEs from number `first` on, or from the first `merged` one after it on."""
+    """A fault of the next `left` WRITEs from number `first` on, or from the first `merged` one after that on."""
 
     fault: PostFault
     first: int
@@ -78,7 +78,7 @@ class PostRule:
 
 @dataclasses.dataclass
 class MessageRule:
-    """What happens to the next `left` notifications of a kind that mention a text."""
+    """A fault of the next `left` notifications of a kind that mention a text."""
 
     fault: MessageFault
     kind: str
@@ -96,7 +96,7 @@ class MessageRule:
 
 
 class WireFaults:
-    """Stands between the worker's threads and its locked NIXL agent. `writes`: the worker's, if it pushes by layer."""
+    """Lies between a worker's threads and its locked NIXL agent. `writes`: the worker's, if it pushes by layer."""
 
     def __init__(self, agent: Any, writes: Any) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class WireFaults:
             self._post_write, writes.post = writes.post, self.post_write
 
     def clear(self) -> None:
-        """Forget every script and let everything held go."""
+        """Forget every script, and release all held WRITEs and notifications."""
         self.post_rules: list[PostRule] = []
         self.rules: list[MessageRule] = []
         self.change: Change | None = None
@@ -135,7 +135,7 @@ class WireFaults:
         self.lift()
 
     def lift(self) -> None:
-        """Held WRITEs go out, held notifications are delivered, both at the writer's next look."""
+        """Release held WRITEs and notifications, both at the writer's next turn."""
         with self._lock:
             self._lifted = set(self._held)
             for sender in [entry for entry in self._kept_back if entry[0] == "out"]:
@@ -143,10 +143,10 @@ class WireFaults:
                 self._real["send_notif"](sender[1], sender[2])
             self._deliver = True
 
-    # What the worker calls.
+    # Called by the worker.
 
     def post_write(self, write: Write, link: Any) -> Iterator[Any]:
-        """Knows the layers of the WRITEs that are made for it. On a CPU, none is made later."""
+        """Notes the layers of this WRITE for its NIXL transfers. On a CPU, the call makes all of them."""
         self._layers = {layer for part in write.segments for layer in range(part.layers.start, part.layers.stop)}
         try:
             yield from self._post_write(write, link)
@@ -180,7 +180,7 @@ class WireFaults:
             self.errs.add(handle)
             if (
                 handle in self.carries_completion
-            ):  # NIXL sends none of a transfer that failed, so this one is not started
+            ):  # NIXL sends no completion of a failed transfer, so this one does not start
                 self.never_started.add(handle)
                 return "PROC"
         return self._real["transfer"](handle, *args, **kwargs)
@@ -197,7 +197,7 @@ class WireFaults:
         return "ERR" if state == "DONE" and handle in self.errs else state
 
     def release_xfer_handle(self, handle: Any) -> None:
-        if handle in self._held:  # as with NIXL: releasing is no cancel, the bytes still go
+        if handle in self._held:  # as in NIXL: a release is no cancel, the bytes still go
             with self._lock:
                 self._orphans.add(handle)
             return
@@ -269,7 +269,7 @@ class WireFaults:
                 self.open.discard(handle)
 
     def _reach(self, moment: str, handle: Any = None) -> int:
-        """Count a moment, of a WRITE if it has a handle; stop here if there is a gate for it. Returns its number."""
+        """Count a moment, with ``handle`` that of a WRITE. Stop at a gate for it. Returns the moment's number."""
         moments = [moment, f"{moment}:merged"] if handle in self._merged else [moment]
         with self._lock:
             numbers = [(moment, self.counts[moment]) for moment in moments]
@@ -286,13 +286,13 @@ class WireFaults:
 
 
 def on_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
-    """hold: PROC until `lift`, and the bytes go out only then; fail: cannot be posted; err: ends in ERR."""
+    """hold: stay in PROC until `lift`, which sends the bytes. fail: cannot be posted. err: end in ERR."""
     faults = _faults(host)
     faults.post_rules.append(PostRule(fault, faults.counts["post"] + first, count))
 
 
 def on_merged_posts(host: HostedEngine, fault: PostFault, first: int = 0, count: int = ALL) -> None:
-    """`on_posts`, but it begins with a WRITE of several layers, after `first` WRITEs or more."""
+    """As `on_posts`, but beginning with a WRITE of several layers, after `first` WRITEs or more."""
     faults = _faults(host)
     faults.post_rules.append(PostRule(fault, faults.counts["post"] + first, count, merged=True))
 
@@ -313,7 +313,7 @@ def change_registrations(host: HostedEngine, change: Change | None) -> None:
 
 
 def forge_first_tokens(host: HostedEngine, token: int | None) -> None:
-    """From here on P sends this as every first token, whatever it has sampled; None: what it has sampled."""
+    """From now on P sends ``token`` in the place of every sampled first token. None: the sampled tokens."""
     from layerpush.core.wire import FirstToken, encode
     from layerpush.prefill import decode_peers
 
@@ -326,7 +326,7 @@ def forge_first_tokens(host: HostedEngine, token: int | None) -> None:
 
 
 def gate(host: HostedEngine, moment: str, number: int = 0) -> None:
-    """Stop the thread that comes to a moment (any but got:KIND) for the `number`th time from now."""
+    """Stop the thread at the `number`th moment of this name from now, counted from 0. Not for got:KIND."""
     faults = _faults(host)
     with faults._lock:
         faults.gates[(moment, faults.counts[moment] + number)] = threading.Event()
@@ -348,7 +348,7 @@ def open_gates(host: HostedEngine, moment: str | None = None) -> None:
 
 
 def lift(host: HostedEngine) -> None:
-    """Stop holding: what is held goes out, later WRITEs and notifications are not held."""
+    """Stop holding: release held WRITEs and notifications, and hold no later ones."""
     faults = _faults(host)
     faults.post_rules = [rule for rule in faults.post_rules if rule.fault != "hold"]
     faults.rules = [rule for rule in faults.rules if rule.fault != "hold"]
@@ -356,7 +356,7 @@ def lift(host: HostedEngine) -> None:
 
 
 def reset(host: HostedEngine) -> None:
-    """No fault is left; what was held goes out."""
+    """End all faults, and release held WRITEs and notifications."""
     if host.faults is not None:
         host.faults.clear()
     for worker in _workers():
@@ -364,12 +364,12 @@ def reset(host: HostedEngine) -> None:
 
 
 def watch(host: HostedEngine) -> None:
-    """Count from here on, without any fault."""
+    """Count from now on, without any fault."""
     _faults(host)
 
 
 def seen(host: HostedEngine, moment: str, at_least: int = 1) -> bool:
-    """Has a moment come so often?"""
+    """Whether a moment has come ``at_least`` times."""
     return _faults(host).counts[moment] >= at_least
 
 
@@ -382,12 +382,12 @@ def held_posts(host: HostedEngine, at_least: int = 1) -> bool:
 
 
 def sent_kinds(host: HostedEngine, mentioning: str) -> list[str]:
-    """What was sent about a request, in order."""
+    """The kinds of messages that mention a request, in the order of sending."""
     return [kind for kind, payload, _ in _faults(host).sent if mentioning.encode() in payload]
 
 
 def registered_blocks(host: HostedEngine, mentioning: str) -> list[int]:
-    """The blocks that D's registrations of a request name."""
+    """The blocks in D's registrations of a request."""
     found: set[int] = set()
     for kind, payload, _ in _faults(host).sent:
         if kind == "registration" and mentioning.encode() in payload:
@@ -397,7 +397,7 @@ def registered_blocks(host: HostedEngine, mentioning: str) -> list[int]:
 
 
 def send_again(host: HostedEngine, kind: str, mentioning: str) -> None:
-    """Repeat what was last sent of a kind about a request."""
+    """Send the last message of a kind about a request again."""
     faults = _faults(host)
     payload, agent = next(
         (payload, agent)
@@ -408,12 +408,12 @@ def send_again(host: HostedEngine, kind: str, mentioning: str) -> None:
 
 
 def open_handles(host: HostedEngine) -> int:
-    """Transfer handles that were made and not given back."""
+    """The number of unreleased transfer handles."""
     return 0 if host.faults is None else len(host.faults.open)
 
 
 def fail_handshakes(host: HostedEngine, count: int) -> None:
-    """The worker's next handshakes cannot reach the peer; 0: they can again."""
+    """The worker's next ``count`` handshakes cannot reach the peer. 0: no further failures."""
     worker = _worker()
     worker.__dict__.pop("_nixl_handshake", None)
     real = worker._nixl_handshake
@@ -430,7 +430,7 @@ def fail_handshakes(host: HostedEngine, count: int) -> None:
 
 
 def claim_another_model(host: HostedEngine, on: bool) -> None:
-    """The worker's configuration differs from its peers', as far as handshakes show."""
+    """From now on handshakes show another configuration than the peers'. Off: the true one."""
     worker = _worker()
     worker.compat_hash = ("not " if on else "") + worker.compat_hash.removeprefix("not ")
 
@@ -455,7 +455,7 @@ def _worker() -> Any:
 
 
 def _workers() -> list[Any]:
-    """None without a connector, and none that this process can reach behind other connectors or in other processes."""
+    """This process's NIXL worker; empty without a connector, behind other connectors, and for other processes."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None

@@ -28,7 +28,7 @@ class Family:
 
     `fields` go to the configuration class of Transformers' `model_type`, over `COMMON`.
     `states` counts the layers with a state: no hook reports them.
-    `tokens`: whether D's tokens equal P's own. They do not where vLLM's CPU kernels round differently in decode.
+    `tokens`: whether D's tokens equal P's own. They differ where vLLM's CPU kernels round differently in decode.
     """
 
     architecture: str

@@ -1,1 +1,1 @@
-"""What happens when something goes wrong: every row of the matrix in docs/design/failures.md, on real engines."""
+"""Faults on real engines: every row of the matrix in docs/design/failures.md."""

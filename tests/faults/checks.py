@@ -1,4 +1,4 @@
-"""The checks that every row ends with, and the waits that have a deadline instead of a sleep."""
+"""The checks at the end of every row, and waits with a deadline instead of a sleep."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ THREADS = {
     "vllm-nixl-handshake-initiator_",
 }
 FEW = 1
-"""WRITEs, messages or copies before a fault in the middle of a push. A push has few: layers share WRITEs."""
+"""WRITEs, messages or copies before a fault in the middle of a push. A push has few, because layers share WRITEs."""
 WARM_UP_S = 30.0
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
 
 def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = 8) -> Handoff:
-    """A handoff whose registration has left D, and that P has not been given yet."""
+    """A handoff whose registration has left D. P does not have the prompt yet."""
     d.call(wirefaults.watch)
     handoff = Handoff(new_id(), prompt(length, seed=seed), p, d, max_tokens)
     d.add(handoff.to_d())
@@ -44,9 +44,9 @@ def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: i
 
 
 def warm_up(p: EngineHost, d: EngineHost) -> None:
-    """Push prompts until P knows how fast it and its link to D are: from then on several layers share a WRITE.
+    """Push prompts until P knows its speed and that of its link to D. From then on several layers share a WRITE.
 
-    P has no scripts after it, and counts from 0.
+    Then P has no scripts, and counts from 0.
     """
 
     def shares_writes() -> bool:
@@ -60,7 +60,7 @@ def warm_up(p: EngineHost, d: EngineHost) -> None:
 
 
 def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count: int = wirefaults.ALL) -> None:
-    """In the middle of a push, from a WRITE of several layers on; if the push is whole, from its first WRITE on."""
+    """Spoil WRITEs in the middle of a push, from one of several layers on. In a whole push: from its first WRITE on."""
     if order == "late":
         p.call(wirefaults.on_posts, fault, 0, count)
     else:
@@ -68,7 +68,7 @@ def spoil_writes(p: EngineHost, order: Order, fault: wirefaults.PostFault, count
 
 
 def step_merged(p: EngineHost, chunks: int) -> None:
-    """Compute chunks of the only prompt while the writer posts its first WRITE: the rest of them goes in one WRITE."""
+    """Compute chunks of the only prompt while the writer posts its first WRITE. The other layers share one WRITE."""
     p.call(wirefaults.gate, "post")
     assert p.step(chunks) == chunks
     p.poll_until(wirefaults.is_at_gate)
@@ -76,7 +76,7 @@ def step_merged(p: EngineHost, chunks: int) -> None:
 
 
 def run_merged(p: EngineHost, handoff: Handoff) -> None:
-    """Give P the prompt. A WRITE of several layers follows the first one, however busy the machine is."""
+    """Give P the prompt. A WRITE of several layers follows the first one, on a busy machine as well."""
     p.hold()
     p.add(handoff.to_p())
     step_merged(p, 2)
@@ -84,7 +84,7 @@ def run_merged(p: EngineHost, handoff: Handoff) -> None:
 
 
 def start(p: EngineHost, d: EngineHost, length: int, seed: int, order: Order) -> Handoff:
-    """`send`, but if the registration is early: with `run_merged`."""
+    """As `send`, but with `run_merged` if the registration is early."""
     if order != "early":
         return send(p, d, prompt(length, seed=seed), order)
     handoff = early(p, d, length, seed)
@@ -93,7 +93,7 @@ def start(p: EngineHost, d: EngineHost, length: int, seed: int, order: Order) ->
 
 
 def check_merged(handoff: Handoff) -> None:
-    """Several layers of a push that is over shared a WRITE."""
+    """Check that several layers of an ended push shared a WRITE."""
     assert handoff.push().has_merged_write
 
 
@@ -103,7 +103,7 @@ def described(value: object) -> str:
 
 
 def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) -> Finished:
-    """D got no KV: it computed the prompt itself, or said so, as its policy wants; never a wrong token."""
+    """Check that D got no KV. By its policy, D computed the prompt itself or failed the request. No token is wrong."""
     output = handoff.d.wait_output(handoff.request_id, timeout)
     if "D-fail" in handoff.d.spec.name:
         assert (output.finish_reason, output.token_ids) == ("error", ())
@@ -113,7 +113,7 @@ def check_load_failed(handoff: Handoff, reference: Reference, timeout: float) ->
 
 
 def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) -> None:
-    """Both go on: a push from one to the other, byte for byte, by layers and the way that P is made for."""
+    """Check that both go on: a push is right byte for byte, goes by layer, and has P's forced plan."""
     handoff = send(p, d, prompt(700, seed=seed), "early")
     check(handoff.outcome(), reference)
     push = check_planned(handoff)
@@ -122,7 +122,7 @@ def check_serves(p: EngineHost, d: EngineHost, reference: Reference, seed: int) 
 
 
 def check_planned(handoff: Handoff) -> Push:
-    """Every WRITE of a push that is over went the way that its P is made for; returns it."""
+    """Check that every WRITE of an ended push had P's forced plan. Returns the push."""
     push, plan = handoff.push(), engines.forced_plan(handoff.p.spec)
     if plan is not None:
         assert {write["plan"] for write in push.writes} == {plan}
@@ -130,7 +130,7 @@ def check_planned(handoff: Handoff) -> Push:
 
 
 def check_under_way(p: EngineHost) -> None:
-    """So do the WRITEs that have not ended, and there are some."""
+    """Check that P has unended WRITEs, all with its forced plan."""
     plan = engines.forced_plan(p.spec)
     eventually(lambda: p.call(stagingfaults.plans_under_way), 3.0, f"{p.engine_id} has WRITEs under way")
     if plan is not None:
@@ -138,14 +138,14 @@ def check_under_way(p: EngineHost) -> None:
 
 
 def check_idle_soon(host: EngineHost, seconds: float = engines.GRACE_S) -> None:
-    """All blocks are back long before a lease would give them back."""
+    """Check that all blocks are free long before a lease would free them."""
     eventually(lambda: host.call(probes.free_blocks) == host.idle_blocks, seconds, f"{host.engine_id} frees all blocks")
 
 
 def check_owned(host: EngineHost, blocks: list[int]) -> None:
-    """Nobody else can be given these blocks."""
+    """Check that requests hold these blocks: no other request can get them."""
     assert blocks
-    assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach were let go"
+    assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach are free"
 
 
 def eventually(true: Callable[[], object], seconds: float, what: str) -> None:
@@ -154,7 +154,7 @@ def eventually(true: Callable[[], object], seconds: float, what: str) -> None:
 
 
 def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll for so long, and never see it false."""
+    """Check for so long that `true` stays true."""
     started = time.monotonic()
     while time.monotonic() - started < seconds:
         assert true(), f"not all along: {what}"
@@ -162,12 +162,12 @@ def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class LogView:
-    """What hosts have logged since the test began."""
+    """Hosts' logs since the test began."""
 
     def __init__(self) -> None:
         self._start: dict[EngineHost, int] = {}
         self.tracebacks_expected = False
-        """Of a failed handshake upstream logs the whole story."""
+        """Upstream logs a traceback of a failed handshake."""
 
     def begin(self, host: EngineHost) -> None:
         self._start[host] = host.log_size()
@@ -176,14 +176,14 @@ class LogView:
         return host.log()[self._start.get(host, 0) :].splitlines()
 
     def serious(self, host: EngineHost, mentioning: str) -> list[str]:
-        """The lines that an operator would have to read, but for the one with which vLLM repeats a failed load."""
+        """Warnings and errors with this text, except the line by which vLLM repeats a failed load."""
         lines = [line for line in self.lines(host) if mentioning in line and SERIOUS.search(line)]
         return [line for line in lines if UPSTREAM_ECHO not in line]
 
     def check_one(self, host: EngineHost, request_id: str, cause: str, level: str | None = None) -> None:
-        """One warning or error names the request, and it gives the cause (a regular expression)."""
+        """Check that one warning or error names the request and gives the cause (a regular expression)."""
         lines = self.serious(host, request_id)
-        assert len(lines) == 1, f"{host.engine_id} should say once what became of {request_id}:\n" + "\n".join(lines)
+        assert len(lines) == 1, f"{host.engine_id} should report the end of {request_id} once:\n" + "\n".join(lines)
         assert re.search(cause, lines[0]), f"{host.engine_id} does not name the cause ({cause}):\n{lines[0]}"
         assert level is None or level in lines[0]
 
@@ -192,7 +192,7 @@ class LogView:
 
 
 def check_clean(host: EngineHost, log: LogView) -> None:
-    """Idle, nothing held, nothing remembered, no thread or handle more than before, no traceback."""
+    """Check that a host is idle, without blocks, table entries, open handles, unknown threads or tracebacks."""
     host.wait_idle(timeout=20)
     check_nothing_left(host, (*BOUNDED_MEMORIES, "._early"))
     eventually(lambda: host.call(wirefaults.open_handles) == 0, CLEAN_UP_S, f"{host.engine_id} gives its handles back")
@@ -208,6 +208,6 @@ def check_clean(host: EngineHost, log: LogView) -> None:
 
 
 def restart(fleet: Fleet, host: EngineHost, *, same_id: bool) -> EngineHost:
-    """Kill it and start another process in its place."""
+    """Kill a host and start another process in its place."""
     host.kill()
     return fleet.respawn(host, same_id=same_id)

@@ -1,4 +1,4 @@
-"""What every fault test gets, and what every engine that is still alive after it must have got rid of."""
+"""Fixtures of every fault test, and the check of its surviving engines."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from tests.faults.checks import LogView, check_clean
 
 @pytest.fixture(scope="module", params=engines.PACKINGS)
 def packing(request: pytest.FixtureRequest) -> engines.Packing:
-    """How P's WRITEs go. Tests that want it run once for each way, and in each file all of one way together."""
+    """The packing of P's WRITEs. A test with it runs once for each packing. A file's tests of one run together."""
     chosen: engines.Packing = request.param
     return chosen
 
@@ -25,7 +25,7 @@ def log() -> LogView:
 
 @pytest.fixture(autouse=True)
 def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
-    """Engines of `fleet.spawn` live for one test only; those of `fleet.get` go on to the next one."""
+    """Engines of `fleet.spawn` live for one test only. Those of `fleet.get` serve the next test, too."""
     for host in _live(fleet):
         log.begin(host)
         host.forget_requests()
@@ -51,5 +51,5 @@ def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
 
 
 def _live(fleet: Fleet) -> list[EngineHost]:
-    """Engines of one rank, as all fault tests use: what others have left behind may be of more, in other processes."""
+    """Engines with one rank, as in all fault tests. Engines of other tests may have several, in other processes."""
     return [host for host in fleet.live() if host.spec.ranks == 1]

@@ -1,4 +1,4 @@
-"""The engines of the fault tests: short deadlines, and caches small enough that a block let go too early is reused.
+"""The engines of the fault tests: short deadlines, and small caches, so that blocks freed too early are reused.
 
 Every P has the default granularity, "auto": its WRITEs carry one layer each until `checks.warm_up`, and several then.
 """
@@ -55,7 +55,7 @@ PLANS = {"packed": "packed", "gather": "gathered"}
 
 
 def for_test_all(packing: Packing) -> Any:
-    """A parameter for `make test-all`: every fault meets packed and gathered WRITEs there, in `make test` a few do."""
+    """A parameter for `make test-all`, with packed and gathered WRITEs for every fault. `make test` has a few."""
     return pytest.param(packing, marks=pytest.mark.exhaustive)
 
 
@@ -63,14 +63,14 @@ PACKINGS = ("auto", for_test_all("packed"), for_test_all("gather"))
 
 
 def with_packing(spec: EngineSpec, packing: Packing) -> EngineSpec:
-    """``spec``, but every WRITE of a push by layer goes that way; "auto": as it is."""
+    """``spec`` with this packing for every WRITE of a push by layer. "auto": unchanged."""
     if packing == "auto":
         return spec
     assert spec.transfer is not None
     fields = json.loads(spec.transfer)
     fields["kv_connector_extra_config"]["packing"] = packing
     forced = dataclasses.replace(spec, name=f"{spec.name}-{packing}", transfer=json.dumps(fields, sort_keys=True))
-    assert forced_plan(forced) == PLANS[packing], "nothing would be checked"
+    assert forced_plan(forced) == PLANS[packing], "check_planned would check nothing"
     return forced
 
 

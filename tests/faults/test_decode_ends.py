@@ -27,7 +27,7 @@ LENGTH = 1500
 
 
 def test_client_disconnects_before_p_has_the_prompt(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """D has its blocks back at once. P computes the prompt later all the same, and keeps nothing for D."""
+    """D gets its blocks back at once. P still computes the prompt later, and keeps nothing for D."""
     p, d = fleet.get(engines.P, engines.D)
     p.call(wirefaults.watch)
     handoff = early(p, d, LENGTH, seed=320)
@@ -60,7 +60,7 @@ def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference,
 def test_client_disconnects_with_writes_in_flight(
     fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing
 ) -> None:
-    """D's blocks stay D's own until the last WRITE into them has ended, however long that takes."""
+    """D holds its blocks until the last WRITE into them has ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     spoil_writes(p, "early", "hold")
@@ -81,7 +81,7 @@ def test_client_disconnects_with_writes_in_flight(
 
 
 def test_client_disconnects_after_p_finished(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P holds a finished prompt; D registers for it and cancels at once."""
+    """P holds a finished prompt. D registers for it and cancels at once."""
     p, d = fleet.get(engines.P, engines.D)
     d.call(wirefaults.watch)
     handoff = Handoff(new_id(), prompt(LENGTH, seed=326), p, d)
@@ -135,7 +135,7 @@ def test_d_killed(fleet: Fleet, reference: Reference, log: LogView, merged: bool
 
 
 def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """Nothing is on the wire when D dies; the next WRITE finds out."""
+    """No WRITE is on the wire when D dies. The next WRITE fails."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.spawn(engines.D)
     warm_up(p, d)
@@ -155,7 +155,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
 
 @pytest.mark.parametrize("same_id", [True, False], ids=["same id", "new id"])
 def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool) -> None:
-    """An engine in D's place, on the same port: P's connection to the old one is worth nothing."""
+    """Another engine takes D's port. P cannot use its connection to the old D."""
     (p,) = fleet.get(engines.P)
     (d,) = fleet.spawn(engines.D)
     check_serves(p, d, reference, seed=332)
@@ -173,7 +173,7 @@ def test_d_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
 def test_d_restarted_mid_transfer(
     fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing
 ) -> None:
-    """The old D's WRITEs never reach the new one's memory, though name and port are the same."""
+    """WRITEs to the old D never reach the new D's memory, though its name and port may be the same."""
     (p,) = fleet.get(engines.with_packing(engines.P, packing))
     (d,) = fleet.spawn(engines.D)
     warm_up(p, d)

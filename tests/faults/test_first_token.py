@@ -1,4 +1,4 @@
-"""What may happen to the token that P has sampled: D's answer is the same, and D waits for none of it for long."""
+"""Faults of P's token on its way: D's answer is the same, and D does not wait long."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ def test_token_lost(pair: tuple[EngineHost, EngineHost], reference: Reference, l
 
 
 def test_token_comes_after_the_answer(pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView) -> None:
-    """D has computed it by then, and takes no second one."""
+    """By then D has computed the token. D ignores P's."""
     p, d = pair
     p.call(wirefaults.on_messages, "hold", FIRST_TOKEN, "", 1)
     before = origins(d)
@@ -67,7 +67,7 @@ def test_token_doubled(pair: tuple[EngineHost, EngineHost], reference: Reference
 def test_token_forged(
     pair: tuple[EngineHost, EngineHost], reference: Reference, log: LogView, token: int, origin: str
 ) -> None:
-    """It is no token: negative, too large for a message, or not in the vocabulary."""
+    """P sends no valid token: negative, too large for a message, or not in the vocabulary."""
     p, d = pair
     p.call(wirefaults.forge_first_tokens, token)
     before = origins(d)

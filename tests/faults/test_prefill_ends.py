@@ -45,7 +45,7 @@ UNDER_WAY = ("between WRITEs", "before D unpacks")
 
 @pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
 def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
-    """D is told at once, and its policy decides."""
+    """D's load fails at once. D's policy decides about the request."""
     p, d = fleet.get(engines.P, d_spec)
     warm_up(p, d)
     p.hold()
@@ -64,7 +64,7 @@ def test_aborted_on_p(fleet: Fleet, reference: Reference, log: LogView, d_spec: 
 def test_aborted_on_p_with_writes_in_flight(
     fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing
 ) -> None:
-    """D's blocks are its own again only when the WRITEs have ended."""
+    """D frees its blocks only when the WRITEs have ended."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     p.hold()
@@ -88,7 +88,7 @@ def test_aborted_on_p_with_writes_in_flight(
 
 
 def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
-    """P's small cache makes it compute the prompt twice; D gets the bytes of the second time, and one completion."""
+    """P's cache is small, so P computes the prompt twice. D gets the second bytes, and one completion."""
     p, d = fleet.get(engines.with_packing(engines.P_SMALL, packing), engines.D)
     warm_up(p, d)
     p.call(wirefaults.watch)
@@ -130,7 +130,7 @@ def test_preempted_and_resumed(fleet: Fleet, reference: Reference, log: LogView,
 def test_p_killed(
     fleet: Fleet, reference: Reference, log: LogView, moment: str, d_spec: EngineSpec, packing: engines.Packing
 ) -> None:
-    """D finds out, uses the blocks only then, and serves the next P."""
+    """D notices P's end, frees the blocks only then, and accepts the next P."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(d_spec)
     warm_up(p, d)
@@ -163,7 +163,7 @@ def test_p_killed(
     ids=["same id", "new id", "same id, packed"],
 )
 def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: bool, packing: engines.Packing) -> None:
-    """An engine in P's place, on the same port, is served like any other; D has to shake hands again."""
+    """Another engine takes P's port. D makes a new handshake, and pushes go on."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
     check_serves(p, d, reference, seed=307)
@@ -173,7 +173,7 @@ def test_p_restarted(fleet: Fleet, reference: Reference, log: LogView, same_id: 
 
 
 def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """What the old process was asked for is lost; the new one, under the old name, does not hide that."""
+    """The old process's registration is lost. D notices this, although the new process has the old name."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D)
     handoff = early(p, d, LENGTH, seed=310)
@@ -185,7 +185,7 @@ def test_p_restarted_while_d_waits(fleet: Fleet, reference: Reference, log: LogV
 
 @pytest.mark.parametrize("packing", ["auto", engines.for_test_all("packed")])
 def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView, packing: engines.Packing) -> None:
-    """P freezes with WRITEs on the wire: D sets the blocks aside, goes on without them, and gets them back."""
+    """P freezes with WRITEs on the wire. D sets the blocks aside, goes on without them, and gets them back later."""
     (p,) = fleet.spawn(engines.with_packing(engines.P, packing))
     (d,) = fleet.get(engines.D)
     warm_up(p, d)
@@ -211,7 +211,7 @@ def test_p_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
 
 
 def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P freezes with a registration only. Nothing of it is ever written."""
+    """P freezes with a registration, but without the prompt. P never writes for this registration."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D_FAIL)
     handoff = early(p, d, LENGTH, seed=315)
@@ -231,7 +231,7 @@ def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogV
 
 
 def fill_cache(d: EngineHost, reference: Reference, seed: int) -> None:
-    """Plain prompts that want more blocks than D has: every block that it believes free gets a new owner."""
+    """Send plain prompts that need more blocks than D has: every free block gets a new owner."""
     requests = [Request(new_id(), prompt(1000 + number, seed=seed), None, 4) for number in range(6)]
     d.add(*requests)
     for request in requests:

@@ -39,7 +39,7 @@ P_BUSY = EngineSpec(
 def test_random_aborts(
     fleet: Fleet, reference: Reference, log: LogView, seed: int, count: int, packing: engines.Packing
 ) -> None:
-    """Who was not aborted on D gets the plain engine's tokens, pushed or computed again."""
+    """A request that was not aborted on D gets the plain engine's tokens, pushed or computed again."""
     rng = random.Random(seed)
     p, d = fleet.get(engines.with_packing(P_BUSY, packing), engines.D)
     p.call(probes.reset_prefix_cache)
@@ -81,7 +81,7 @@ def test_random_aborts(
 
 
 def act(event: str, number: int, handoff: Handoff, started: set[tuple[str, int]]) -> None:
-    """Abort only what has started: an id that an engine has not seen yet cannot be aborted there."""
+    """Abort only a started request: an engine cannot abort an unknown id."""
     side, host = ("P", handoff.p) if event.endswith("P") else ("D", handoff.d)
     if event.startswith("to"):
         host.add(handoff.to_p() if side == "P" else handoff.to_d())

@@ -26,7 +26,7 @@ LENGTH = 900
 
 
 def test_registration_never_comes(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P's lease gives its blocks back."""
+    """The lease's end frees P's blocks."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
     handoff = Handoff(new_id(), prompt(LENGTH, seed=340), p, d)
     p.add(handoff.to_p())
@@ -39,7 +39,7 @@ def test_registration_never_comes(fleet: Fleet, reference: Reference, log: LogVi
 
 @pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
 def test_registration_after_the_lease(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
-    """P has nothing any more and says so: D need not wait for a deadline."""
+    """P reports that the lease has ended: D need not wait for a deadline."""
     p, d = fleet.get(engines.P_SHORT_LEASE, d_spec)
     handoff = Handoff(new_id(), prompt(LENGTH, seed=342), p, d)
     p.add(handoff.to_p())
@@ -52,7 +52,7 @@ def test_registration_after_the_lease(fleet: Fleet, reference: Reference, log: L
 
 
 def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P lives but never gets the prompt: D's own deadline for a registration ends it."""
+    """P lives but never gets the prompt. D's own `push_registration_timeout` ends the load."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
     handoff = early(p, d, LENGTH, seed=344)
     check_load_failed(handoff, reference, timeout=engines.REGISTRATION_TIMEOUT_S + engines.GRACE_S)
@@ -62,7 +62,7 @@ def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> No
 
 @pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
 def test_p_knows_no_such_request(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec) -> None:
-    """P refuses a registration that no request came for, long before D's deadline."""
+    """P refuses a registration without a request, long before D's deadline."""
     p, d = fleet.get(engines.P_TIGHT, d_spec)
     handoff = early(p, d, LENGTH, seed=344)
     check_load_failed(handoff, reference, timeout=engines.UNKNOWN_S + engines.GRACE_S)
@@ -73,7 +73,7 @@ def test_p_knows_no_such_request(fleet: Fleet, reference: Reference, log: LogVie
 
 @pytest.mark.parametrize("order", ["early", "late"])
 def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
-    """One push and one completion, whether the copy comes with the first or after the end."""
+    """One push and one completion, with a copy beside the first registration and one after the end."""
     p, d = fleet.get(engines.P, engines.D)
     warm_up(p, d)
     p.call(wirefaults.watch)
@@ -115,7 +115,7 @@ def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: L
     if order == "prefilled first":
         both = wait_for_pushes(p.trace_dir, request_id, 2)
         late = [push for push in both if push.decode_engine_id == decoders[0].engine_id]
-        assert [push.has_merged_write for push in late] == [True], "layers were ready before D had registered"
+        assert [push.has_merged_write for push in late] == [True], "layers were ready before the registration"
     for d in decoders:
         check_serves(p, d, reference, seed=350)
 
@@ -124,7 +124,7 @@ def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: L
 def test_d_registers_more_blocks_than_the_prompt_has(
     fleet: Fleet, reference: Reference, log: LogView, order: Order
 ) -> None:
-    """P cannot know what is meant, so nothing is written."""
+    """P cannot match the blocks, so it writes nothing."""
     p, d = fleet.get(engines.P, engines.D)
     p.call(wirefaults.watch)
     d.call(wirefaults.watch)
@@ -141,7 +141,7 @@ def test_d_registers_more_blocks_than_the_prompt_has(
 
 
 def test_d_registers_fewer_blocks_than_the_prompt_has(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """The last ones are meant: D has the others in its prefix cache."""
+    """D registers the prompt's last blocks. The others are in D's prefix cache."""
     p, d = fleet.get(engines.P, e2e_engines.D_CACHING)
     d.call(wirefaults.watch)
     d.call(probes.reset_prefix_cache)
@@ -157,7 +157,7 @@ def test_d_registers_fewer_blocks_than_the_prompt_has(fleet: Fleet, reference: R
 
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
-    """One failed try costs a second, not the request."""
+    """A failed try delays the request by a second. The request does not fail."""
     p, d = fleet.get(engines.P, engines.D)
     host = p if side == "P" else d
     p.call(wirefaults.forget_peers)
@@ -171,7 +171,7 @@ def test_handshake_fails_then_succeeds(fleet: Fleet, reference: Reference, log: 
 
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_handshake_fails_for_good(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
-    """The request goes on without a push, and the next one has its own try. P reports its failure to D without one."""
+    """The request goes on without a push. The next one tries again. P reports its failure without a handshake."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
     host = p if side == "P" else d
     check_serves(p, d, reference, seed=359)
@@ -189,7 +189,7 @@ def test_handshake_fails_for_good(fleet: Fleet, reference: Reference, log: LogVi
 
 
 def test_p_has_no_room(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P's cache is full of a prompt that nobody fetches: the next one waits for that lease, and D with it."""
+    """A prompt without a D fills P's cache. The next prompt, and its D, wait for the end of that lease."""
     p, d = fleet.get(engines.P_TIGHT, engines.D)
     unfetched = Handoff(new_id(), prompt(1600, seed=359), p, d)
     p.add(unfetched.to_p())
@@ -203,8 +203,8 @@ def test_p_has_no_room(fleet: Fleet, reference: Reference, log: LogView) -> None
 
 @pytest.mark.parametrize("p_spec", [engines.P, engines.P_NEAR])
 def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogView, p_spec: EngineSpec) -> None:
-    """D has never heard of this P, which might be a stock one. P reports the failure all the same, in three tries. With
-    ``allowed_hosts`` it first asks D's side channel for the way.
+    """D does not know this P, which might be stock. P still reports the failure, after three tries. With
+    ``allowed_hosts`` P first asks D's side channel for its address.
     """
     (p,) = fleet.spawn(p_spec)
     (d,) = fleet.get(engines.D)
@@ -220,7 +220,7 @@ def test_a_new_p_never_reaches_d(fleet: Fleet, reference: Reference, log: LogVie
 
 
 def test_p_may_not_connect_to_d(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P has no way to report it. P's side channel says that layerpush runs it, so its silence tells D enough."""
+    """P cannot report the failure. By P's side channel D knows that P has layerpush, so silence is enough."""
     (p,) = fleet.spawn(engines.P_ELSEWHERE)
     (d,) = fleet.get(engines.D)
     handoff = early(p, d, LENGTH, seed=363)
@@ -233,7 +233,7 @@ def test_p_may_not_connect_to_d(fleet: Fleet, reference: Reference, log: LogView
 
 
 def test_d_wants_more_answers(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P has one answer to the prompt, D computes two: the first one gets P's push, and the other load fails at once."""
+    """P has one request for the prompt, D has two. The first gets P's push. The other load fails at once."""
     p, d = fleet.get(engines.P, engines.D)
     token_ids, request_id = prompt(LENGTH, seed=362), new_id()
     only = Handoff(request_id, token_ids, p, d)

@@ -24,7 +24,7 @@ EXIT_S = 15.0
 
 
 def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """WRITEs that do not end do not keep P from ending; D goes on without them."""
+    """P ends in spite of WRITEs that do not end. D goes on without them."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D)
     warm_up(p, d)
@@ -41,7 +41,7 @@ def test_p_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
 
 
 def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """No WRITE is in the way."""
+    """No WRITE delays P's end."""
     (p,) = fleet.spawn(engines.P)
     (d,) = fleet.get(engines.D_FAIL)
     warm_up(p, d)
@@ -59,7 +59,7 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
 
 
 def test_d_shuts_down(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """P frees what it held for D and serves another one."""
+    """P frees D's blocks and serves another D."""
     p, other = fleet.get(engines.P, engines.D)
     (d,) = fleet.spawn(engines.D)
     warm_up(p, d)

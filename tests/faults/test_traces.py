@@ -22,7 +22,7 @@ D = EngineSpec(
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole lines", "half a line"])
 def test_p_killed(fleet: Fleet, reference: Reference, log: LogView, tmp_path: pathlib.Path, torn: bool) -> None:
-    """Nothing that stood in the file is lost, and D's record says what became of the rest."""
+    """All whole lines of P's file are kept, and D's record has the outcome of the other request."""
     p, d = fleet.spawn(engines.P, D)
     before = send(p, d, prompt(700, seed=390), "early")
     check(before.outcome(), reference)

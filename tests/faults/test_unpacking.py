@@ -1,4 +1,4 @@
-"""Packed WRITEs have a second half: what goes wrong between their landing in D's ring and D's answer."""
+"""Faults of packed WRITEs between their landing in D's ring and D's answer."""
 
 from typing import Literal
 
@@ -35,7 +35,7 @@ P_PACKED = engines.with_packing(engines.P, "packed")
 def test_message_is_lost_or_comes_twice(
     fleet: Fleet, reference: Reference, log: LogView, kind: str, fault: Literal["drop", "duplicate"]
 ) -> None:
-    """P asks again until it has an answer, and D scatters once."""
+    """P asks again until it has D's answer. D scatters once."""
     p, d = fleet.get(P_PACKED, engines.D)
     warm_up(p, d)
     d.call(wirefaults.on_messages, fault, kind, "", 3, "in" if kind == "unpack" else "out")
@@ -52,7 +52,7 @@ def test_message_is_lost_or_comes_twice(
 
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
-    """A client aborts while blocks lie in D's ring: they are D's again when P has heard that D is done with them."""
+    """A client aborts while its blocks are in D's ring. D frees the registered blocks once P has D's answer."""
     p, d = fleet.get(P_PACKED, engines.D)
     warm_up(p, d)
     p.hold()
@@ -80,7 +80,7 @@ def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView,
 
 
 def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """No WRITE is on the wire: P finds out when it asks again."""
+    """No WRITE is on the wire. P notices D's end at its next question."""
     p, other = fleet.get(P_PACKED, engines.D)
     (d,) = fleet.spawn(engines.D)
     warm_up(p, d)
@@ -101,7 +101,7 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
 
 
 def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogView) -> None:
-    """It finds each question several times, and goes on where it was."""
+    """D finds each question several times, and goes on where it stopped."""
     p, d = fleet.get(P_PACKED, engines.D)
     warm_up(p, d)
     p.call(wirefaults.watch)
@@ -134,7 +134,7 @@ def test_blocks_cannot_be_copied(
     packing: engines.Packing,
     copying: stagingfaults.Copying,
 ) -> None:
-    """No completion, whichever side it was, and D is told why."""
+    """A copy fails on either side: no completion, and D gets the cause."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), engines.D)
     warm_up(p, d)
     p.call(wirefaults.watch)
@@ -153,5 +153,5 @@ def test_blocks_cannot_be_copied(
 
 
 def copies(p: EngineHost, d: EngineHost, copying: stagingfaults.Copying) -> EngineHost:
-    """Who gathers, or scatters."""
+    """The engine that gathers, or the one that scatters."""
     return p if copying == "gather" else d

@@ -33,7 +33,7 @@ FAULTS: tuple[Literal["fail", "err"], ...] = ("fail", "err")
 
 
 def exhaustive(*rows: tuple[Any, ...]) -> list[Any]:
-    """Parameters for `make test-all`: `make test` meets each fault, order and policy once, not each with each."""
+    """Parameters for `make test-all`. `make test` has each fault, order and policy, but not every combination."""
     return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
 
 
@@ -59,7 +59,7 @@ def test_one_write_fails(
     order: Order,
     packing: engines.Packing,
 ) -> None:
-    """It cannot be posted, or its handle ends in ERR: no completion, and D is told why."""
+    """A WRITE cannot be posted, or its handle ends in ERR: no completion, and D gets the cause."""
     p, d = fleet.get(engines.with_packing(engines.P, packing), d_spec)
     warm_up(p, d)
     spoil_writes(p, order, fault, 1)
@@ -91,7 +91,7 @@ def test_one_write_fails(
 def test_write_does_not_end(
     fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec, order: Order, packing: engines.Packing
 ) -> None:
-    """P gives the push up after write_timeout_s, but its WRITE may still land: nobody gets those blocks before."""
+    """P gives up the push after write_timeout_s, but its WRITE may still land. No request gets the blocks before."""
     p, d = fleet.get(engines.with_packing(engines.P_IMPATIENT, packing), d_spec)
     warm_up(p, d)
     d.call(wirefaults.watch)
@@ -117,7 +117,7 @@ def test_write_does_not_end(
 
 @pytest.mark.parametrize("order", ["early", "late"])
 def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, log: LogView, order: Order) -> None:
-    """P's blocks are read until the last WRITE has ended, though the lease would be over."""
+    """P keeps the blocks until the last WRITE has ended, even beyond the lease."""
     p, d = fleet.get(engines.P_SHORT_LEASE, engines.D)
     warm_up(p, d)
     spoil_writes(p, order, "hold")
@@ -125,7 +125,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     handoff = start(p, d, LENGTH, 374, order)
     p.peek_output(handoff.request_id)
     p.poll_until(wirefaults.held_posts)
-    assert p.call(stagingfaults.block_writes) > 0, "the look at survivors would notice none"
+    assert p.call(stagingfaults.block_writes) > 0, "the check of survivors would miss open WRITEs"
     used = p.idle_blocks - -(-LENGTH // 32)
     all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
     p.call(wirefaults.lift)
@@ -137,7 +137,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
 
 @pytest.mark.parametrize("kind", ["completion", "fail", "cancelled", "accepted"])
 def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
-    """Whatever P says once may be lost: D asks again, or its deadline ends the request."""
+    """Any single message of P may be lost: D asks again, or D's deadline ends the load."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
     warm_up(p, d)
     d.call(wirefaults.on_messages, "drop", kind, "", 1, "in")
@@ -158,7 +158,7 @@ def test_message_of_p_is_lost(fleet: Fleet, reference: Reference, log: LogView, 
 
 @pytest.mark.parametrize("kind", ["cancel", "ping"])
 def test_message_of_d_is_lost(fleet: Fleet, reference: Reference, log: LogView, kind: str) -> None:
-    """D repeats a Cancel until it is answered; one lost Ping is no silence."""
+    """D repeats a Cancel until P answers. One lost Ping does not count as silence."""
     p, d = fleet.get(engines.P, engines.D)
     d.call(wirefaults.on_messages, "drop", kind, "", 1)
     p.hold()

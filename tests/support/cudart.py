@@ -1,4 +1,4 @@
-"""A CUDA runtime that has no device: answers what a test says, and notes the calls."""
+"""A CUDA runtime without a device. It gives a test's answers, and notes the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeRuntime:
         self.flushes: list[tuple[int, int]] = []
         self.threads: list[str] = []
         self.modes: dict[str, int] = {}
-        """The mode for captures of other threads, by thread."""
+        """By thread: its mode while other threads capture."""
 
     def cudaDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         assert device == 0

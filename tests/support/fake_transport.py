@@ -8,7 +8,7 @@ Two processes and a WRITE::
     d.describe("kv", d_memory, offsets, length)
     handle = p.post_write(Route("D", 0, "kv", "kv"), local_ids, remote_ids)   # p is a Transport
 
-Whose memory a WRITE may touch: `ownership`.
+`ownership` decides which memory a WRITE may touch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "
 
 @dataclass(eq=False)
 class FakeWrite:
-    """One WRITE and its progress. Also its own handle."""
+    """One WRITE and its progress. It is its own handle."""
 
     number: int
     source: FakeTransport
@@ -37,20 +37,20 @@ class FakeWrite:
     local: DescriptorIds
     remote: DescriptorIds
     unmoved: list[int]
-    """Positions in ``local`` and ``remote`` that have not landed, in the order in which they will."""
+    """Positions in ``local`` and ``remote`` that have not landed, in the order of landing."""
     meant_for: list[Owners]
-    """By position, for whom it is."""
+    """By position: the owners for whom the WRITE is."""
     polls_left: int
     fails: bool
     state: WriteState = WriteState.PENDING
     lingers: int = 0
-    """Looks of the target during which it goes on after its source died."""
+    """The WRITE goes on after its source's death for as many looks of the target."""
 
     def __str__(self) -> str:
         return f"WRITE {self.number} from {self.source.name!r} to {self.target.name!r}"
 
     def progress(self) -> None:
-        """Land a share of the rest, with the source's bytes of this moment, not of the post."""
+        """Land a share of the rest, with the source's present bytes, not those at the post."""
         if self.state is not WriteState.PENDING or not self.target.alive or self.target.frozen:
             return
         if self.polls_left == 1 and self.fails:
@@ -93,22 +93,22 @@ class FakeFabric:
         """Every WRITE that was posted, in order."""
         self.violations: list[Violation] = []
         self.reached: Counter[str] = Counter()
-        """How many moments there were, by name: the number of the next one."""
+        """Number of moments so far, by name. The next moment gets this number."""
         self.lock = threading.RLock()
         self._endpoints: dict[str, FakeTransport] = {}
         self._lingering: list[FakeWrite] = []
 
     def endpoint(self, name: str) -> FakeTransport:
-        """A new process of this name; one that died before is replaced, with none of its descriptors."""
+        """A new process of this name, in the place of a dead one and without its descriptors."""
         if name in self._endpoints and self._endpoints[name].alive:
             raise ValueError(f"endpoint {name!r} exists")
         self._endpoints[name] = FakeTransport(self, name)
         return self._endpoints[name]
 
     def kill(self, name: str, lingers: int = 0) -> None:
-        """The process dies: no WRITE lands there, and peers that ask get that answer.
+        """The process dies: no WRITE lands there, and calls of its peers raise ``PeerLostError``.
 
-        What it had posted goes on for as many looks of its target at its notifications: bytes that wait in a socket.
+        Its posted WRITEs go on until a target has looked ``lingers`` times for notifications, as bytes in a socket do.
         """
         with self.lock:
             dead = self._endpoints[name]
@@ -131,7 +131,7 @@ class FakeFabric:
         self._endpoints[name].frozen = False
 
     def settle(self) -> None:
-        """Land everything that was released too early, as a network would in the end."""
+        """Land every WRITE that was released too early, as a network would in the end."""
         with self.lock:
             self.require_sound()
             for endpoint in self._endpoints.values():
@@ -159,7 +159,7 @@ class FakeFabric:
         self.require_sound()
 
     def require_sound(self) -> None:
-        """Raise the first violation, on a strict fabric. Worth a call at the end of a test."""
+        """Raise the first violation, on a strict fabric. Call it at the end of a test."""
         if self.strict and self.violations:
             raise OwnershipError(self.violations[0])
 
@@ -184,7 +184,7 @@ class FakeTransport:
         self._inbox: list[_Notification] = []
 
     def describe(self, key: Hashable, memory: Bytes, offsets: Sequence[int], length: int) -> Descriptors:
-        """Register pieces of ``memory``, shared and not copied, as the descriptor list that routes call ``key``."""
+        """Register pieces of ``memory``, without a copy, as the descriptor list ``key`` of routes."""
         self.descriptors[key] = Descriptors(memory, offsets, length)
         return self.descriptors[key]
 
@@ -260,25 +260,25 @@ class FakeTransport:
             return arrived
 
     def forget(self, agent: str) -> None:
-        """Drop the connection to a peer, as `remove_remote_agent` does; the next call goes to the owner of its name."""
+        """Drop the connection to a peer, as `remove_remote_agent` does. The next call goes to the name's new owner."""
         self._connections.pop(agent, None)
 
     def touch(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> Bytes:
-        """A piece of memory that a WRITE reads or lands in, and a violation if it is no longer the WRITE's to touch."""
+        """A piece of memory that a WRITE reads or lands in. A violation if the WRITE may no longer touch it."""
         descriptors = self.descriptors[key]
-        if meant_for and not descriptors.lets(index, meant_for):  # for nobody: accused when it was posted
+        if meant_for and not descriptors.lets(index, meant_for):  # a WRITE for nobody was accused at its post
             self._accuse(key, index, meant_for, deed)
         return descriptors.pieces[index]
 
     def progress_released(self, to_the_end: bool = False) -> None:
-        """Releasing a WRITE in flight does not stop it: it goes on whenever this process makes progress."""
+        """A WRITE released in flight does not stop: it goes on whenever this process makes progress."""
         for write in self._released:
             for _ in range(write.polls_left if to_the_end else 1):
                 write.progress()
         self._released = [write for write in self._released if write.state is WriteState.PENDING]
 
     def _accuse_strays(self, write: FakeWrite) -> None:
-        """A piece that goes from one owner's memory to another's, or that is nobody's."""
+        """Accuse a WRITE of each piece from one owner's memory to another's, and of each piece without an owner."""
         for position, meant_for in enumerate(write.meant_for):
             if meant_for:
                 continue
@@ -294,7 +294,7 @@ class FakeTransport:
         self.fabric.accuse(Violation(self.name, key, index, deed, meant_for, owners))
 
     def _peer(self, name: str) -> FakeTransport:
-        """Who had this name when it was first spoken to: a new process of that name is a stranger."""
+        """The process that had this name at the first call: a new process of that name is a stranger."""
         if name not in self._connections:
             self._connections[name] = self.fabric.peer(name)
         peer = self._connections[name]

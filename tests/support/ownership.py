@@ -1,8 +1,8 @@
 """Owners of memory at each moment, and the WRITEs that touch memory of another owner.
 
-A WRITE is for whoever owns both its source and its target when it is posted. From then on, until it has landed, that
-owner must go on owning them: a WRITE that reads from, or lands in, a piece that its owner gave away is a violation,
-even if the piece has another owner by then. Owners are what a test wants them to be, such as request ids.
+A WRITE is for the owner of both its source and its target at the post. This owner must keep both until the WRITE has
+landed. A WRITE that reads from, or lands in, a piece that its owner gave away is a violation, even if the piece has
+another owner by then. A test chooses the owners, such as request ids.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Descriptors:
         return ANYONE in owners or not owners.isdisjoint(meant_for)
 
     def hand_to(self, ids: Iterable[int], owner: Owner) -> None:
-        """These belong to ``owner`` alone from now on. Name the owners before a WRITE for them is posted."""
+        """Give these to ``owner`` alone from now on. Name the owners before the post of a WRITE for them."""
         for index in ids:
             self._owners[int(index)] = frozenset({owner})
 
     def share_with(self, ids: Iterable[int], owner: Owner) -> None:
-        """These belong to ``owner`` too."""
+        """Make ``owner`` another owner of these."""
         for index in ids:
             self._owners[int(index)] |= {owner}
 
@@ -64,9 +64,9 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Violation:
-    """A WRITE that was posted for, read from or landed in a descriptor that was not, or no longer, its owner's.
+    """A WRITE was posted for, read from or landed in a descriptor that was not, or no longer, its owner's.
 
-    Two are equal that happened to the same descriptor.
+    Two violations at the same descriptor are equal.
     """
 
     endpoint: str
@@ -92,7 +92,7 @@ class OwnershipError(AssertionError):
 
 
 def common_owners(source: Owners, target: Owners) -> Owners:
-    """The owners of a WRITE from one piece to another; empty: it must not be posted."""
+    """The owners of a WRITE from one piece to another. Empty: such a WRITE must not be posted."""
     if ANYONE in source:
         return target
     return source if ANYONE in target else source & target

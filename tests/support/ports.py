@@ -1,7 +1,7 @@
 """The TCP ports of each part of the tests. No two parts share a port: xdist runs them at the same time.
 
-All are below the ports that the system gives to sockets that connect (from 32768). vLLM waits for ever when its own
-port is taken.
+All are below the ports that the system gives to connecting sockets (from 32768). vLLM waits for ever when its own port
+is taken.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ SERVED_PORTS = range(19600, 19700)
 SPANS_PORTS = range(19700, 19800)
 ENGINES_PORTS = range(20000, 26000)
 SOAK_PORTS = range(28000, 32000, 2)
-"""A second rank has the port after its engine's."""
+"""A second rank has the port after its engine's port."""

@@ -1,4 +1,4 @@
-"""Stands in for Ray Serve LLM 2.60 as far as `layerpush.ray` meets it: the same modules, names and signatures."""
+"""A stand-in for the parts of Ray Serve LLM 2.60 that `layerpush.ray` uses: the same modules, names, signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 class Completion(BaseModel):
-    """The fields of vLLM's request that matter here. Ray keeps an id only if it counts as set."""
+    """The fields of vLLM's request that matter here. Ray keeps an id only if pydantic counts it as set."""
 
     prompt: str = "hello"
     max_tokens: int | None = 50
@@ -57,7 +57,7 @@ class BaseConnectorBackend(abc.ABC):
 
 
 class NixlConnectorBackend(BaseConnectorBackend):
-    """Keeps a side channel that the environment has. The engine's id gets the side channel's host and port."""
+    """Keeps the environment's side channel. Appends the side channel's host and port to the engine's id."""
 
     def setup(self) -> None:
         os.environ.setdefault(HOST, "10.0.0.7")
@@ -99,7 +99,7 @@ class KVConnectorBackendFactory:
 
 @contextmanager
 def ray_in_place(build_app: Callable[[dict[str, Any]], Any] = lambda args: args) -> Iterator[ModuleType]:
-    """`layerpush.ray`, imported beside the stand-in. Both are gone again afterwards."""
+    """`layerpush.ray`, imported beside the stand-in. Removes both at the end."""
     names = [".".join(KV_TRANSFER.split(".")[:depth]) for depth in range(1, KV_TRANSFER.count(".") + 2)]
     modules = {name: ModuleType(name) for name in [*names, "ray.serve", "ray.serve.llm"]}
     content = {

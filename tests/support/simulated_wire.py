@@ -1,4 +1,4 @@
-"""One prompt over a simulated wire: when layers are ready, when WRITEs leave and land. No threads, no clock."""
+"""One prompt over a simulated wire: the times of ready layers and of WRITEs. No threads, no clock."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def by_chunk(_: Speeds, progress: Progress) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """``load`` is a layer's transfer divided by its computation. The last chunk of several is ``last_part`` as large as
-    the others. ``jitter`` is the part by which each layer's time and
-    each WRITE's may differ. ``contended`` maps a layer's number to the factor by which the wire is slower from then on.
+    """``load`` is the time of a layer's transfer divided by that of its computation. The last chunk of several is
+    ``last_part`` as large as the others. ``jitter`` is the share by which layers' and WRITEs' times may differ.
+    ``contended`` maps a layer's number to the factor by which the wire is slower from then on.
     """
 
     layers: int = 32
@@ -43,9 +43,9 @@ class Case:
 class Outcome:
     exposed_s: float
     writes: list[tuple[float, float, int]]
-    """When each was posted, when it landed, how many layers it carried."""
+    """Times of each post and landing, and the number of layers."""
     idle_while_ready: int
-    """How often the wire was idle and something was ready when a layer became ready, and nothing left."""
+    """How often no WRITE left although the wire was idle and a layer was ready."""
 
     @property
     def largest_s(self) -> float:
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def known(case: Case, wrong_by: float = 1.0) -> LinkSpeed:
-    """What an engine knows of ``case``'s wire, or what it believes: ``wrong_by`` times as slow."""
+    """An engine's measured speed of ``case``'s wire, or a wrong speed: ``wrong_by`` times as slow."""
     speed, at = LinkSpeed(), 0.0
     for key, size in enumerate([1, 4, 1, 4, case.layers]):
         nbytes = size * case.layer_bytes
@@ -64,7 +64,7 @@ def known(case: Case, wrong_by: float = 1.0) -> LinkSpeed:
 
 
 def push(case: Case, rule: Rule = layers_to_wait, speed: LinkSpeed | None = None) -> Outcome:
-    """The writer looks when a layer is ready, and when a WRITE has landed."""
+    """Push with a writer that decides when a layer is ready, and when a WRITE has landed."""
     wire = _Wire(case, rule, speed or LinkSpeed())
     rng = random.Random(case.seed)
     for number in range(case.layers * case.chunks):

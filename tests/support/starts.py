@@ -1,4 +1,4 @@
-"""Counts engine starts of this process; they take most seconds of a run."""
+"""Counts engine starts of this process. They take most of a run's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def count_start() -> None:
 
 
 def add_source(started: Callable[[], int]) -> None:
-    """Somebody else counts, too: `started` returns the starts so far."""
+    """Add the starts of another counter: `started` returns its starts so far."""
     _sources.append(started)
 
 

@@ -13,7 +13,7 @@ from layerpush.telemetry.trace_records import PushRecord, WriteRecord
 class Totals:
     """Counts all calls of ``meter`` from now on.
 
-    ``hooked_layers`` and ``swept_layers`` count (chunk, layer) pairs: ready by hook, or found at the end of a step.
+    ``hooked_layers`` and ``swept_layers`` count (chunk, layer) pairs: ready by a hook, or swept at the end of a step.
     """
 
     def __init__(self, meter: PushMeter) -> None:

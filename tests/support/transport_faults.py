@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Counts(Protocol):
-    """A count for some numbers, as a dict has it."""
+    """A count for some numbers, as in a dict."""
 
     def get(self, number: int, default: int, /) -> int: ...
 
 
 @dataclass(frozen=True)
 class Chance:
-    """Numbers without end, each in it with probability ``rate``; the same seed and kind give the same ones."""
+    """An endless set of numbers: each is in it with probability ``rate``. Equal seeds and kinds give equal sets."""
 
     seed: int
     kind: str
@@ -34,7 +34,7 @@ class Chance:
 
 @dataclass(frozen=True)
 class ChanceCounts:
-    """A count from 1 to ``most`` for the numbers of a chance."""
+    """A count from 1 to ``most`` for each number in ``chance``."""
 
     chance: Chance
     most: int
@@ -58,13 +58,13 @@ class Faults:
     fail_writes: Container[int] = field(default_factory=set)
     """Posts whose WRITE becomes ``FAILED``, with a part of it landed if it took more than one poll."""
     hold_writes: Counts = field(default_factory=dict[int, int])
-    """Post -> polls for which its WRITE stays ``PENDING``; otherwise none, one or two."""
+    """Post -> polls for which its WRITE stays ``PENDING``. Without an entry: none, one or two."""
     drop_notifications: Container[int] = field(default_factory=set)
     duplicate_notifications: Container[int] = field(default_factory=set)
     reorder_notifications: Container[int] = field(default_factory=set)
-    """Notifications that overtake all that the receiver has not taken yet."""
+    """Notifications that overtake all others that the receiver has not taken yet."""
     delay_notifications: Counts = field(default_factory=dict[int, int])
-    """Notification -> times that the receiver looks in vain."""
+    """Notification -> number of the receiver's looks in vain."""
     at: dict[tuple[str, int], Callable[[FakeFabric], None]] = field(default_factory=dict)
 
     @classmethod

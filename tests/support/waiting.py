@@ -14,7 +14,7 @@ T = TypeVar("T")
 def until(
     look: Callable[[], T | None], what: str = "an answer", seconds: float = SECONDS, pause_s: float = 0.0002
 ) -> T:
-    """The first answer that is neither ``None`` nor false; ``what`` says in a failure what has not come."""
+    """The first answer that is neither ``None`` nor false. A failure names ``what`` as missing."""
     deadline = time.monotonic() + seconds
     while not (answer := look()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

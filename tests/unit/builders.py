@@ -50,7 +50,7 @@ def chunks_of(
     start: int = 0,
     request_id: str = "p-1",
 ) -> list[ChunkPlan]:
-    """The plans of a prompt that is computed in ``steps`` tokens at a time; the last size goes on to the end.
+    """Chunk plans of a prompt that is computed in steps of these sizes; the last size repeats.
 
     As in the engine, a step sees only the blocks that are allocated so far.
     """
@@ -85,5 +85,5 @@ def layout_of(
 
 
 def wait_at_random(writer: PushWriter, draw: random.Random) -> None:
-    """Ready layers wait or leave by chance: whatever a schedule decides must be safe."""
+    """Ready layers wait or leave by chance: any decision of a schedule must be safe."""
     writer._schedule.waits = lambda _: draw.random() < 0.5  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What every unit test gets: commands that run in this process may change its environment, for that test only."""
+"""For all unit tests: a command that runs in this process changes its environment for that test only."""
 
 import os
 from collections.abc import Iterator

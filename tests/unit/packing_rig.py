@@ -27,7 +27,7 @@ WINDOW_PIECES = 4
 
 
 class BrokenCopy:
-    """Never happens."""
+    """A copy that fails."""
 
     def is_over(self) -> bool:
         raise RuntimeError("an error of the device")
@@ -37,7 +37,7 @@ class BrokenCopy:
 
 
 class FallibleStaging(NumpyStaging):
-    """``fate`` of the copies to come: None goes well, "refused" and "broken" do not."""
+    """``fates`` of the next copies: None succeeds, "refused" and "broken" fail."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -73,7 +73,7 @@ class UnpackingDecoder(Decoder):
         self._told: list[bytes] = []
 
     def turn(self) -> None:
-        """What a decode rank's loads do with each message; ``answers``: whether it sends any."""
+        """Handles messages as a decode rank's loads do; ``answers``: whether it answers."""
         end = self.ends[0]
         if not end.alive:
             return
@@ -156,7 +156,7 @@ class PackingRig(Rig):
             self.packer.unpacked(agent, message.number, message.done)
 
     def round(self) -> None:
-        """A turn of everybody."""
+        """A turn of the writer and of each decoder."""
         self.hear()
         self.writer.turn()
         for decoder in self.decoders.values():
@@ -168,7 +168,7 @@ class PackingRig(Rig):
             self.round()
 
     def until(self, stage: Stage, turns: int = 60) -> StagedWrite:
-        """Turns of the writer alone, until a WRITE is there."""
+        """Turns of the writer alone, until a WRITE is at ``stage``."""
         for _ in range(turns):
             for staged in self.staged:
                 if staged.stage is stage:
@@ -178,7 +178,7 @@ class PackingRig(Rig):
 
     @property
     def staged(self) -> list[StagedWrite]:
-        """WRITEs of all pushes that go by way of our ring."""
+        """WRITEs of all pushes that go by way of P's ring."""
         transfers = [transfer for push in self.writer._pushes.values() for transfer in push.transfers]
         return [transfer for transfer in transfers if isinstance(transfer, StagedWrite)]
 

@@ -1,4 +1,4 @@
-"""Engines to connect to, as the desks see them: handshakes end when a test says so, what is sent can be read."""
+"""Engines to connect to, as the desks see them: tests end the handshakes and read the messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerpush.transport.connections import Address, Connections, Handshake, Ran
 
 
 class FakeNetwork:
-    """``listening`` says which engines' handshakes succeed at once, and which agents are found there.
+    """``listening``: engines whose handshakes succeed at once, and their agents.
 
     An engine that a test puts into ``connected`` has the address that the test puts into ``addresses``, or none.
     """
@@ -44,7 +44,7 @@ class FakeNetwork:
         return self._pending[address.engine_id]
 
     def answer(self, engine_id: str, *agents: str) -> None:
-        """The handshake succeeds; who waited for it hears of it through errands."""
+        """The handshake succeeds. Its callers run as tasks."""
         self.connected[engine_id] = agents
         self._answered = self._pending.pop(engine_id)
         self.addresses[engine_id] = self._answered.address
@@ -76,9 +76,9 @@ class FakeNetwork:
 
 
 class FakeMail:
-    """A transport that only takes notifications; those to agents that are ``lost`` cannot be sent.
+    """A transport for notifications only; those to ``lost`` agents fail.
 
-    As in NIXL, no agent can be sent to that is not ``connected``.
+    As in NIXL, an agent must be ``connected`` to get any.
     """
 
     def __init__(self, connected: Callable[[], Iterable[str]]) -> None:
@@ -106,7 +106,7 @@ class FakeMail:
         return agent
 
     def taken(self) -> list[tuple[str, Message]]:
-        """What was sent since the last look."""
+        """The messages since the last call."""
         sent, self.sent = self.sent, []
         return [(agent, read(payload)) for agent, payload in sent]
 
@@ -152,7 +152,7 @@ class FakeProbe:
         self.asked.append(Asked(agent, rank, address, on_verdict))
 
     def answer(self, verdict: Verdict, now: float = 0.0) -> Asked:
-        """The oldest probe's."""
+        """Answers the oldest probe."""
         asked = self.asked.pop(0)
         asked.on_verdict(verdict, now)
         return asked
@@ -168,7 +168,7 @@ class Town:
         self.peers = Connections(self.network, self.mail, allowed_hosts, self.search, clock=lambda: self.now)
 
     def settle(self) -> None:
-        """Everything that is waiting for nothing but the writer thread."""
+        """Does all work that waits only for the writer thread."""
         self.network.run()
         self.peers.tick(self.now)
         self.network.run()

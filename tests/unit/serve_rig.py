@@ -53,7 +53,7 @@ def call(mode: str, number: int, ttfts_s: Sequence[float], answers: Sequence[str
 
 @dataclass
 class StubClient:
-    """Answers at once. ``answers`` by mode; ``stop_after`` so many calls, warm-ups included, ``failure`` is raised."""
+    """Answers at once. ``answers`` by mode; ``failure`` is raised after ``stop_after`` calls, warm-ups included."""
 
     answers: dict[str, list[str]] = field(default_factory=dict)
     stop_after: int | None = None
@@ -80,7 +80,7 @@ class StubClient:
 
 @dataclass
 class StubSite:
-    """Its URLs are ``http://MODE``, at which nobody listens; nothing can be asked."""
+    """A site without servers: nothing listens at its URLs ``http://MODE``."""
 
     model: Sequence[str] = ()
     ups: list[tuple[Setup, list[str]]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class StubSite:
 
 @dataclass
 class Heard:
-    """Progress, as it was told."""
+    """Keeps the progress reports."""
 
     left: list[float | None] = field(default_factory=list)
 

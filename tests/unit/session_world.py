@@ -1,4 +1,4 @@
-"""A session and everything around it: what an engine, a decode engine and a network may do next, and what must hold.
+"""A session and its surroundings: the moves of an engine, a decode engine and a network, and the rules.
 
 ``PushWorld`` plays the scheduler (through the real ``PromptProgress``), the forward pass, the writer and the peer of
 one session, keeps its own account in sets of ``(layer, block)``, and checks every action against that account.
@@ -24,7 +24,7 @@ SAMPLED = Sampled(7, "greedy")
 
 @dataclass(frozen=True)
 class Shape:
-    """One request: its layers' groups, its groups' block sizes, and what the decode engine wants of each group."""
+    """One request: its layers' groups, its groups' block sizes, and the number of blocks that D wants of each group."""
 
     tokens: int
     layer_groups: tuple[int, ...]
@@ -95,7 +95,7 @@ class PushWorld:
 
     @property
     def revocable(self) -> bool:
-        """The scheduler may take the blocks away, even while the writer is about to tell."""
+        """The scheduler may take the blocks away, even while the writer is about to send the completion."""
         return not self.finished and not self.gone
 
     @property
@@ -105,12 +105,12 @@ class PushWorld:
 
     @property
     def withdrawable(self) -> bool:
-        """Registered, or registered and cancelled before the request was there, which is heard of when it is over."""
+        """D may cancel: it has registered, or it registered and cancelled before the request came."""
         return (self.registered or self.state is State.DELEGATED) and self.session.accepts(push_protocol.CancelledByD)
 
     @property
     def pushed_by_upstream(self) -> bool:
-        """Upstream may post its WRITE: `PushWriter.is_delegated`, and it was told for whom."""
+        """Upstream may post its WRITE: `PushWriter.is_delegated`, and D has registered."""
         return (
             self.state is State.DELEGATED
             and self.registered
@@ -120,7 +120,7 @@ class PushWorld:
 
     @property
     def droppable(self) -> bool:
-        """The scheduler has not let go of the request."""
+        """The scheduler may still drop the request."""
         return not self.gone
 
     @property
@@ -133,7 +133,7 @@ class PushWorld:
 
     @property
     def computed_cells(self) -> set[Cell]:
-        """Every block of the chunks of which every layer is ready."""
+        """All blocks of the chunks whose layers are all ready."""
         whole = self.chunks[:-1] if self.unready else self.chunks
         cells = set()
         for layer, group in enumerate(self.shape.layer_groups):
@@ -150,7 +150,7 @@ class PushWorld:
         return cells
 
     def send(self, event: Event) -> None:
-        """Deliver one event as the writer does (never to a closed session) and check what comes of it."""
+        """Deliver one event as the writer does (never to a closed session) and check the actions."""
         if self.state is State.CLOSED:
             return
         before = self.state
@@ -164,7 +164,7 @@ class PushWorld:
                 self._check_tell(action)
             elif isinstance(action, push_protocol.Delegate):
                 assert self.finished
-                assert not self.ever_posted, "a request that streams never switches"
+                assert not self.ever_posted, "a request that has streamed is never delegated"
                 assert action.registration == (self.registration if self.registered else None)
                 self.delegates.append(action.registration)
             elif isinstance(action, push_protocol.ReportFailure):
@@ -189,20 +189,20 @@ class PushWorld:
         assert self.releases <= 1
         assert self.tokens <= 1
         if self.finished and self.registered and self.failure is None:
-            assert self.tokens, "the decode engine waits for the token"
+            assert self.tokens, "D waits for the token"
         upstreams = {push_protocol.WHOLE.id} if self.upstream_busy else set()
         assert set(self.session.in_flight) == set(self.in_flight) | upstreams
         if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
             completed = self.told or self.delivered
-            assert self.drained_retracts == (self.registered and not completed), "a push that ends says how, once"
+            assert self.drained_retracts == (self.registered and not completed), "a push completes or fails, and once"
         if self.state in (State.DRAINING, State.REWINDING):
-            assert self.in_flight or self.upstream_busy, "waits for nothing"
+            assert self.in_flight or self.upstream_busy, "no WRITE to wait for"
         if self.state is State.CLOSED:
             assert self.releases or self.gone
         if self.state in (State.ABANDONED, State.NOTIFIED):
-            assert not self.finished, "the scheduler has finished it, and waits for its blocks"
+            assert not self.finished, "the scheduler has finished the request, and waits for its blocks"
         if self.state is State.DELEGATED:
             assert self.delegates[-1] == (self.registration if self.registered else None)
 
@@ -218,7 +218,7 @@ class PushWorld:
         self.send(push_protocol.Planned(chunk))
 
     def hook(self, layer: int) -> None:
-        """A layer of the newest chunk is ready; again and again if the model calls its hook more than once."""
+        """A layer of the newest chunk is ready. A model may call its hook more than once."""
         self._ready(layer)
 
     def sweep(self) -> None:
@@ -239,13 +239,13 @@ class PushWorld:
             self.send(push_protocol.Ready(self.epoch - 1, 0, layer))
 
     def preempt(self, *, announced: bool) -> None:
-        """The blocks are gone. Without the scheduler's word for it, the next plan must follow at once."""
+        """The blocks are gone. Unannounced, the next plan must follow at once."""
         self.epoch += 1
         self._progress.restart()
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
         if self.state is State.NOTIFYING:
-            self.tells -= 1  # cancelled before it was sent
+            self.tells -= 1  # the completion is cancelled before it is sent
         if announced:
             self.send(push_protocol.Preempted())
 
@@ -283,10 +283,10 @@ class PushWorld:
         is_news = self.outcome == "pending"
         self._ends("failed", event.reason)
         self.send(event)
-        assert not is_news or not self.registered or self.retracts, "the decode engine hears of it at once"
+        assert not is_news or not self.registered or self.retracts, "D gets the failure at once"
 
     def _ends(self, outcome: Outcome, failure: str | None = None) -> None:
-        """The first word stands."""
+        """The first outcome stands."""
         if self.outcome == "pending" and self.state is not State.CLOSED:
             self.outcome, self.failure = outcome, failure
 
@@ -318,7 +318,7 @@ class PushWorld:
         self.send(push_protocol.CancelledByD())
         assert self.state in (State.DRAINING, State.ABANDONED, State.CLOSED)
 
-    # What must hold.
+    # The rules.
 
     def _check_post(self, write: Write) -> None:
         assert write.epoch == self.epoch
@@ -341,7 +341,7 @@ class PushWorld:
         assert len(self.in_flight) <= self.shape.policy.max_in_flight
 
     def _check_left(self, event: push_protocol.PostReady) -> None:
-        """What ``PostReady`` leaves unposted waits for the end of its chunk, or for room on the wire."""
+        """Blocks that ``PostReady`` leaves unposted wait for the end of their chunk, or for room on the wire."""
         policy = self.shape.policy
         if self.state is State.STREAMING and len(self.in_flight) < policy.max_in_flight:
             left = self.ready & self.wanted - self.posted
@@ -366,31 +366,31 @@ class PushWorld:
         assert self.state is State.NOTIFYING
         assert action.registration == self.registration
         assert self.prompt_ready
-        assert self.landed == self.wanted, "told although something is missing"
+        assert self.landed == self.wanted, "completed although something is missing"
         assert not self.in_flight
-        assert not self.retracts, "told after it was retracted"
+        assert not self.retracts, "completed after a reported failure"
         assert not self.cancelled
         self.tells += 1
 
     def _check_retract(self, action: push_protocol.ReportFailure) -> None:
         assert self.registered
         assert action.registration == self.registration
-        assert not self.told, "retracted after it was told"
+        assert not self.told, "failure reported after the completion"
         assert not self.delivered
-        assert not self.drained_retracts, "a drained retraction is the last word"
+        assert not self.drained_retracts, "a drained failure is the last report"
         if action.drained:
-            assert not self.in_flight, "said to have drained with a WRITE on the wire"
+            assert not self.in_flight, "reported as drained with a WRITE on the wire"
             assert not self.upstream_busy
         else:
-            assert self.in_flight or self.upstream_busy, "nothing to warn of"
+            assert self.in_flight or self.upstream_busy, "no WRITE to warn of"
             assert not self.retracts
-            assert not self.cancelled, "the decode engine asked for it, and waits for the end"
+            assert not self.cancelled, "D cancelled the push, and waits for its end"
         assert (action.reason, action.cancelled) == (self.failure, self.cancelled)
         assert action.epoch == self.session.epoch
         self.retracts.append(action)
 
     def drive_home(self) -> None:
-        """Let everything end as well as it may from here. No push needs the end of its lease for that."""
+        """Let everything end as well as it still can. No push needs the end of its lease for that."""
         for _ in range(100):
             if self.state is State.STREAMING:
                 self.send(push_protocol.PostReady())
@@ -436,7 +436,7 @@ def cells_of(write: Write) -> set[Cell]:
 
 
 def pairs_in(write: Write) -> dict[int, int]:
-    """How many block pairs each layer of a WRITE moves."""
+    """The number of block pairs that each layer of a WRITE moves."""
     counts: dict[int, int] = {}
     for part in write.segments:
         for layer in range(*part.layers.indices(1 << 30)):

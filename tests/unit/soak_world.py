@@ -1,4 +1,4 @@
-"""Engines for the soak's own tests: they do nothing but remember what they were told."""
+"""Engines for the soak's own tests: they only keep their calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeSpec:
 
 
 class FakeEngine:
-    """Answers everything at once, but only when it is asked to `answer` adds and aborts."""
+    """Answers everything at once."""
 
     def __init__(self, name: str) -> None:
         self.spec = FakeSpec(name, name[0])
@@ -147,12 +147,12 @@ class World:
         return plan
 
     def pass_time(self) -> None:
-        """Everything that was put off happens, and what that puts off."""
+        """Runs everything that was put off, until nothing is left."""
         while len(self.agenda):
             self.agenda.run_due(LATER)
 
     def finish(self, name: str, tokens: tuple[int, ...] = RIGHT, reason: str = "length", params: Any = None) -> None:
-        """The engine finishes the last request that it was given."""
+        """The engine finishes its last request."""
         engine = self.seats[name].engine
         length = engine.added[-1].max_tokens
         finished = Finished(engine.added[-1].request_id, tokens[:length], params, reason)

@@ -14,7 +14,7 @@ from tests.support.fake_transport import Bytes
 
 
 class HeldCopy:
-    """Happens when it is over: whoever changes either side before that changes what is copied."""
+    """Copies at its end: an earlier change of either side changes the copied bytes."""
 
     def __init__(self, copy: Callable[[], None], looks: int, device_s: float = 0.0) -> None:
         self._copy = copy
@@ -34,8 +34,8 @@ class HeldCopy:
 
 
 class NumpyStaging:
-    """A `Staging` over ``cache``, flat bytes with region after region; copies need ``looks`` looks, in turn. Each says
-    that its device copied for ``device_s`` seconds.
+    """A `Staging` over ``cache``, flat bytes with region after region. The next copies need ``looks`` looks each.
+    Each reports ``device_s`` seconds of its device.
     """
 
     def __init__(self, layout: CacheLayout, cache: Bytes, size: int) -> None:

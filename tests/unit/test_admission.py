@@ -1,4 +1,4 @@
-"""The check in front of vLLM's own: which engines it is for, and that it is where vLLM's front ends pass."""
+"""The check in front of vLLM's own: the engines that have it, and that vLLM's front ends pass it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads stay on the cores that they had, and the writer gets those that vLLM wants for transfers."""
+"""Threads keep their cores, and the writer gets those that vLLM wants for transfers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerpush.compat.affinity import Affinity
 
 @pytest.fixture
 def cores() -> Iterator[list[int]]:
-    """All of this thread's; it has them back afterwards."""
+    """All cores of this thread, restored afterwards."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("needs two cores")
@@ -58,6 +58,6 @@ def test_the_writer_of_an_unbound_engine_stays_unbound(cores: list[int]) -> None
 def test_the_writer_stays_where_it_is_if_nothing_was_bound(cores: list[int]) -> None:
     with Affinity() as bound:
         pass
-    os.sched_setaffinity(0, {cores[0]})  # by whoever made it
+    os.sched_setaffinity(0, {cores[0]})  # by other code
     bound.bind_writer()
     assert os.sched_getaffinity(0) == {cores[0]}

@@ -1,4 +1,4 @@
-"""Ratios of medians and how sure they are."""
+"""Ratios of medians and their intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_equal_series_have_ratio_one_without_doubt():
 
 
 def test_noise_shared_by_a_round_cancels():
-    """Each round is disturbed by a factor of up to 10, for both modes alike: 0.5 is found all the same."""
+    """A factor of up to 10 disturbs both modes of a round alike: the ratio is still 0.5."""
     disturbed = 10 ** np.random.default_rng(2).uniform(size=40)
     result = ratio_of_medians(0.5 * disturbed, disturbed)
     assert result.low == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""bench.forward: what it measures, what it concludes, what it shows. Its processes run in the contract tests."""
+"""bench.forward: its measurements, conclusions and tables. Its processes run in the contract tests."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_missed_limit_is_named(layer: Series, missed: str) -> None:
 )
 def test_auto_is_also_held_against_chunk_and_layer(auto: Series, missed: str) -> None:
     assert cell(auto=auto).misses == [missed]
-    assert cell(layer=auto).misses == [], "layer, without auto, is held against neither"
+    assert cell(layer=auto).misses == [], "without auto, layer is compared with neither"
 
 
 def test_a_limit_within_the_interval_is_not_missed_for_sure() -> None:
@@ -282,7 +282,7 @@ def test_the_caches_of_all_ranks_share_the_memory(ranks: int) -> None:
     assert [[layer.shape for layer in cache] for cache in caches] == [[(5, 64 // ranks)] * 3] * ranks
     for layer in itertools.chain(*caches):
         layer.add_(1)
-    assert int(memory.sum()) == 3 * 5 * 64, "each byte has one place"
+    assert int(memory.sum()) == 3 * 5 * 64, "each byte is in exactly one tensor"
 
 
 @pytest.mark.parametrize("size", [0, 100, LOOK_BYTES + 100])

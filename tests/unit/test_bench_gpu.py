@@ -1,4 +1,4 @@
-"""scripts/gpu-bench: what it would run, that nothing outlasts its time, and what it says without a GPU."""
+"""scripts/gpu-bench: its commands, its time limits, and its messages without a GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_part_is_described_and_knows_its_modules() -> None:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
 def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
-    """Pictures are drawn of what is there by then."""
+    """Pictures are drawn of existing results only."""
     for name in ("serve", "eager", "blocks-16", "blocks-64"):
         for run in (name, f"{name}-token", f"{name}-request"):
             (tmp_path / f"{run}-logs/loopback-b{STEP_TOKENS}/trace").mkdir(parents=True)
@@ -120,7 +120,7 @@ def options_of(step: Step) -> list[str]:
     ],
 )
 def test_engines_run_with_graphs_without_them_and_with_other_blocks(part: str, given: list[list[str]]) -> None:
-    """Their answers are compared with those of a mode of the same shapes, and their hooks are checked."""
+    """Their answers are compared with a mode of the same shapes, and their hooks are checked."""
     every = steps(part)
     serving = [step for step in every if step.arguments[1] == "bench.serve"]
     assert [options_of(step)[-len(words) :] for step, words in zip(serving, given, strict=True)] == given
@@ -132,7 +132,7 @@ def test_engines_run_with_graphs_without_them_and_with_other_blocks(part: str, g
 
 
 def push_of(chunks: list[tuple[int, int, bool]], swept: set[int], mode: str = "auto") -> PushRecord:
-    """Chunks have a first block and an end, and may be cached; those in ``swept`` have one of two layers swept."""
+    """``chunks``: first block, end, and whether it is cached. Chunks in ``swept`` have one of two layers swept."""
     push = PushRecord(request_id="p-1", engine_id="P", rank=0, mode=mode)
     for number, (first, end, cached) in enumerate(chunks):
         push.chunks.append(ChunkRecord(first, end, 0.0, cached))
@@ -155,7 +155,7 @@ def push_of(chunks: list[tuple[int, int, bool]], swept: set[int], mode: str = "a
 def test_layers_that_should_have_called_their_hook_are_named(
     chunks: list[tuple[int, int, bool]], swept: set[int], mode: str, said: list[str]
 ) -> None:
-    """A replayed step of few tokens calls none, and a cached chunk has no step."""
+    """A replayed step of few tokens calls no hook, and a cached chunk has no step."""
     assert problems([push_of(chunks, swept, mode)]) == said
 
 
@@ -211,7 +211,7 @@ def test_a_step_that_fails_ends_its_part(tmp_path: Path) -> None:
 
 @contextmanager
 def time_is_up_once(mark: Path) -> Iterator[None]:
-    """Hours pass for the runner in the moment in which a step leaves its mark: no test waits for a limit."""
+    """Hours pass for the runner when a step leaves its mark, so no test waits for a limit."""
 
     def monotonic() -> float:
         return 1e6 if mark.exists() else 0.0
@@ -221,7 +221,7 @@ def time_is_up_once(mark: Path) -> Iterator[None]:
 
 
 def marking(mark: Path, what: str) -> str:
-    """Source that leaves the text that ``what`` is worth, all at once."""
+    """Source that writes the value of the expression ``what`` to ``mark``, all at once."""
     whole = f"pathlib.Path({str(mark)!r})"
     return (
         f"import pathlib; {whole}.with_suffix('.new').write_text({what}); {whole}.with_suffix('.new').rename({whole})"
@@ -281,7 +281,7 @@ def test_a_step_gets_its_share_and_never_more_than_is_left(tmp_path: Path) -> No
 
 
 def assert_gone(pid: int) -> None:
-    link = Path(f"/proc/{pid}/root")  # the dead have none
+    link = Path(f"/proc/{pid}/root")  # a dead process has none
     until(lambda: not link.exists(), f"{pid} is gone", SECONDS, pause_s=0.05)
 
 

@@ -28,7 +28,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def curves(draw: Any, *arguments: Any) -> list[dict[str, list[float]]]:
-    """The lines of each panel that was drawn, row by row: their heights by label."""
+    """The lines of each drawn panel, row by row: their heights by label."""
     kept: list[Any] = []
     with mock.patch("matplotlib.pyplot.close", kept.append):
         draw(*arguments)
@@ -47,7 +47,7 @@ def few(name: str, folder: Path) -> Path:
 
 
 def test_the_committed_results_have_pictures(tmp_path: Path) -> None:
-    """And those do not go beside them."""
+    """The pictures are not written beside the results."""
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     with mock.patch.object(command, "OUTPUT", tmp_path):
         status, said = run(RESULTS / "serve.json")
@@ -100,7 +100,7 @@ def test_the_growth_has_a_panel_for_each_thing_and_cost_with_the_slopes(tmp_path
     assert len(panels) == 3 * 2
     for panel in panels[2:]:
         assert panel["auto +2 ms"] == pytest.approx([1.0, 3.0])
-    assert panels[0]["request +0.002"] == pytest.approx([0.001, 0.003]), "WRITEs are a number"
+    assert panels[0]["request +0.002"] == pytest.approx([0.001, 0.003]), "WRITEs are a count, not a time"
 
 
 def test_lines_without_a_count_of_writes_are_not_drawn() -> None:

@@ -1,4 +1,4 @@
-"""bench.push: what it draws, what it concludes, what it shows. Its processes run in the contract tests."""
+"""bench.push: its random blocks, conclusions and tables. Its processes run in the contract tests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from bench.serve.background import PROMPT_TOKENS, TOKENS, BackgroundError, backg
 
 
 class Engine(http.server.ThreadingHTTPServer):
-    """Streams ``tokens`` tokens for each request, or as many as its client reads if that is None."""
+    """Streams ``tokens`` tokens for each request; None: as many as the client reads."""
 
     daemon_threads = True
 

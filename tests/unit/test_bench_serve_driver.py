@@ -1,4 +1,4 @@
-"""The process that runs ``vllm bench serve``, as long as nothing of vLLM is in it."""
+"""The process that runs ``vllm bench serve``, with a script in the place of vLLM."""
 
 from __future__ import annotations
 

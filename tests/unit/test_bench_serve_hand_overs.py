@@ -1,4 +1,4 @@
-"""The hand-overs of a call of bench.serve: which token belongs to which push, and what is not known."""
+"""The hand-overs of a call of bench.serve: the token of each push, and unknown hand-overs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.trace_rig import write
 
 NAMES = ("a", "b", "c")
 ARRIVED = (11.0, 22.0, 33.0)
-"""The last layer of a request is ready at 10, 20 or 30 s, D's first token is there half a second later."""
+"""The last layer of a request is ready at 10, 20 or 30 s; D's first token is there half a second later."""
 
 
 def traced(folder: Path, clock: str | None = None, *, d: bool = True, lost: str = "") -> list[list[PushRecord]]:
@@ -55,7 +55,7 @@ def test_of_requests_at_the_same_time_only_the_mean_is_known(tmp_path: Path) -> 
     (mean,) = found(tmp_path, pushes, ARRIVED, alone=False)
     assert (mean.ms, mean.parts_ms[CLIENT]) == (2000.0, 1500.0)
     assert sum(mean.parts_ms.values()) == pytest.approx(mean.ms)
-    assert found(tmp_path, pushes[::-1], (33.0, 11.0, 22.0), alone=False) == [mean], "whatever token is whose"
+    assert found(tmp_path, pushes[::-1], (33.0, 11.0, 22.0), alone=False) == [mean], "in any order of tokens"
 
 
 def test_without_ds_trace_the_parts_are_not_known(tmp_path: Path) -> None:

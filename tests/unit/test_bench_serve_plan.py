@@ -1,4 +1,4 @@
-"""What bench.serve measures, and in which order."""
+"""The measurements of bench.serve, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From calls to figures: intervals, ratios, JSON, tables, and answers that are wrong."""
+"""From calls to figures: intervals, ratios, JSON, tables, and wrong answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_best_mode_is_none_without_a_transfer() -> None:
     ("ttft_s", "prefill_ms", "missed"),
     [
         (1.0, 900.0, []),
-        (1.05, 955.0, []),  # both medians are beyond their limits, the intervals have them
+        (1.05, 955.0, []),  # both medians are beyond their limits, but the intervals include these
         (1.2, 900.0, ["the first token of auto takes 1.154 x the time of layer's"]),
         (1.0, 1000.0, ["prefill of auto takes 1.068 x the time of request's"]),
     ],
@@ -101,7 +101,7 @@ def test_a_limit_is_missed_if_the_whole_interval_is_beyond_it(
 
 
 def with_token(ttft_s: float, prefill_ms: float, tokens: int = 2048) -> CellResult:
-    """Five rounds of ``token`` beside one engine, which takes 1 s, 10 ms of them after prefill."""
+    """Five rounds of ``token`` beside one engine, which takes 1 s, 10 ms of it after prefill."""
     place, calls = replace(CELL, prompt_tokens=tokens), []
     for number in range(5):
         for mode, first_s, prefill in ((AGGREGATED, 1.0, 990.0), (TOKEN, ttft_s, prefill_ms)):
@@ -161,7 +161,7 @@ def test_json_has_every_sample() -> None:
 
 
 def with_hand_overs(*parts_ms: float) -> CellResult:
-    """Three rounds of two requests of layer mode, whose hand-over takes 10 and 20 ms more than the sum of its parts."""
+    """Three rounds of two requests of layer mode; their hand-overs take 10 and 20 ms more than the parts."""
     (this,) = three_rounds()
     for each in this.calls["layer"]:
         parts = dict(zip(PARTS, parts_ms, strict=bool(parts_ms))) if parts_ms else {}
@@ -182,7 +182,7 @@ def test_the_hand_over_and_its_parts() -> None:
 
 
 def test_the_first_token_less_prefill_is_known_of_every_mode() -> None:
-    """Of means: of 1.0 and 1.2 s, and of 2.0 and 2.4 s."""
+    """From the means of 1.0 and 1.2 s, and of 2.0 and 2.4 s."""
     (this,) = three_rounds()
     for mode, expected in ((AGGREGATED, 1100.0 - 900.0), ("request", 2200.0 - 918.0)):
         assert this.calls[mode][0].after_prefill_ms == pytest.approx([expected])

@@ -1,4 +1,4 @@
-"""A sweep of bench.serve: what is kept, what is resumed, and what ends it."""
+"""A sweep of bench.serve: its results, its resumption and its ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_setup_that_is_finished_is_not_started_again(tmp_path: Path) -> None:
     client = StubClient()
     this, site, _ = run(out, client, both, resume=True)
     this.measure()
-    assert site.ups == [(other, [client.measured[0].rpartition("-")[2]])]  # one call was missing: one mode is needed
+    assert site.ups == [(other, [client.measured[0].rpartition("-")[2]])]  # one call is missing, so one mode is needed
     this, site, _ = run(out, StubClient(), both, resume=True)
     this.measure()
     assert site.ups == []
@@ -67,7 +67,7 @@ def test_a_wrong_answer_ends_the_run_and_every_run_that_resumes_it(tmp_path: Pat
     client = StubClient(answers={"layer": ["wrong"]})
     with pytest.raises(WrongAnswersError, match="'wrong' instead of 'right 0'"):
         run(out, client)[0].measure()
-    assert len(client.measured) == 3  # the first round has shown it
+    assert len(client.measured) == 3  # the first round shows the wrong answer
     again = StubClient()
     with pytest.raises(WrongAnswersError):
         run(out, again, resume=True)[0].measure()
@@ -87,7 +87,7 @@ def test_answers_of_other_shapes_need_not_be_the_same(tmp_path: Path) -> None:
     this.measure()
     (result,) = by_cell([CELL], MODES, this.parts.calls)
     assert {each.mode for each in result.wrong()} == {"request", "layer"}
-    assert compared([result], this.plan.right) == compared([result]) / 2, "layer with request, which has none to equal"
+    assert compared([result], this.plan.right) == compared([result]) / 2, "layer with request, request with none"
     wrong = StubClient(answers={"layer": ["wrong"]})
     with pytest.raises(WrongAnswersError, match=r"those of request; layer at .*'wrong' instead of 'right 0'"):
         run(tmp_path / "other.json", wrong, plan(compare="shapes"))[0].measure()

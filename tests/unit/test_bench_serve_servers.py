@@ -1,4 +1,4 @@
-"""Which servers a mode needs, how the user's are named, and what engines are asked."""
+"""The servers of each mode: their commands, the user's own servers, and the figures from engines."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_engines_are_told() -> None:
     assert command[command.index("--max-num-batched-tokens") + 1] == "256"
     assert command[command.index("--tokenizer") + 1] == "/models/words"
     assert "--skip-tokenizer-init" not in command
-    assert command[-2:] == ["--dtype", "bfloat16"]  # after ours, so that they win
+    assert command[-2:] == ["--dtype", "bfloat16"]  # after our options, so the user's win
     many = lineup(streams=12, options=("--max-num-seqs", "99"))
     assert many.prefill("layer").command(1)[-4:] == ["--max-num-seqs", "12", "--max-num-seqs", "99"]
     assert lineup(streams=8, background=4).prefill("layer").command(1)[-2:] == ["--max-num-seqs", "12"]
@@ -177,7 +177,7 @@ def test_servers_that_are_named_wrongly(texts: list[str], said: str) -> None:
 
 @contextlib.contextmanager
 def served(body: Callable[[], str]) -> Iterator[str]:
-    """A server that answers each GET with what ``body`` says."""
+    """A server that answers each GET with the text of ``body``."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

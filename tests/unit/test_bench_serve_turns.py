@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 
 class Server:
-    """Runs or does not, as the system would have it."""
+    """Runs or is suspended, as the last signal says."""
 
     def __init__(self) -> None:
         self.runs = True
@@ -26,7 +26,7 @@ class Server:
 
 
 def lineup() -> tuple[Turns, dict[str, Server]]:
-    """Two modes share D, as layerpush's do."""
+    """Two modes share D, as layerpush's modes do."""
     servers = {name: Server() for name in ("one", "layer-p", "chunk-p", "d")}
     modes = {"aggregated": ["one"], "layer": ["layer-p", "d"], "chunk": ["chunk-p", "d"]}
     return Turns({mode: [servers[name] for name in names] for mode, names in modes.items()}), servers
@@ -75,7 +75,7 @@ def test_a_forked_server_is_suspended_and_its_client_is_not(tmp_path: Path) -> N
         until(lambda: state(server.pid) != "T")
         client.signal(signal.SIGTERM)
         until(lambda: client.group not in client.members())
-        assert server.poll() is None, "a real client passes the signal on"
+        assert server.poll() is None, "only a real client passes the signal on"
     finally:
         server.kill()
         server.wait()

@@ -1,4 +1,4 @@
-"""A run of two processes that ends too early: which figures it leaves."""
+"""A run of two processes that ends too early, and the figures that it leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
 
 
 class Pair:
-    """Answers with the order's number, and notes the file before each answer."""
+    """Answers with the order's number, and keeps the file's cells before each answer."""
 
     about: Mapping[str, object] = {"ucx": "1.23"}
 

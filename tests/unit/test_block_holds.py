@@ -1,4 +1,4 @@
-"""Blocks that a prefill engine may still write belong to nobody else; requests in vain awaited are given up once."""
+"""Blocks that P may still write have no other owner; requests without a push are given up once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, block_holds: 
     block_holds.hold("r", [1, 2, 3])
     block_holds.hold("s", [4])
     block_holds.parked("r", {0, 1})
-    assert parked() == (0, 0), "the engine holds them itself"
+    assert parked() == (0, 0), "the engine holds the blocks itself"
     block_holds.settled("r")
     block_holds.settled("s")
     assert parked() == (1, 3)
@@ -76,7 +76,7 @@ def test_the_end_of_a_prompt_is_the_first_to_be_reused(pool: Pool, block_holds: 
 
 
 STEPS = st.tuples(st.sampled_from(["hold", "parked", "settled", "cleared"]), st.integers(0, 2), st.integers(0, 1))
-"""What, to which request, by which rank."""
+"""Step, request, rank."""
 
 
 @given(st.lists(STEPS, max_size=40))
@@ -84,7 +84,7 @@ def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tup
     pool = Pool()
     block_holds = BlockHolds(pool)
     under_way: dict[int, set[int]] = {}
-    """Requests held, and the ranks that said of them that they may be written."""
+    """Held requests, and the ranks that may still write them."""
     settled: set[int] = set()
     for what, request, rank in steps:
         name = f"r-{request}"
@@ -118,7 +118,7 @@ def test_overdue_once(awaited: AwaitedPushes) -> None:
     assert not awaited.needs_steps
     assert awaited.cancelled(580.0) == {"r": "no push within 480 s (push_registration_timeout)"}
     assert awaited.cancelled(9e9) == {}
-    assert awaited.needs_steps, "the workers have not said yet how it ends"
+    assert awaited.needs_steps, "the workers have not reported the end yet"
     assert len(awaited) == 1
     awaited.reported(["r"], None)
     assert not awaited.needs_steps
@@ -168,7 +168,7 @@ def test_a_request_that_was_received_finishes_in_peace(awaited: AwaitedPushes) -
 
 
 def test_a_report_is_heeded_in_the_order_in_which_things_happen(pool: Pool, awaited: AwaitedPushes) -> None:
-    """Parked, told and cleared within one step."""
+    """Parked, reported and cleared within one step."""
     awaited.registered("r", [1], 0.0)
     awaited.reported(["r"], DecodeReport(parked={"r": {0, 1}}, cleared={"r": {0}}))
     assert pool.held == {1}
@@ -185,4 +185,4 @@ def test_reports_of_ranks_add_up() -> None:
     assert DecodeReport().aggregate(DecodeReport(settling=True)).settling
     assert not both.settling
     assert pickle.loads(pickle.dumps(both)) == both
-    assert both, "vLLM drops a report that is false"
+    assert both, "vLLM drops a falsy report"

@@ -3,18 +3,18 @@
 `tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, desks and writers. After every step:
 
 - no WRITE is posted for, lands in or is on its way into blocks that the decode engine gave away;
-- none is posted from blocks that the prefill engine gave away, nor are such blocks gathered;
-- no blocks are scattered into that the decode engine gave away or that a WRITE is on its way into, nor from a window of
-  another request;
-- bytes of staging memory are given back only when nobody reads or writes them;
+- no WRITE is posted from blocks that the prefill engine gave away, and no gather reads them;
+- no scatter goes into blocks that the decode engine gave away or that a WRITE is on its way into;
+- no scatter reads the window of another request;
+- bytes of staging memory are given back only when no copy and no WRITE uses them;
 - a request is completed at most once, by every rank once, and only over the right bytes;
-- whatever a load or a push ends with is reported once;
-- a load that has asked for P's first token, and no other, is reported with it or with the reason why there is none: the
-  token is its own prompt's, sampled with its own parameters.
+- the end of each load and of each push is reported once;
+- a load that asked for P's first token, and no other, is reported with the token or with the reason for its absence:
+  the token belongs to the load's own prompt, sampled with its own parameters.
 
 When faults stop, both sides end: nothing is left in a table, on the wire or in quarantine.
 
-That this can fail is shown by `MUTANTS`: each is a guard that is removed, and each is found.
+`MUTANTS` shows that this can fail: each removes one guard, and each is found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_storms_end_well() -> None:
         world = storm(seed)
         outcomes.update(world.outcomes)
         tokens.update(world.tokens)
-    assert outcomes["loaded"] > STORMS, "hardly anything ever completes: then this proves little"
+    assert outcomes["loaded"] > STORMS, "too few loads complete to prove anything"
     assert outcomes["failed"] > STORMS
     assert tokens["token"] > STORMS // 2, tokens
     assert all(tokens[missing] > STORMS // 20 for missing in ("late", "other_sampling")), tokens

@@ -1,4 +1,4 @@
-"""Who may import what, where import-linter cannot say it: to it, all of vLLM is one module."""
+"""Imports that import-linter cannot forbid: to it, all of vLLM is one module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_only_the_plugin_and_the_doctor_know_vllms_connector_factory() -> None:
 
 @pytest.mark.parametrize("module", ["vllm", "torch", "nixl", "threading"])
 def test_the_writer_threads_objects_know_neither_engine_nor_threads(module: str) -> None:
-    """The worker hands them all they need, so tests run them without an engine. Each file must exist: no stale name."""
+    """The worker passes in all that these objects need: tests need no engine. Each file must exist: no stale name."""
     files = {
         *(f"prefill/{name}.py" for name in ("registrations", "decode_peers", "writer", "push")),
         *(f"decode/{name}.py" for name in ("loads", "load", "outcomes", "prefill_peers", "early_messages")),
@@ -74,7 +74,7 @@ def is_private(name: str) -> bool:
 
 
 def members(scope: ast.ClassDef) -> set[str]:
-    """The names that a class defines: methods, class variables, and what its methods assign to attributes of self."""
+    """The names that a class defines: methods, class variables, and attributes of self."""
     found = set()
     for node in ast.walk(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

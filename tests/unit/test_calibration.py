@@ -1,4 +1,4 @@
-"""Timing WRITEs to a decode engine: what is learned, and what becomes of it when that engine dies, stops or goes."""
+"""Timing WRITEs to a decode engine: the learned costs, and the end when that engine dies, stops or goes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RING = Route("D", 0, "pieces", "ring")
 
 
 class Clock:
-    """Every look takes a moment."""
+    """Each call takes a moment."""
 
     now = 100.0
 
@@ -66,7 +66,7 @@ def until_over(calibration: Calibration) -> None:
 
 
 def test_an_engine_that_stops_is_looked_at_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is stopped the writer goes on with everything else."""
+    """The writer goes on with everything else meanwhile."""
     pair = Pair()
     calibration = pair.calibration()
     calibration.turn()
@@ -98,7 +98,7 @@ def test_an_engine_that_dies_ends_it(when: str) -> None:
 
 
 def test_an_error_that_no_transport_should_raise_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer's turn must not: every push would fail with it, turn after turn."""
+    """It must not end the writer's turn: every push would fail, turn after turn."""
     pair = Pair()
     pair.calibrates()
 
@@ -132,7 +132,7 @@ def test_until_it_is_over_writes_go_directly() -> None:
 
 
 def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A WRITE that ends in an error ends the first try."""
+    """A failed WRITE ends the first try."""
     pair, clock = Pair(), Clock()
     for module in ("calibration", "strategy"):
         monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
@@ -147,7 +147,7 @@ def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch)
     assert pair.strategy.costs_to("D").scattered != Costs().scattered
     clock.now += 10 * RETRY_S
     pair.strategy.turn()
-    assert not pair.strategy.is_busy, "what is known is not timed again"
+    assert not pair.strategy.is_busy, "known costs are not timed again"
     assert not pair.p._live
 
 

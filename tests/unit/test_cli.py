@@ -1,4 +1,4 @@
-"""The `layerpush` command: exit statuses, what goes to stdout, and what is handed to the demo."""
+"""The `layerpush` command: exit statuses, stdout, and the arguments of the demo."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_doctor_of_this_installation() -> None:
-    """The real thing: everything that can be checked here works, whatever its warnings."""
+    """Checks this machine for real: no check fails; warnings are allowed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}
     port = PortAllocator(DOCTOR_PORTS).take()
     environment |= {"LAYERPUSH_CALM": "1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}

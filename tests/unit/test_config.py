@@ -1,4 +1,4 @@
-"""kv_connector_extra_config: what is taken, what is refused, and whether the message helps."""
+"""kv_connector_extra_config: accepted keys, refusals, and helpful messages."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_documentation_covers_every_key() -> None:
 
 
 def test_upstream_keys_are_all_that_vllms_nixl_connectors_read() -> None:
-    """Or an option of vLLM's would be refused by us."""
+    """A missing key would make us refuse an option of vLLM's."""
     vllm = find_spec("vllm")
     assert vllm is not None
     assert vllm.origin is not None

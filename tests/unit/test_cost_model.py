@@ -1,4 +1,4 @@
-"""The cost model: what it prefers, and what it must never do."""
+"""The cost model: its preferences, and its limits."""
 
 from __future__ import annotations
 

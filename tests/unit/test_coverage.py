@@ -14,7 +14,7 @@ Box = tuple[int, int, int, int]
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, Box]]]:
-    """Layers with their block counts, and posts and landings of boxes, of blocks that nobody wants among them."""
+    """Layers with their block counts, and posts and landings of boxes, some of blocks outside of their layer."""
     rows = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     moves = []
     for _ in range(draw(st.integers(0, 14)) if any(rows) else 0):
@@ -51,7 +51,7 @@ def test_it_counts_like_sets(case: tuple[list[int], list[tuple[str, Box]]]) -> N
 
 @pytest.mark.parametrize("targets", [[(1, 2), ()], [(), (7,)]])
 def test_a_group_without_the_last_block_is_refused(targets: list[tuple[int, ...]]) -> None:
-    """A stock decode engine wants none if attention chunks divide the prompt evenly. Its answer would be wrong."""
+    """A stock D wants no block of a group if attention chunks divide the prompt evenly. Its answer would be wrong."""
     with pytest.raises(MismatchError, match="cannot compute the last token"):
         check_blocks([2, 2], targets)
 

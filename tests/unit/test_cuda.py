@@ -47,7 +47,7 @@ def test_nothing_is_flushed_without_need_or_means(library: FakeRuntime, caplog: 
     with caplog.at_level(logging.WARNING):
         rdma_flush(library, GPU)()
     assert library.flushes == []
-    assert bool(caplog.records) == (library._attributes[117] == 2), "a GPU that can be read too early is named"
+    assert bool(caplog.records) == (library._attributes[117] == 2), "the log names a GPU that may be read too early"
 
 
 def test_a_flush_that_fails_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The servers of a demo: what each is told."""
+"""The servers of a demo, and their options."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from layerpush.apps.demo.cluster import DEMO_SHAPE, Cluster
 
 
 def test_p_and_d_leave_a_trace_each_below_one_directory(tmp_path: Path) -> None:
-    """`layerpush trace` reads it as a whole."""
+    """`layerpush trace` reads the whole directory."""
     cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
     folders = [Path(str(spec.extra_config["trace_dir"])) for spec in (cluster.prefill(), cluster.decode())]
     assert folders == [tmp_path / "trace" / name for name in ("prefill", "decode")]
-    assert folders == [cluster.trace_dir(name) for name in ("prefill", "decode")], "where the demo looks for pushes"
+    assert folders == [cluster.trace_dir(name) for name in ("prefill", "decode")], "the demo looks for pushes there"
 
 
 def test_p_pushes_as_requests_ask_for(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from tests.support.ports import ALLOCATOR_PORTS
 from tests.support.waiting import until
 
-# A server with a child that does not listen to SIGTERM, as a worker stuck in native code would not.
+# A server with a child that ignores SIGTERM, like a worker stuck in native code.
 SERVER = """
 import http.server, subprocess, sys
 stubborn = '''import signal
@@ -60,7 +60,7 @@ def servers(folder: Path, **options: Any) -> Iterator[EngineGroup]:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens there."""
+    """Whether nothing listens at ``port``."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 

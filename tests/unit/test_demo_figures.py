@@ -1,4 +1,4 @@
-"""Trace lines in, figures out: what the demo and the benchmarks report about a push."""
+"""Trace lines in, figures of a push out, for the demo and the benchmarks."""
 
 from __future__ import annotations
 

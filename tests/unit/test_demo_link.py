@@ -1,4 +1,4 @@
-"""The emulated link: what it asks for, and that it removes what it has made and nothing else."""
+"""The emulated link: its commands, and that it removes its own devices and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerpush.apps.demo.link import Link, LinkError
 
 
 class Commands:
-    """Plays ``ip`` and ``tc``: keeps what was run, fails at ``fails`` if it is in the command."""
+    """Plays ``ip`` and ``tc``: keeps the commands, and fails at each that contains ``fails``."""
 
     def __init__(self) -> None:
         self.run: list[tuple[str, ...]] = []
@@ -45,7 +45,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Commands:
 
 
 def made(commands: Commands) -> set[tuple[str, str]]:
-    """What has to be removed: a pair of devices between two namespaces goes with them."""
+    """The objects to remove: a pair of devices between two namespaces goes with these."""
     return {each for each in commands.objects("add") if not each[1].startswith("lpd")}
 
 

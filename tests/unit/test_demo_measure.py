@@ -1,4 +1,4 @@
-"""Answers and traces become samples: what is right, what is missing, what went another way than it should."""
+"""From answers and traces to samples: right ones, incomplete ones, and pushes that went another way than asked for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_traced_and_right_answer_has_no_problem(tmp_path: Path):
     assert sample.figures is not None
     assert sample.figures.exposed_ms == pytest.approx(150)
     assert sample.hand_over is not None
-    assert sample.hand_over.ms == pytest.approx(200), "11.3 s the last layer, 11.5 s the first token"
+    assert sample.hand_over.ms == pytest.approx(200), "the last layer at 11.3 s, the first token at 11.5 s"
 
 
 def test_tokens_are_compared_one_by_one(tmp_path: Path):
@@ -86,7 +86,7 @@ def test_one_missing_trace_leaves_a_mode_without_figures(tmp_path: Path):
 
 
 class Playing:
-    """Stands for the servers: notes which engine computes what, and how P was asked to push."""
+    """Stands in for the servers: keeps the prompts of each engine, and the mode that P was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alone: list[tuple[object, int]] = []
@@ -117,7 +117,7 @@ class Playing:
 def test_p_and_d_share_the_prompts_that_are_computed_without_a_transfer(
     count: int, shares: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Each computes one at least: its KV cache has been touched then."""
+    """Each engine computes at least one, so its KV cache has been touched."""
     playing, done = Playing(monkeypatch), []
     prompts = [[10 + index] for index in range(count)]
     run = measure.expected_tokens(None, ("P", "D"), prompts, 3, lambda: done.append(1))  # type: ignore[arg-type]

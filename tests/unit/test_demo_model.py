@@ -27,7 +27,7 @@ def test_an_identical_model_is_kept_and_a_different_one_replaced(tmp_path: Path)
     assert (path / "model.safetensors").stat().st_mtime_ns == written
     build_model(tmp_path / "model", **(SMALL | {"layers": 3}))
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 3
-    assert sorted(tmp_path.iterdir()) == [path], "nothing half-written stays"
+    assert sorted(tmp_path.iterdir()) == [path], "no half-written file stays"
 
 
 def test_a_strangers_directory_is_refused(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What every result says of where it was taken: command, revision, versions down to UCX and the driver, machine."""
+"""The origin in every result: command, revision, versions down to UCX and the driver, machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Driver = Callable[[str], None]
 
 @pytest.fixture
 def a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """Gives this machine an ``nvidia-smi`` that is the script it is called with."""
+    """Installs a script as this machine's ``nvidia-smi``."""
 
     def install(script: str) -> None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
@@ -53,7 +53,7 @@ def test_ucx_is_named_only_with_nixl(a_driver: Driver) -> None:
 
 
 def test_gpus_are_named_with_their_driver(a_driver: Driver) -> None:
-    """Of whatever name: it may have a comma."""
+    """A name may have a comma."""
     a_driver("echo 'NVIDIA H200, 143771, 580.1'; echo 'Odd, one, 80, 580.1'; echo 'No memory, [N/A], 580.1'")
     said = provenance(0, [])
     assert said["versions"] == {"python": platform.python_version(), "driver": "580.1"}
@@ -80,7 +80,7 @@ def test_the_processor_has_a_name_or_a_kind(tmp_path: Path) -> None:
 
 
 def test_ucx_is_asked_in_a_process_of_its_own() -> None:
-    """Loading UCX would change the process that measures."""
+    """Loading UCX would change the measuring process."""
     source = "from layerpush.apps.demo import ucx; print(ucx.version()); print(ucx._loaded())"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     said = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the demo prints and writes, from samples made by hand."""
+"""The output and the files of the demo, from samples made by hand."""
 
 from __future__ import annotations
 

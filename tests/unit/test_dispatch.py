@@ -17,7 +17,7 @@ OTHERS = [encode(Ping("D", 1)), encode(FirstToken("r-1", 7)), b"not a message"]
 
 
 class Calls:
-    """A transport with these notifications, and all that a dispatcher hands them to. Notes the calls, in order."""
+    """A transport with these notifications, and every receiver of a dispatcher. Keeps the calls, in order."""
 
     def __init__(self, *payloads: bytes) -> None:
         self._payloads = payloads

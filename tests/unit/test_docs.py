@@ -1,4 +1,4 @@
-"""README and docs: generated parts are in step with code and results; what is written by hand names what exists."""
+"""README and docs: generated parts are in step with code and results; handwritten parts name existing things."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ def test_the_matrix_names_tests_that_exist() -> None:
     defined = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
     named = {name for row in matrix() for name in re.findall(r"`(test_\w+)`", row[4])}
     assert named - defined == set()
-    assert defined - named == set(), "fault tests that no row of docs/design/failures.md names"
+    assert defined - named == set(), "fault tests without a row in docs/design/failures.md"
 
 
 def test_the_matrix_quotes_the_log_as_it_is() -> None:
-    """What varies is ``<...>`` there, a placeholder in the code."""
+    """The page has ``<...>`` in the place of a placeholder of the code."""
     frames = re.findall(r"^- .*?`([^`]*)`", matrix_section(), re.MULTILINE)
     quotes = frames + [quote for row in matrix() for quote in re.findall(r"`([^`]*)`", row[3])]
     own = [quote for quote in quotes if not quote.startswith("Releasing expired KV blocks")]
@@ -242,7 +242,7 @@ def test_what_is_named_exists(page: Path) -> None:
 
 
 def test_the_readme_is_readable_outside_of_the_repository() -> None:
-    """A package index shows it alone: its links are absolute, and the files that it names exist."""
+    """A package index shows the README alone: its links are absolute, and the files that it names exist."""
     text = (ROOT / "README.md").read_text()
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
     named = re.findall(r"`((?:docs/)?[\w/-]+\.(?:md|png))`", text)

@@ -1,4 +1,4 @@
-"""Each command of the documentation is run by a test, or says which hardware it needs; and none could not be given."""
+"""Each command of the documentation is run by a test or names its hardware, and its program accepts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs
 from tests.docprograms import UCX, IncompleteCommandError, WrongCommandError, check, check_transfer_config
 from tests.quotes import blank, is_said, ours, package
 
-PAGES = tuple(page for page in ALL_PAGES if page != "docs/contributing.md")  # which is CONTRIBUTING.md
+PAGES = tuple(page for page in ALL_PAGES if page != "docs/contributing.md")  # the same page as CONTRIBUTING.md
 E2E, HERE, CI = "tests/e2e/test_docs_commands.py", "tests/unit/test_docs_commands.py", ".ci/run"
 QUICKSTART, DEPLOYMENT, PROXY = "docs/quickstart.md", "docs/deployment.md", "docs/proxy.md"
 CONTRACT, BENCHMARKS = "docs/kv-transfer-params.md", "docs/benchmarks.md"
@@ -67,7 +67,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ),
     ("docs/troubleshooting.md", "layerpush doctor"): (f"{HERE}::test_quick_blocks",),
 }
-"""(page, start of the first line) -> the runners of such a block. Blocks of equal text need one line."""
+"""(page, start of the first line) -> the runners of the block. Blocks of equal text need one line."""
 
 MISSPELT = json.dumps(
     {
@@ -81,7 +81,7 @@ AFTER_SETUP = {
     "scripts/soak": f"{sys.executable} -m tests.faults.soak",
     "layerpush ": f"{sys.executable} -m layerpush ",
 }
-"""What these are, once the environment is there."""
+"""Commands that replace these in an existing environment."""
 
 OTHERS = frozenset({"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NIXL_PLUGIN_DIR", "PIP_EXTRA_INDEX_URL", VARIABLE})
 _INLINE = re.compile(r"(?<!`)`((?:layerpush |make |vllm serve |pip install |scripts/(?=[a-z-]+ ))[^`\n]+)`(?!`)")
@@ -94,7 +94,7 @@ def listed(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]]) -> bool
 
 
 def problem(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]], known: list[Block]) -> str | None:
-    """A block that nobody runs, and that does not say why."""
+    """An error for a block that no test runs and that names no hardware."""
     if block.needs is not None or any(listed(one, run) and one.text == block.text for one in known):
         return None
     return f"{block}: no test runs it, and it does not say what it needs"
@@ -134,7 +134,7 @@ def test_blocks_that_nobody_runs_are_found(tmp_path: Path) -> None:
 
 
 def inline_commands(text: str) -> list[str]:
-    """Spans that are commands; not such as stand for several (``[...]``, ``|``), nor lines of our log."""
+    """Spans that are one command: no patterns (``[...]``, ``|``), and no lines of our log."""
     spans = set(_INLINE.findall(text))
     return sorted(span for span in spans if not re.search(r"\.\.\.|\|", span) and not is_said(blank(span), ours()))
 
@@ -145,7 +145,7 @@ def check_all(text: str) -> None:
 
 
 def wrong(texts: Iterable[str], ignored: type[Exception] | None = None) -> list[str]:
-    """The texts with a command that its program would refuse, with the refusal."""
+    """The texts with a command that its program refuses, with the refusal."""
     found = []
     for text in texts:
         try:
@@ -166,7 +166,7 @@ def test_every_command_could_be_given() -> None:
 
 
 def published(text: str) -> list[str]:
-    """Options of these commands that name the committed results as the place to write to."""
+    """Options of these commands that would write into the committed results."""
     words = [word for command in commands(text) for word in (*command.words, *command.environment)]
     return re.findall(r"--(?:out|json|plot)[= ]bench/results\S*", " ".join(words))
 
@@ -186,7 +186,7 @@ def test_commands_that_overwrite_the_committed_results_are_found(text: str) -> N
 
 
 def test_commands_write_where_git_ignores_it() -> None:
-    """Only what draws the committed results knows where these are; a test of bench.plot sees that it leaves them."""
+    """Only bench.plot knows the place of the committed results; a test of it checks that it leaves them alone."""
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/build/" in ignored
     assert OUTPUT.is_relative_to(ROOT / "build")
@@ -239,7 +239,7 @@ def test_vllms_commands_that_could_not_be_given_are_found(text: str, words: str)
 
 
 def transfer_configs(page: str) -> list[dict[str, Any]]:
-    """In blocks of any language: values of ``--kv-transfer-config``, and JSON that is one."""
+    """Values of ``--kv-transfer-config`` in blocks of any language, and JSON blocks that are one."""
     found = []
     for block in blocks(page):
         quoted = re.findall(r"'(\{\s*\"kv_connector\".*?\})'", block.text, re.DOTALL)
@@ -274,7 +274,7 @@ def test_the_application_for_ray_has_a_builder_and_good_configurations() -> None
 
 
 def unknown_variables(text: str, vllms: str) -> list[str]:
-    """Environment variables that nobody reads."""
+    """Environment variables that no program reads."""
     return sorted(
         name
         for name in set(_VARIABLE.findall(text))

@@ -1,4 +1,4 @@
-"""The list of models whose layers call no hook: from the source of vLLM, or of something that looks like it."""
+"""The list of models whose layers call no hook: from the source of vLLM, or of an imitation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages for operators claim: quoted lines are said, metrics are there, tests exist."""
+"""Claims of the pages for operators: programs log the quoted lines, metrics and tests exist."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def headed(lines: list[str], line: str) -> bool:
 
 
 def wrong_quotes(text: str, spans: list[str]) -> list[str]:
-    """Which of these spans of ``text``, and which lines of others that it quotes, nobody says."""
+    """Spans of ``text`` that we do not log, and quotes of other programs that these do not log."""
     foreign = {(whose, quote) for whose, quote in _OF_OTHERS.findall(text)}
     wrong = [f"{whose} {quote}" for whose, quote in foreign if not others_say(whose, quote)]
     own = {span for span in spans if span not in {quote for _, quote in foreign}}
@@ -58,11 +58,11 @@ def others_say(whose: str, quote: str) -> bool:
         return quote.encode() in libraries("libplugin_UCX.so")
     if whose == "UCX's":
         return quote.encode() in libraries("libucs-*.so*")
-    return True  # PyTorch's are nowhere in one piece, and vLLM 0.33 is not what is installed
+    return True  # PyTorch has its lines in no single piece, and vLLM 0.33 is not installed
 
 
 def lines_quoted(text: str) -> list[str]:
-    """Spans that are lines of a log: of several words in the first cell of a row, with ``<...>`` elsewhere."""
+    """Spans that quote a log: several words in the first cell of a row, or ``<...>`` anywhere."""
     symptoms = [span for row in rows(text) for span in _SPAN.findall(row[0])]
     found = [span for span in symptoms if " " in span] + [span for span in _SPAN.findall(text) if "<...>" in span]
     return [span for span in found if not span.startswith(("vllm:", "layerpush_proxy_"))]
@@ -103,7 +103,7 @@ def test_metrics_that_pages_name_are_there(scrape: Scrape, page: str) -> None:
 
 
 def missing_metrics(named: set[str], scrape: Scrape) -> list[str]:
-    """Histograms may be named without what is behind their names in a scrape."""
+    """A histogram may be named without the suffix of its name in a scrape."""
     found = set(unknown_names(named, scrape))
     return sorted(one for one in found if f"{one}_count" not in scrape.names)
 
@@ -114,7 +114,7 @@ def test_a_metric_that_is_not_there_is_found(scrape: Scrape) -> None:
 
 
 def compatibility() -> list[list[str]]:
-    """The rows of the tables that say which test shows what."""
+    """The rows of the tables with a column of tests."""
     found = []
     for part in (ROOT / COMPATIBILITY).read_text().split("\n## "):
         if "| tested by |" in part:
@@ -129,7 +129,7 @@ def test_the_compatibility_tables_name_tests_that_exist() -> None:
 
 
 def wrong_evidence(cell: str) -> str | None:
-    """What is wrong with the last cell of a row: it names tests that exist, or says that there is none."""
+    """The error in the last cell of a row, which must name existing tests or say that there is none."""
     paths = _SPAN.findall(cell)
     missing = [path for path in paths if not path.startswith("tests/") or not (ROOT / path).exists()]
     if missing:

@@ -1,4 +1,4 @@
-"""Every check of `layerpush doctor`: what it accepts, what it refuses, and that it says what to do."""
+"""Every check of `layerpush doctor`: its passes, its failures, and their advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests and which engines are answered early."""
+"""The requests and the engines that get an early answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_it_is_said_where_there_is_no_early_answer(caplog: pytest.LogCaptureFixt
 
 
 class FrontEnd:
-    """Of vLLM's ``AsyncLLM``."""
+    """Stands in for vLLM's ``AsyncLLM``."""
 
     vllm_config = engine(answer_early=True)
 
@@ -60,7 +60,7 @@ class FrontEnd:
 
 @pytest.mark.parametrize("field", [{"n": 2}, {"output_kind": SimpleNamespace(name="DELTA")}, {}], ids=str)
 def test_a_mark_of_a_client_counts_for_nothing(field: dict[str, Any]) -> None:
-    """It came by a door whose requests nobody looks at."""
+    """Only layerpush may set the mark."""
     transfer = {"do_remote_decode": True, MARK: True}
     usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}
     generate: Any = EarlyAnswers(NAME)._generate(FrontEnd.generate)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Blocks that a step takes away: known before vLLM's V2 model runner overwrites them."""
+"""Blocks that a step takes away: the writer learns of them before vLLM's V2 model runner overwrites them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_engines_without_our_connector_are_left_alone(metadata: Any, monkeypatch
 
 
 def test_vllm_calls_it_before_it_zeroes_and_copies_blocks() -> None:
-    """By the source of the installed vLLM: the runner itself needs a GPU."""
+    """Checks the source of the installed vLLM: the runner itself needs a GPU."""
     found = importlib.util.find_spec("vllm.v1.worker.gpu.model_runner")
     assert found is not None
     assert found.origin is not None
@@ -74,7 +74,7 @@ def test_vllm_calls_it_before_it_zeroes_and_copies_blocks() -> None:
 
 
 def _line(function: ast.FunctionDef, called: str) -> int:
-    """The first line of ``function`` in which something of this name is called."""
+    """The first line of ``function`` that calls ``called``."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     return min(
         call.lineno for call in calls if called in (getattr(call.func, "attr", None), getattr(call.func, "id", None))

@@ -1,4 +1,4 @@
-"""What only the fake can be told to do: the faults, and the facts of the wire that a fast loopback hides."""
+"""Abilities of the fake alone: its faults, and facts of the wire that a fast loopback hides."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_failing_write_lands_in_part_and_stays_failed() -> None:
 
 
 def sent(faults: Faults, looks: int = 1) -> list[list[bytes]]:
-    """What each look at D finds after P notified a, b, c."""
+    """The notifications of each look at D after P notified a, b, c."""
     pair = Pair(faults)
     for payload in (b"a", b"b", b"c"):
         pair.p.notify("D", payload)
@@ -156,7 +156,7 @@ def test_faults_of_notifications() -> None:
 
 
 def test_faults_without_end() -> None:
-    """At half of the limit of a thousand that seeded faults have, and far beyond it, they come at their rate."""
+    """They keep their rates far beyond the limit of a thousand that seeded faults have."""
     faults = Faults.endless(5, drop=0.2, duplicate=0.3, reorder=0.4, delay=0.5, most=4, hold_writes=0.1, fail_posts=0.6)
     for numbers in (range(2000), range(10**9, 10**9 + 2000)):
         counts = [faults.delay_notifications.get(number, 0) for number in numbers]

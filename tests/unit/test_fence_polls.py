@@ -1,4 +1,4 @@
-"""How often the writer looks for fences in a step of a GPU, whose hooks are all queued before its first layer."""
+"""The writer's polls for fences in a step of a GPU, whose hooks are all queued before its first layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS, TOKENS = 12, 22
 
 @dataclass
 class Gpu:
-    """Computes a layer in ``layer_s`` seconds of its own clock, one after the other."""
+    """Computes one layer after the other, each in ``layer_s`` seconds of its own clock."""
 
     layer_s: float
     now: float = 100.0
@@ -68,7 +68,7 @@ def test_fences_are_found_in_time_with_few_polls(
     late = [at - due for at, due in zip(found, gpu.due, strict=True)]
     if by_layer:
         assert max(late) <= FENCE_POLL_S + 1e-9
-    else:  # only the last layer counts, and it is expected from further away
+    else:  # only the last layer counts, and the writer expects it from further away
         assert late[-1] <= 2 * FENCE_POLL_S
     if layer_s > 1e-3:
         assert polls < 0.4 * LAYERS * layer_s / FENCE_POLL_S

@@ -93,7 +93,7 @@ def test_all_manifests_are_one_text() -> None:
 
 
 def check_schema(document: dict[str, Any]) -> None:
-    """Raises for an unknown field, too. The models of the Prometheus operator's resources drop these silently."""
+    """Raises for an unknown field, too. The models of the Prometheus operator's resources drop such fields silently."""
     if not document["apiVersion"].startswith("monitoring.coreos.com/"):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
         return
@@ -176,7 +176,7 @@ def test_names_and_ports_of_the_manifests_fit_each_other() -> None:
     arguments = engine("kubernetes/proxy.yaml")["args"]
     for role in ("prefill", "decode"):
         service = of_kind(f"kubernetes/{role}.yaml", "Service")
-        assert service["spec"]["clusterIP"] == "None"  # the name has the address of each pod
+        assert service["spec"]["clusterIP"] == "None"  # so the name resolves to the address of each pod
         assert f"--{role}=dns://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}" in arguments
         assert of_kind(f"kubernetes/{role}.yaml", "Deployment")["spec"]["replicas"] > 1
     for name in (*DEPLOYMENTS, "kubernetes/proxy.yaml"):
@@ -187,7 +187,7 @@ def test_names_and_ports_of_the_manifests_fit_each_other() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docker").iterdir()), ids=lambda path: path.stem)
 def test_a_dockerfile_names_only_files_and_extras_that_exist(path: Path) -> None:
-    """Nobody builds it here."""
+    """No test builds it."""
     text = path.read_text()
     for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):
         assert (ROOT / source).exists()

@@ -1,4 +1,4 @@
-"""The hops that `docs/design/flow.md` lists are there, in the modules that it names."""
+"""`docs/design/flow.md` names existing functions, in their modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOPS = [
 
 
 def functions_of(source: str) -> set[str]:
-    """`Class.function`, as a module defines it itself."""
+    """`Class.function` of each method that a module itself defines."""
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {f"{one.name}.{node.name}" for one in classes for node in one.body if isinstance(node, ast.FunctionDef)}
 

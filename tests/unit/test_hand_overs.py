@@ -1,4 +1,4 @@
-"""D's part of the hand-over: what the scheduler measures of each load, and what it leaves out."""
+"""D's part of the hand-over: the scheduler's times of each load, and the loads that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""allowed_hosts: which hosts an entry allows, and which tricks it does not fall for."""
+"""allowed_hosts: the hosts that an entry allows, and the tricks that it withstands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_an_entry_allows(host: str, allowed: list[str]) -> None:
         ("::ffff:11.0.0.7", ["10.0.0.0/8"]),
         ("::ffff:11.0.0.7", ["::/0"]),  # it is an IPv4 address
         ("::10.0.0.7", ["10.0.0.0/8"]),
-        ("0xa000007", ["10.0.0.0/8"]),  # the resolver would read them as addresses: they count as names
+        ("0xa000007", ["10.0.0.0/8"]),  # the resolver would read them as addresses; here they are names
         ("10.7", ["10.0.0.0/8"]),
         ("167772167", ["10.0.0.0/8"]),
         ("fd00::7", ["fe80::/10", "10.0.0.0/8"]),
@@ -80,7 +80,7 @@ def test_without_a_list_every_host_is_allowed() -> None:
         "a\0",
         "a/b",
         "a:80",
-        "a;b",  # to ZMQ, text before a semicolon is the address to connect from, and the rest where to
+        "a;b",  # ZMQ connects from the address before a semicolon, to the one after it
         "127.0.0.1:0;evil.example",
         "::1%;evil.example",
         "fe80::1%eth0:1;[::2",
@@ -99,7 +99,7 @@ def test_without_a_list_every_host_is_allowed() -> None:
         "10.7",
         "167772167",
         "10.0.0.0/8",
-        "prefıll",  # no ASCII letter, and lower() or IGNORECASE may make one of its kind
+        "prefıll",  # no ASCII letter; lower() or IGNORECASE may turn such a letter into one
         "\u212aube",
         "a" * 64,
         ".".join(["a" * 60] * 5),

@@ -1,4 +1,4 @@
-"""What the engine hosts' watch over KV blocks makes of block tables."""
+"""Cells of block tables in the engine hosts' watch over KV blocks."""
 
 from __future__ import annotations
 

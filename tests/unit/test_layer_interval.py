@@ -1,4 +1,4 @@
-"""How long the writer sleeps while a step is being computed."""
+"""The writer's sleep while a step is being computed."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def test_it_follows_steps_that_become_shorter() -> None:
 
 
 def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the step, after its last layer, and when a WRITE of another prompt may end, it is in a hurry."""
+    """The writer hurries before the step, after its last layer, and when a WRITE of another prompt may end."""
     monkeypatch.setattr("layerpush.prefill.layer_interval.SHORTEST_S", LONGEST_S)  # the rig's layers take no time
     rig = Rig(Faults(hold_writes={0: NEVER}))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []
     rig.step((prompt, 4), between=lambda: seen.append(rig.writer.layer_poll_timeout))
-    assert not rig.writer.polls_layers(0.0), "no layer is to come"
-    assert seen[0] is None, "nothing is known"
+    assert not rig.writer.polls_layers(0.0), "no layer to wait for"
+    assert seen[0] is None, "no interval is known"
     assert all(seen[1:-1])
-    assert seen[-1] is None, "no layer is to come"
+    assert seen[-1] is None, "no layer to wait for"
     assert rig.writer.poll_timeout == WRITE_POLL_S
 
     patience: list[float | None] = []

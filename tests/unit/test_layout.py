@@ -125,7 +125,7 @@ def test_named_layers_take_their_order() -> None:
     data=st.data(),
 )
 def test_ids_are_region_major(sizes: list[int], data: st.DataObject) -> None:
-    """Against counting one by one; regions may have different block counts."""
+    """Compared with a count one by one. Regions may have different block counts."""
     numbers: dict[tuple[int, int], int] = {}
     for slot, count in enumerate(sizes):
         for block in range(count):
@@ -154,6 +154,6 @@ def test_the_last_id_that_fits_is_right() -> None:
 
 
 def test_more_descriptors_than_an_id_can_count_are_refused() -> None:
-    """Ids are int32: one that wraps would name another layer's block, or none."""
+    """Ids are int32: an overflow would name another layer's block, or none."""
     with pytest.raises(LayoutError, match="2147483648"):
         descriptor_offsets([1 << 30, 1 << 30, 1])

@@ -1,4 +1,4 @@
-"""What an engine learns of a link from WRITEs that landed."""
+"""An engine's estimate of a link, from WRITEs that landed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def seconds(size: int) -> float:
 
 
 def learned() -> LinkSpeed:
-    """From six WRITEs, one behind the other; the last landed at time 1."""
+    """An estimate from six WRITEs, one behind the other; the last landed at time 1."""
     speed, at = LinkSpeed(), 1.0 - sum(map(seconds, range(1 << 20, 7 << 20, 1 << 20)))
     for size in range(1 << 20, 7 << 20, 1 << 20):
         speed.posted(size, size, at)
@@ -49,7 +49,7 @@ def test_writes_of_one_size_do_not_change_what_a_write_of_any_size_costs() -> No
 
 @pytest.mark.parametrize("real_s", [0.01, 0.1, 0.6, 0.9])
 def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
-    """The writer looks when ``next_look`` says so, and when the next layer is ready."""
+    """The writer looks at ``next_look``, and when the next layer is ready."""
     speed, layer_s = LinkSpeed(), 1.0
     assert speed.next_look(0.0) == math.inf
     for at in range(0, 300, 3):
@@ -74,7 +74,7 @@ def test_a_write_that_overtakes_another_says_nothing_of_the_link() -> None:
 
 @pytest.mark.timeout(10)
 def test_the_next_look_of_a_tiny_write_is_found() -> None:
-    """Late on the clock, half of its time is lost in rounding."""
+    """At a late clock time, rounding loses half of the WRITE's time."""
     speed = LinkSpeed()
     speed.posted("tiny", 1, 0.0)
     speed.ended("tiny", 1e-12, landed=True)
@@ -128,9 +128,9 @@ def test_a_write_ends_between_two_looks() -> None:
     speed.posted("first", 100, 1.0)
     speed.posted("second", 100, 2.0)
     speed.ended("first", 4.0, landed=True, seen=2.0)
-    assert speed.line == pytest.approx((0.0, 2.0 / 100)), "halfway: at 3"
+    assert speed.line == pytest.approx((0.0, 2.0 / 100)), "halfway between the looks: at 3"
     speed.ended("second", 5.0, landed=True, seen=4.0)
-    assert speed.line == pytest.approx((0.0, (0.9 * 2.0 + 1.5) / 190)), "the link was its own from 3 to 4.5"
+    assert speed.line == pytest.approx((0.0, (0.9 * 2.0 + 1.5) / 190)), "the second WRITE was alone from 3 to 4.5"
 
 
 def test_a_write_may_be_some_times_as_large_as_the_largest_recent_one() -> None:

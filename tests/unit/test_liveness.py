@@ -1,4 +1,4 @@
-"""When prefill processes are pinged and probed, and what is concluded from it."""
+"""Pings and probes of prefill processes, and the conclusions from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def watching(*agents: str, identified: bool = True) -> PeerWatch:
 def course(
     watch: PeerWatch, until: float, start: float = 0.0, verdict: Verdict | None = None
 ) -> Iterator[tuple[float, Action]]:
-    """What is ordered when nothing happens but time, and each probe ends at once with this verdict."""
+    """The orders while only time passes. Each probe ends at once with this verdict."""
     now = start
     while (due := watch.next_due(now)) is not None and due <= until:
         now = due
@@ -114,7 +114,7 @@ def test_who_never_spoke_layerpush_gets_heartbeats_and_is_never_called_silent() 
 
 
 def test_a_side_channel_that_names_layerpush_shows_that_silence_is_no_habit() -> None:
-    """Nothing ever came from the agent: it cannot reach us. It had heartbeats; the verdict brings the first ping."""
+    """No message ever came from the agent. The agent had heartbeats; the verdict brings the first ping."""
     orders = list(course(watching(identified=False), 3 * T, verdict=IDENTIFIED))
     assert times(SendPing("P", "A", False), orders) == [5.0, 10.0]
     assert times(PING, orders)[:3] == [10.0, 15.0, 20.0]
@@ -137,7 +137,7 @@ def test_a_dead_process_is_gone_within_a_second() -> None:
     watch.lost("A", 1.0)
     assert (watch.next_due(1.0), watch.due(1.0)) == (1.0, [PROBE])
     watch.verdict("P", "A", ENDED, 1.1)
-    assert watch.due(1.1) == [PING], "who lives would answer"
+    assert watch.due(1.1) == [PING], "a living process would answer"
     assert (watch.next_due(1.1), watch.due(1.59)) == (1.1 + SETTLE_S, [])
     assert watch.due(1.1 + SETTLE_S) == [PROBE]
     watch.verdict("P", "A", ENDED, 1.7)
@@ -171,7 +171,7 @@ def test_a_send_that_fails_after_both_probes_leads_to_a_third() -> None:
 
 
 def test_probes_alone_do_not_prove_a_death() -> None:
-    """Its listener is gone, but what is sent to the writer arrives."""
+    """The listener is gone, but messages to the writer arrive."""
     orders = ordered(watching(), 2 * T, verdict=ENDED)
     assert GONE not in orders
     assert orders.count(SILENT) == 1
@@ -264,7 +264,7 @@ def test_a_send_that_failed_proves_something_until_the_agent_is_heard_or_connect
 
 @pytest.mark.parametrize("sign", ["a word", "a connection to others"])
 def test_after_the_connection_was_dropped_some_signs_prove_little(sign: str) -> None:
-    """A word may have been sent before the send failed, and no other send can fail."""
+    """A message may be older than the failed send, and no later send can fail."""
     watch = watching()
     watch.lost("A", 1.0)
     watch.cut("A")
@@ -291,7 +291,7 @@ def test_who_lives_and_is_not_connected_is_so_again_at_the_next_sign_of_life(tro
 
 
 def test_who_cannot_be_sent_to_because_we_dropped_the_connection_is_never_gone() -> None:
-    """Nothing that we do to ourselves proves that a process is dead, whatever its side channel says."""
+    """Our own act proves no death, even if the side channel says that the process has ended."""
     watch = watching()
     watch.cut("A")
     orders = []
@@ -380,7 +380,7 @@ def test_a_session_that_comes_after_a_death_is_told_too() -> None:
 
 
 class WatchMachine(RuleBasedStateMachine):
-    """Anything in any order, against the promises."""
+    """All events in any order, against the promises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,18 +389,18 @@ class WatchMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.sessions: Counter[str] = Counter()
         self.since: dict[str, float] = {}
-        """Since when an agent has been watched without a break."""
+        """The start of an agent's unbroken watch."""
         self.heard_at: dict[str, float] = {}
         self.identified: set[str] = set()
         self.unanswered: dict[str, float] = {}
-        """When the first ping was sent since an agent was last heard."""
+        """The time of the first ping since an agent's last message."""
         self.lost_since: dict[str, float] = {}
         self.started: dict[str, tuple[str, float]] = {}
         self.proofs: dict[str, list[tuple[float, float]]] = {}
-        """(begun, over) of the probes in a row that found an agent to have ended."""
+        """(begun, over) of consecutive probes that found an agent to have ended."""
         self.cut_since: dict[str, float] = {}
         self.reconnects: set[str] = set()
-        """Engines that an agent of which lives, and cannot be sent to."""
+        """Engines with a living agent that sends do not reach."""
         self.gone: set[str] = set()
         self.silent: set[str] = set()
         self.log: list[tuple[float, Action]] = []
@@ -483,7 +483,7 @@ class WatchMachine(RuleBasedStateMachine):
 
     @rule(agent=agents)
     def kill(self, agent: str) -> None:
-        """What a real death looks like."""
+        """The signs of a real death."""
         for _ in range(4):
             self.lose(agent)
             self.act()
@@ -519,7 +519,7 @@ class WatchMachine(RuleBasedStateMachine):
     def _check(self, order: Action) -> None:
         agent = getattr(order, "agent", None)
         if agent is not None:
-            assert self.sessions[agent], f"{order} about nobody's agent"
+            assert self.sessions[agent], f"{order} about an agent without a session"
         match order:
             case ReportGone():
                 assert self.lost_since.get(agent) is not None or agent in self.gone

@@ -1,4 +1,4 @@
-"""What a decode rank leaves behind of each load: one record when it is reported, and when what it set aside is free."""
+"""The records of a load on a decode rank: one when it is reported, and one when its parked blocks are free."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_load_that_completes() -> None:
 
 
 def test_a_load_is_recorded_before_the_engine_can_report_it() -> None:
-    """The engine's main thread may take it at once, and its report has the record's times."""
+    """The engine's main thread may take the load at once, and its report has the record's times."""
     world = RecordedWorld()
     recorded: list[int] = []
     world.engine.on_told = lambda _, __: recorded.append(len(world.records))
@@ -113,7 +113,7 @@ def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_fre
     assert (first.t_reported, first.t_cleared) == (121.0, None)
     world.now += 5
     world.hears(Cancelled("r"))
-    assert first.t_cleared is None, "what was handed over does not change any more"
+    assert first.t_cleared is None, "a record does not change after its hand-over"
     assert len(world.records) == 2
     assert world.records[1].t_cleared == 126.0
     assert world.records[1].t_parked == 121.0

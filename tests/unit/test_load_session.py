@@ -40,7 +40,7 @@ from layerpush.core.machine import IllegalTransitionError
 PATIENCE_S, RETRY_S, TOKEN_WAIT_S = 5.0, 1.0, 3.0
 AGENTS = frozenset({"A", "B"})
 STEP_S, STEPS = 2.5, 3
-"""Time goes in steps of this length, as many as it takes to lose patience, and one more."""
+"""Time passes in steps of this length: enough to lose patience, and one more."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def _wait_for_a_token_beyond_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(*agents: str) -> LoadSession:
-    """Registered with these agents at time 0."""
+    """A load that was registered with these agents at time 0."""
     session = LoadSession("d-1", PATIENCE_S, RETRY_S)
     assert session.handle(Registered(frozenset(agents)), 0.0) == []
     return session
@@ -96,7 +96,7 @@ def test_a_registration_needs_somebody_to_go_to() -> None:
 def test_cancels_become_rare_but_never_cease(
     end: Event, cancel_timeout_s: float, retry_s: float, pauses: list[int]
 ) -> None:
-    """Each of them waits in the queue of a prefill engine that is stopped, for as long as it is."""
+    """A stopped prefill engine keeps each cancel in its queue."""
     session = LoadSession("d-1", cancel_timeout_s, retry_s)
     session.handle(Registered(frozenset("A")), 0.0)
     session.handle(end, 0.0)
@@ -116,9 +116,9 @@ class LoadWorld:
 
     session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S))
     steps: int = 0
-    """How often time has passed."""
+    """Number of steps that have passed."""
     writers: set[str] = field(default_factory=set)
-    """Agents that may write: they were sent the registration and have not said a final word."""
+    """Agents that may write: they got the registration and have not sent a final message."""
     agents: set[str] = field(default_factory=set)
     promised: bool = False
     token: int | None = None
@@ -126,7 +126,7 @@ class LoadWorld:
     landed: set[str] = field(default_factory=set)
     needed: int = 1
     cause: str | None = None
-    """Why the load fails: the first reason stands."""
+    """The reason of the failure; the first one stands."""
     failed_at: float | None = None
     aborted: bool = False
     asked: set[str] = field(default_factory=set)
@@ -146,7 +146,7 @@ class LoadWorld:
         for action in self.session.handle(event, self.now):
             assert is_heard
             self._check(action)
-        assert is_heard or vars(self.session) == before, "an agent has spoken that may not write"
+        assert is_heard or vars(self.session) == before, "an agent that may not write changed the session"
         self._check_state()
         self._check_clock()
 
@@ -186,7 +186,7 @@ class LoadWorld:
                 self.asked = set(agents)
                 return
             case Park(reason):
-                assert not self.aborted, "the engine holds the blocks of what it has aborted"
+                assert not self.aborted, "the engine itself holds the blocks of an aborted request"
                 assert self.failed_at is not None
                 assert self.now >= self.failed_at + PATIENCE_S
                 assert reason == self.cause
@@ -221,10 +221,10 @@ class LoadWorld:
             assert session.state is not State.LOADED or (self.is_complete and self.promised and self.token is None)
             assert session.state is not State.LOADED or not self.refused
         if session.state in (State.CANCELLING, State.ABORTING, State.PARKED):
-            assert self.writers <= self.asked, "somebody may write and was not asked to stop"
+            assert self.writers <= self.asked, "an agent may write and was not asked to stop"
 
     def _check_clock(self) -> None:
-        """A tick when one is due does something, and just before that nothing."""
+        """A tick acts at its due time, and not just before."""
         due = self.session.next_due(self.now)
         assert (due is not None) == (self.session.state not in (State.REGISTERING, State.WAITING, State.CLOSED))
         if due is None:
@@ -236,7 +236,7 @@ class LoadWorld:
 
     @property
     def likeness(self) -> str:
-        """Equal for worlds with the same future: why a load fails has no part in it."""
+        """Equal for worlds with the same future; the reason of a failure does not count."""
         fields = {name: value for name, value in vars(self.session).items() if name != "cause"}
         ordered = {
             name: sorted(value) if isinstance(value, frozenset | dict) else value for name, value in fields.items()
@@ -258,7 +258,7 @@ EVENTS: list[Event] = [
 
 
 def explored() -> Iterator[tuple[State, type[Event], State]]:
-    """Every event in every situation that a load with two agents can be in, and where it led."""
+    """Every event in every situation of a load with two agents, and the state after it."""
     fresh = [LoadWorld()]
     seen = {fresh[0].likeness}
     while fresh:
@@ -280,6 +280,6 @@ def explored() -> Iterator[tuple[State, type[Event], State]]:
 
 
 def test_every_event_in_every_situation() -> None:
-    """The account agrees, no row of the table is dead, and no way leads round it."""
+    """The account agrees, each row of the table is used, and no transition is outside of the table."""
     table = {(state, event, to) for state, row in TRANSITIONS.items() for event, tos in row.items() for to in tos}
     assert set(explored()) == table

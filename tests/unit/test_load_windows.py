@@ -33,7 +33,7 @@ class Unpacking(World):
         super().__init__(ranks, unpacking=self.unpacker)
 
     def packed(self, number: int = 1, request_id: str = "r", end: int = 2) -> Unpack:
-        """What P says when it has filled the request's window."""
+        """P's message after it has filled the request's window."""
         window = self.windows._windows.get(request_id)
         offset = 0 if window is None else window.offset
         self.staging.memory[offset : offset + 2 * BLOCK_BYTES] = number
@@ -48,7 +48,7 @@ class Unpacking(World):
 
     @property
     def unpacked(self) -> list[int]:
-        """The number of what each block was filled with last."""
+        """The number that each block was last filled with."""
         return [int(block[0]) for block in self.cache.reshape(BLOCKS, BLOCK_BYTES)]
 
 
@@ -163,7 +163,7 @@ def test_a_packing_error_is_counted() -> None:
 
 
 def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
-    """A question that comes late, or twice, while another rank still writes."""
+    """An unpack message comes late or twice, while another rank still writes."""
     world = Unpacking(ranks=2)
     world.loads.register(registration(), P, EXTRA, world.now)
     world.settle()
@@ -220,7 +220,7 @@ def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:
 
 
 def test_a_scatter_that_cannot_begin_ends_in_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what came early, behind it, is still heard."""
+    """An early message behind the scatter is still handled."""
     world = Unpacking()
     world.engine.known.add("r")
 

@@ -1,4 +1,4 @@
-"""Loads of a decode rank: reported once, when it is sure, and never over blocks that somebody may still write to."""
+"""Loads of a decode rank: reported once, when the end is sure, and never over blocks that an agent may write to."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def cancel_of(request_id: str = "r") -> Cancel:
 
 
 class ScriptedWatch:
-    """``orders`` are given at the next look; what it is told is noted."""
+    """``orders`` are given at the next look; all calls are noted."""
 
     def __init__(self) -> None:
         self.orders: list[Action] = []
@@ -113,8 +113,8 @@ class ScriptedWatch:
 
 
 class Engine:
-    """The worker that the loads belong to: ``known`` are the requests that its main thread tracks, ``told`` what it was
-    told, in order; ``forget`` drops a connection.
+    """The worker of the loads: ``known`` are the requests that its main thread tracks, ``told`` the reports, in order;
+    ``forget`` drops a connection.
     """
 
     def __init__(self, forget: Callable[[str], bool]) -> None:
@@ -204,7 +204,7 @@ class World(Town):
         self.settle()
 
     def awaiting(self, *speaking: str, request_id: str = "r") -> None:
-        """Registered; these agents have said that they speak layerpush."""
+        """A registered load; these agents have answered that they speak layerpush."""
         self.awaits(request_id)
         for agent in speaking:
             self.hears(Accepted(request_id), agent)
@@ -219,7 +219,7 @@ class World(Town):
         self.tick()
 
     def receives(self, message: LoadMessage, agent: str = "p-0") -> None:
-        """As ``hears``, but the turn goes on."""
+        """As ``hears``, without the tick."""
         self.loads.on_message(agent, message, payload_of(message), self.now)
 
     def orders(self, *orders: Action) -> None:
@@ -237,7 +237,7 @@ class World(Town):
 
     @property
     def told(self) -> list[str]:
-        """What the engine was told about the one request."""
+        """The reports about the one request."""
         assert {request_id for _, request_id in self.engine.told} <= {"r"}
         return [what for what, _ in self.engine.told]
 
@@ -264,7 +264,7 @@ def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
 
 
 def test_a_prefill_engine_that_does_not_fit_gets_no_registration() -> None:
-    """So it writes nothing, and the blocks are free at once."""
+    """It writes nothing, so the blocks are free at once."""
     world = World()
     world.engine.misfit = "its block size is 64 tokens, ours 32"
     world.awaits()
@@ -406,7 +406,7 @@ def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s:
     assert world.is_over()
 
 
-# Words that come too early: any rank's registration starts the push for all.
+# Early messages: any rank's registration starts the push for all.
 
 
 @pytest.mark.parametrize("connecting", [True, False], ids=["while it connects", "before it was asked for"])
@@ -456,7 +456,7 @@ def test_a_first_token_that_nobody_has_asked_for_counts_for_nothing() -> None:
     world.awaiting("p-0")
     world.hears(FirstToken("r", 7))
     world.hears(FirstToken("s", 7))
-    assert world.peer_errors.counts == {"foreign word": 1}, "of the second, no load is known"
+    assert world.peer_errors.counts == {"foreign word": 1}, "the second one belongs to no load"
     world.hears(Completion("r", 1))
     assert world.told == ["loaded"]
 
@@ -483,7 +483,7 @@ def test_a_first_token_for_a_rank_that_is_a_step_behind_is_kept() -> None:
 
 
 def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
-    """Should its answer about that one be lost."""
+    """The answer about the next one may be lost."""
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
     world.awaiting()
@@ -541,9 +541,9 @@ def test_aborted_the_prefill_ranks_are_asked_to_stop_and_awaited() -> None:
     assert world.sent() == [("p-0", cancel_of()), ("p-1", cancel_of())]
     world.hears(Cancelled("r"), "p-1")
     world.tick(RETRY_S)
-    assert world.sent() == [("p-0", cancel_of())], "asked again"
+    assert world.sent() == [("p-0", cancel_of())], "the cancel is repeated"
     world.tick(100 * PATIENCE_S)
-    assert world.told == [], "the engine holds the blocks for as long as it takes"
+    assert world.told == [], "the engine itself holds the blocks meanwhile"
     world.hears(Fail("r", 0, "it ended", True), "p-0")
     assert world.told == ["failed"]
     assert world.is_over()
@@ -574,7 +574,7 @@ def test_what_is_not_awaited_cannot_be_given_up() -> None:
 
 
 def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
-    """It hears of the failure only when it knows the request, and of the parking at once."""
+    """The failure is reported only when the engine knows the request, the parking at once."""
     world = World()
     world.awaits(known=False)
     world.loads.time_out("r", "no push", world.now)
@@ -586,7 +586,7 @@ def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
 
 
 def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that_it_ignores() -> None:
-    """It may be one that the registration, or its answer, was lost for."""
+    """It may speak layerpush: the registration, or the answer, may be lost."""
     world = World()
     world.awaiting()
     world.loads.time_out("r", "no push", world.now)
@@ -596,7 +596,7 @@ def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that
     world.mail.taken()
     world.hears(Accepted("r"))
     world.tick(2 * RETRY_S)
-    assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "now it is known to understand"
+    assert set(world.mail.sent) == {("p-0", encode(cancel_of()))}, "the engine speaks layerpush"
     world.hears(Completion("r", 1))
     assert world.told == ["parked", "failed", "cleared"]
 
@@ -732,7 +732,7 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
 
 
 def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
-    """What is sent to it would fail, and that would be taken for its death."""
+    """Sends to it would fail, and that would count as its death."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.mail.lost = {"p-0"}
@@ -759,14 +759,14 @@ def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
 
 
 def test_a_rank_outlives_its_sibling_in_the_eyes_of_the_watch() -> None:
-    """Its engine's listener ends with the sibling, so only what is sent to it can show that it lives."""
+    """Its engine's listener ends with the sibling, so only successful sends show that it lives."""
     world = World(ranks=2, scripted=False)
     world.awaiting("p-0", "p-1")
     world.mail.lost = {"p-0"}
     for _ in range(60):
         world.hears(None, "p-1")
         dies_a_little(world)
-    for _ in range(120):  # it computes, and says nothing meanwhile
+    for _ in range(120):  # it computes, and sends nothing meanwhile
         dies_a_little(world)
     assert world.told == ["parked", "failed"], "its blocks are not given back"
     assert "p-1" in {agent for agent, _ in world.sent()}
@@ -800,7 +800,7 @@ def dies_a_little(world: World) -> None:
 
 
 def test_what_a_dead_agent_had_sent_before_does_not_keep_it_alive() -> None:
-    """A send to it fails, we connect anew, and only then its last words are read: no further send to it can fail."""
+    """A send fails, we connect anew, and only then read its last messages. No further send to it can fail."""
     world = World(scripted=False)
     world.awaiting("p-0")
     world.mail.lost = {"p-0"}
@@ -831,7 +831,7 @@ def test_a_connection_to_its_successor_does_not_keep_a_dead_agent_alive() -> Non
 
 
 def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_connected() -> None:
-    """Another rank's answer would not name the agent: it would be called dead while it writes."""
+    """Another rank's answer would not name the agent: the agent would count as dead while it writes."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.network.listening = {}
@@ -843,7 +843,7 @@ def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_co
 
 
 def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it_is() -> None:
-    """A client names the address. Where nobody listens, everybody would be found dead."""
+    """A client names the address. At a wrong one, every probe would find a death."""
     world = World()
     world.awaiting("p-0", request_id="honest")
     world.engine.known |= {"r"}
@@ -869,7 +869,7 @@ def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
 
 
 def asks_its_host(answer: bool) -> tuple[list[str], Callable[[str], bool]]:
-    """A host that drops no connection, and what it was asked to drop."""
+    """A host that drops no connection, and the requests to drop one."""
     asked: list[str] = []
 
     def forget(engine_id: str) -> bool:
@@ -894,7 +894,7 @@ def test_only_its_host_drops_a_connection() -> None:
 
 
 def test_a_connection_that_pushes_are_on_their_way_over_is_kept_for_now() -> None:
-    """Then nothing is made anew, and what failed has not been cured."""
+    """Then no new connection is made, and the failure remains."""
     asked, forget = asks_its_host(False)
     world = World(forget=forget)
     world.awaiting("p-0")
@@ -922,8 +922,8 @@ def test_a_connection_that_a_registration_makes_anew_cures_what_failed_on_the_ol
 
 
 def test_a_process_is_probed_where_it_was_found() -> None:
-    """vLLM has connected the engine, for a heartbeat, before the first request that is registered. That one names
-    another address: there a living process seems dead, or a dead one never ends.
+    """vLLM connected the engine for a heartbeat, before the first registration. That request names another address:
+    there a living process seems dead, or a dead one never ends.
     """
     world = World()
     world.network.connected, world.network.addresses = {"P": world.agents}, {"P": P}
@@ -963,7 +963,7 @@ def test_what_somebody_else_found_broken_speaks_against_an_agent_only_if_there_i
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, ["failed"]), (2, ["parked", "failed"])])
 def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks: int, told: list[str]) -> None:
-    """If it is known who that was: no send of ours will fail any more."""
+    """A lone rank must be the one that died; of two it may be either. No send of ours will fail any more."""
     world = World(ranks, scripted=False)
     world.awaiting(*world.agents)
     world.loads.peers.connection_lost(world.agents, world.now)
@@ -975,7 +975,7 @@ def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks:
 
 
 def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
-    """Words about the one would be taken for words about the other."""
+    """Messages about the old request would count for the new one."""
     world = World()
     world.awaiting("p-0")
     world.loads.time_out("r", "no push", world.now)
@@ -994,11 +994,11 @@ def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
     assert len(world.sent()) == 1
 
 
-# What is counted.
+# Counters.
 
 
 def counted(world: World) -> tuple[dict[str, int], dict[str, int], int]:
-    """Loads by outcome, lost peers by how, and how many load times were noted."""
+    """Loads by outcome, lost peers by cause, and the number of load times."""
     tally = measured(world.recorder)
     return tally.counters.get(LOADS.key, {}), tally.counters.get(LOST_PEERS.key, {}), tally.observed(LOAD).count
 
@@ -1014,7 +1014,7 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
 
 
 def test_a_load_is_counted_before_the_engine_hears_of_it() -> None:
-    """It may stop stepping then, and with it reporting."""
+    """The engine may stop stepping then, and so its reports."""
     world = World()
     seen: list[int] = []
     world.engine.on_told = lambda _, __: seen.append(measured(world.recorder).counted(LOADS))
@@ -1049,7 +1049,7 @@ def test_peers_that_are_given_up_are_counted() -> None:
 
 
 def test_a_load_that_was_not_registered_is_declined() -> None:
-    """P's blocks need not wait for it."""
+    """P's blocks need not wait for the load."""
     world = World()
     world.network.listening = {}
     world.awaits()

@@ -1,4 +1,4 @@
-"""The dashboard, the alert rules and the page name what a scrape has, and all of it."""
+"""The dashboard, the alert rules and the page name the metrics of a scrape, and all of them."""
 
 from __future__ import annotations
 

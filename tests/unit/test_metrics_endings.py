@@ -18,7 +18,7 @@ def push(outcome: str, name: str = "r", fallback: str | None = None, **times: fl
 
 
 def counted(ranks: int, *endings: Ending, steps: Sequence[float] = ()) -> Tally:
-    """The engine's metrics after these ends, each in a report of its own, and after steps at these seconds."""
+    """The engine's metrics after these endings, each in its own report, and after steps at these times."""
     recorder = Recorder()
     all_ranks = Endings(ranks, recorder)
     for ending in endings:

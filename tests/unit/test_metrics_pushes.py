@@ -1,4 +1,4 @@
-"""What a prefill rank counts of its pushes and WRITEs, and when."""
+"""A prefill rank's counters of its pushes and WRITEs, and the times of their changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENGINE_FALLBACK = "the model has Mamba layers"
 
 
 class Metered:
-    """A writer that records what it does, and one prompt that a decode engine has asked for."""
+    """A writer with a recorder, and one prompt."""
 
     def __init__(self, faults: Faults | None = None, registered: bool = True, policy: Policy | None = None) -> None:
         self.recorder = Recorder()
@@ -89,7 +89,7 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     for tokens in (9, 9, 9):
         metered.rig.step((metered.prompt, tokens))
     metered.rig.finish(metered.prompt)
-    assert measured(metered.recorder).is_empty, "nothing is over"
+    assert measured(metered.recorder).is_empty, "no push has ended"
     metered.rig.writer.register(metered.prompt.name, metered.wanted)
     metered.rig.settle()
     tally = measured(metered.recorder)
@@ -97,7 +97,7 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     assert tally.counters[FALLBACKS.key] == {"late_registration": 1}
     assert tally.observed(WRITE_BYTES).count == 1
     assert tally.counters[WRITES.key] == {"direct": 1}
-    assert tally.observed(WRITE_LAYERS).count == 0, "of a whole-request WRITE the layers are not known"
+    assert tally.observed(WRITE_LAYERS).count == 0, "the layers of a whole-request WRITE are not known"
     assert tally.observed(EXPOSED).count == 1
     assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
@@ -161,7 +161,7 @@ def test_an_aborted_push_is_cancelled() -> None:
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(fail_writes={1})], ids=["completed", "failed"])
 def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faults: Faults) -> None:
-    """The engine may stop stepping then, and with it reporting."""
+    """The engine may stop stepping then, and so its reports."""
     metered = Metered(faults)
     seen: list[tuple[int, int]] = []
     release = metered.rig.host.release

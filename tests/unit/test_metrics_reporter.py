@@ -1,4 +1,4 @@
-"""When a process reports, and that nothing is lost or told twice between threads."""
+"""The times of a process's reports; between threads, no count is lost or reported twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Ring:
 
 
 def test_staging_rings_of_a_worker_are_one_level() -> None:
-    """Without any, both are there, at 0."""
+    """Without a ring, both levels are 0."""
     reporter, rings = Reporter("0"), list[Ring]()
     watch_rings(reporter, rings)
     for now, known in enumerate([[], [Ring(64, 0)], [Ring(64, 16), Ring(32, 8)]]):
@@ -80,7 +80,7 @@ def test_staging_rings_of_a_worker_are_one_level() -> None:
 
 
 def test_every_report_has_every_level_and_the_lag() -> None:
-    """So that a front end that comes late, or another rank's silence, leaves no gap."""
+    """A late front end, or a silent rank, leaves no gap."""
     reporter = Reporter("1")
     reporter.level(AWAITED_LOADS, lambda: 7.0)
     reporter.take(0.0)

@@ -72,7 +72,7 @@ def pushed(rank: str = "0", seconds: float = 0.02) -> Tally:
 
 
 def upstream_stats() -> Any:
-    """Upstream's, with one whole-request WRITE of 1 MiB."""
+    """Upstream's statistics of one whole-request WRITE of 1 MiB."""
     stats = LayerPushStats()
     for key, value in (
         ("transfer_duration", 0.5),
@@ -124,7 +124,7 @@ def test_engines_are_kept_apart(front_end: Opened) -> None:
 
 
 def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
-    """Through the executor's aggregator, with a rank that has nothing to tell and the scheduler's own report."""
+    """Through the executor's aggregator, with a rank without a report and the scheduler's own report."""
     reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), upstream_stats())]
     reports = pickle.loads(pickle.dumps(reports))  # from worker to engine core
     outputs = [
@@ -220,7 +220,7 @@ def test_the_log_line_sums_an_interval_up(front_end: Opened) -> None:
     assert "WRITEs=4, MiB pushed=8.0" in line
     assert "Avg layers per WRITE=4.0" in line
     assert "Num successful transfers" not in line, "upstream pushed nothing"
-    assert one.log_line() is None, "the next interval starts at nothing"
+    assert one.log_line() is None, "the next interval starts empty"
 
 
 def test_the_log_line_of_a_decode_engine(front_end: Opened) -> None:
@@ -247,14 +247,14 @@ def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> N
 
 
 def test_levels_alone_are_not_empty_where_they_are_made() -> None:
-    """vLLM throws away what a scheduler's connector calls empty."""
+    """vLLM drops an empty report of a scheduler's connector."""
     tally = Tally()
     tally.level(PARKED_BLOCKS, "scheduler", 0)
     assert not stats_of(tally).is_empty()
 
 
 def test_two_loggers_hear_the_same(front_end: Opened) -> None:
-    """vLLM gives one dict to all of them, step by step."""
+    """vLLM gives one dict to all loggers, step by step."""
     one = front_end()
     other = KVConnectorLogging(one.transfer)
     payloads = [stats_of(pushed(), upstream_stats()).to_dict() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What metrics add up to: over events, over reports, over ranks, and between processes."""
+"""Sums of metrics: over events, over reports, over ranks, and between processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_data_does_not_grow_with_what_is_observed() -> None:
 
 
 def test_of_a_gauge_the_newest_level_of_every_reporter_counts() -> None:
-    """Every rank hears of every request, so the ranks' levels are not added up."""
+    """Every rank counts every request, so the ranks' levels are not added up."""
     total = Tally()
     for reporter, level in (("0", 3), ("1", 4), ("1", 2)):
         update = Tally()
@@ -98,7 +98,7 @@ def test_nothing_counts_as_nothing() -> None:
 
 
 def test_a_value_on_a_bound_belongs_below_it() -> None:
-    """As in Prometheus, where a bucket holds what is less than or equal to its bound."""
+    """As in Prometheus, where a bucket includes its bound."""
     buckets = Buckets.empty((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.1):
         buckets.observe(value)

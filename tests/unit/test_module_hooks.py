@@ -1,4 +1,4 @@
-"""Modules that write KV without vLLM's operations: their hooks report the layers that are written by then, no other."""
+"""Modules that write KV without vLLM's operations: their hooks report the written layers, and no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OtherCache(nn.Module):
 
 
 class Attention(nn.Module):
-    """Writes its own cache and the one of its indexer when it is called."""
+    """Writes its own cache and its indexer's when it is called."""
 
     def __init__(self, log: list[str], name: str) -> None:
         super().__init__()

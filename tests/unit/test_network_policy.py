@@ -1,4 +1,4 @@
-"""Who reaches which port of P and D by the NetworkPolicies of the manifests. The rules here are those of Kubernetes."""
+"""Access to each port of P and D by the NetworkPolicies of the manifests, under the rules of Kubernetes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def selects(selector: Mapping[str, Any], labels: Labels) -> bool:
 
 
 def is_from(peer: Mapping[str, Any], source: Pod) -> bool:
-    """Without a ``namespaceSelector``, of the policy's namespace only."""
+    """A peer without a ``namespaceSelector`` is in the policy's namespace."""
     assert peer.keys() <= {"podSelector", "namespaceSelector"}
     if "namespaceSelector" in peer:
         namespace = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": source.namespace})
@@ -108,7 +108,7 @@ def test_llm_ds_gateway_and_epp_reach_the_servers_only(source: Pod, target: Pod)
 
 
 def test_prometheus_reaches_each_port_of_the_pod_monitor() -> None:
-    """Also that of a D behind a sidecar."""
+    """It also reaches the port of a D behind a sidecar."""
     (monitor,) = documents(PLAIN, "PodMonitor")
     names = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     for manifest in ("kubernetes/prefill.yaml", "kubernetes/decode.yaml", "llm-d/decode.yaml"):

@@ -33,7 +33,7 @@ nixlBind = SimpleNamespace(nixlBackendError=nixlBackendError, nixlRemoteDisconne
 
 
 class CrowdedAgent:
-    """Notices two threads inside it."""
+    """Counts the threads inside it."""
 
     name = "P"
 
@@ -84,7 +84,7 @@ def test_an_error_leaves_the_lock_open() -> None:
 
 
 class ScriptedAgent:
-    """A NIXL agent whose steps fail as told: all of a kind (``transfer``), or the one of a handle (``transfer 1``).
+    """A NIXL agent with scripted failures: all steps of a kind (``transfer``), or one handle's (``transfer 1``).
 
     A handle is the number of WRITEs that were prepared before it.
     """
@@ -207,7 +207,7 @@ def torn(
 
 
 def over(transport: NixlTransport, handle: WriteHandle) -> str:
-    """Why a WRITE has failed, now that it is over."""
+    """The error of a failed WRITE that is over."""
     with pytest.raises(TransportError) as failure:
         transport.poll(handle)
     assert type(failure.value) is TransportError
@@ -220,7 +220,7 @@ def test_a_write_that_failed_is_over_when_its_fence_has_landed(tear: str, clock:
     transport = torn(agent, tear)
     ours, theirs = OURS.copy(), THEIRS.copy()
     handle = transport.post_write(ROUTE, ours, theirs)
-    ours[:] = theirs[:] = 99  # the caller's again
+    ours[:] = theirs[:] = 99  # the caller may change them
     for _ in range(3):
         assert transport.poll(handle) is WriteState.PENDING
         clock.now += FENCE_RETRY_S
@@ -257,7 +257,7 @@ def test_a_fence_that_fails_is_tried_again_after_a_pause(
         assert transport.poll(handle) is WriteState.PENDING
         clock.now += FENCE_RETRY_S / 8
     assert len(agent.prepared) == 1 + prepared
-    assert agent.released == [1] * prepared, "nobody waits for it"
+    assert agent.released == [1] * prepared, "a failed fence is released at once"
     agent.failures = {"check 0": "ERR"}
     clock.now += FENCE_RETRY_S / 4
     assert transport.poll(handle) is WriteState.PENDING
@@ -295,7 +295,7 @@ def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: Simple
 def test_no_fence_covers_what_is_spread_over_endpoints(
     split_at: float | None, count: int, fenced: bool, clock: SimpleNamespace
 ) -> None:
-    """Its own way is not the way of all of them: such a WRITE ends with its peer."""
+    """A fence goes by one endpoint only, so such a WRITE ends with its peer."""
     agent = ScriptedAgent(**{"check 0": "ERR"})
     transport = NixlTransport(agent) if split_at is None else NixlTransport(agent, split_at)
     ids = np.arange(count, dtype=np.int32)
@@ -307,8 +307,8 @@ def test_no_fence_covers_what_is_spread_over_endpoints(
     for _ in range(20):
         assert transport.poll(handle) is WriteState.PENDING
         clock.now += FENCE_RETRY_S / 2
-    assert 5 <= len(agent.posted) <= 12, "they show whether the peer lives, but not all the time"
-    assert len(agent.posted) - 2 <= len(agent.released), "each one is given back before the next"
+    assert 5 <= len(agent.posted) <= 12, "fences show now and then whether the peer lives"
+    assert len(agent.posted) - 2 <= len(agent.released), "each fence is released before the next"
     agent.failures = {"check": nixlRemoteDisconnectError("GONE"), "make": nixlRemoteDisconnectError("GONE")}
     clock.now += FENCE_RETRY_S
     with pytest.raises(PeerLostError):
@@ -322,7 +322,7 @@ def test_who_releases_a_torn_write_gives_its_fence_back_too(clock: SimpleNamespa
     assert transport.poll(handle) is WriteState.PENDING
     with pytest.raises(TransportError, match="BUSY"):
         transport.release(handle)
-    assert agent.released == [], "it is still waited for"
+    assert agent.released == [], "the fence is still under way"
     assert transport.poll(handle) is WriteState.PENDING
     del agent.failures["release 0"]
     transport.release(handle)
@@ -336,7 +336,7 @@ def test_who_releases_a_torn_write_gives_its_fence_back_too(clock: SimpleNamespa
 
 
 def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[WriteHandle, NotedPost]:
-    """As upstream does it: it does not look at the state, and logs what is raised."""
+    """As upstream does it: it ignores the state, and logs errors."""
     post = transport.noted()
     handle = post.make_prepped_xfer("WRITE", "local", [7, 8, 9], "remote", [20, 21, 22], notif_msg=b"")
     post.transfer(handle)
@@ -383,7 +383,7 @@ def test_what_somebody_else_posts_to_a_peer_that_is_gone_is_over_at_once() -> No
 
 
 def test_what_somebody_else_cannot_even_prepare_is_theirs_to_report() -> None:
-    """The rest of the agent shows through, its exceptions too."""
+    """All else goes straight to the agent; exceptions come through, too."""
     agent = ScriptedAgent(make=nixlBackendError("BAD"))
     post = NixlTransport(agent).noted()
     with pytest.raises(nixlBackendError):

@@ -1,4 +1,4 @@
-"""What a prefill rank makes of a window that a decode rank offers."""
+"""A prefill rank's use of a window that a decode rank offers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_no_more_staging_memory_than_peers_would_read_of() -> None:
 
 
 def test_windows_do_not_tell_registrations_apart() -> None:
-    """Each rank of a decode engine offers its own."""
+    """Each rank of a decode engine offers its own window."""
     assert offering().fingerprint == registration((1, 2)).fingerprint
 
 

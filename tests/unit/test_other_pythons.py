@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSIONS = ("3.12", "3.13")
-"""The other tests have 3.11."""
+"""The other tests run on 3.11."""
 PROXY = ("discovery", "dispatch", "gate", "health", "hostile", "parts", "server", "streams")
 PURE = (
     "load_session",
@@ -34,7 +34,7 @@ FILES = [*(f"tests/unit/proxy/test_{name}.py" for name in PROXY), *(f"tests/unit
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version, from PATH or pyenv. A shim of pyenv may name one that it does not start."""
+    """A Python of this version, from PATH or pyenv. A shim of pyenv may name a version that it does not start."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))]
     for path in filter(None, found):

@@ -1,4 +1,4 @@
-"""The fake network knows whose memory it writes: a WRITE into what its owner gave away does not go unseen."""
+"""The fake network knows the owners of memory: it notices a WRITE into memory that its owner gave away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.fabric_rig import ALL, Pair
 
 
 def held(strict: bool = False) -> Pair:
-    """The first WRITE takes its time."""
+    """The first WRITE is held back."""
     return Pair(Faults(hold_writes={0: 5}), strict=strict)
 
 
@@ -66,7 +66,7 @@ def test_owners_have_names() -> None:
 
 
 def test_a_block_handed_to_the_next_request_is_not_the_writes_any_more() -> None:
-    """That somebody owns the block is not enough: it is the WRITE's own request that must."""
+    """The block needs an owner, and this must be the WRITE's own request."""
     pair = held(strict=True)
     pair.ours.hand_to(ALL[:4], "r1")
     pair.theirs.hand_to(ALL[4:8], "r1")
@@ -140,7 +140,7 @@ def test_a_named_owner_comes_too_late_for_a_write_of_anyone() -> None:
 
 
 def test_requests_may_share_a_source_block() -> None:
-    """A cached prefix on P: it stays readable for each of them until that one lets go."""
+    """A cached prefix on P stays readable for each request until that request gives it away."""
     pair = Pair(Faults(hold_writes={0: 5, 1: 5}), strict=True)
     pair.ours.hand_to(ALL[:2], "r1")
     pair.ours.share_with(ALL[:2], "r2")

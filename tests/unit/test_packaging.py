@@ -1,4 +1,4 @@
-"""What is shipped, what is pinned, and what `make setup` says when the index lacks torch's CPU build."""
+"""The shipped files, the pinned packages, and the advice of `make setup` when the index lacks torch's CPU build."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IMPORTED_BY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("layerpush", "kernels"), ("layerpush/apps/proxy", IN_RAY)),
     "cuda": (("layerpush", "kernels"), (*APPS_OF_THEIR_OWN, "layerpush/apps/tracing", IN_RAY)),
 }
-"""For each extra the files that it is for, and those among them that it is not for."""
+"""For each extra, its files, and the exceptions among them."""
 WITHOUT_ENGINE = ("layerpush.core", "layerpush.apps.proxy", "layerpush.apps.tracing", "layerpush.telemetry")
 """Packages that import neither torch, vLLM nor NIXL."""
 
@@ -142,7 +142,7 @@ def link_packages(packages: Path, distributions: Iterable[metadata.Distribution]
 def test_an_installed_archive_works_with_the_packages_of_its_extra_only(
     extra: str, archive: str, built: Built, tmp_path: Path
 ) -> None:
-    """Other packages cannot be imported: the fresh environment has links to the distributions that it names."""
+    """Other packages cannot be imported: the fresh environment links only the distributions of the extra."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True, timeout=60)
     python = tmp_path / "fresh/bin/python"
     (packages,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
@@ -189,7 +189,7 @@ def test_an_installed_archive_works_with_the_packages_of_its_extra_only(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", SURFACE, ids=lambda extra: extra or "base")
 def test_a_fresh_environment_installs_the_wheel_from_the_index(extra: str, built: Built, tmp_path: Path) -> None:
-    """Nothing is pinned: with the packages that pip chooses today. `cuda` alone downloads 3 GB."""
+    """Nothing is pinned: pip chooses today's packages. `cuda` alone downloads 3 GB."""
     python = tmp_path / "fresh/bin/python"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -224,7 +224,7 @@ def test_a_fresh_environment_installs_the_wheel_from_the_index(extra: str, built
 
 
 def test_the_sdist_has_all_that_the_wheel_needs(built: Built) -> None:
-    """A wheel made of the sdist is the same as one made of the checkout, whatever else lies there."""
+    """A wheel made of the sdist equals one made of the checkout, even if other files lie there."""
     assert set(zipfile.ZipFile(built.wheel).namelist()) == built.names_of_the_checkout
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -255,7 +255,7 @@ def test_the_archives_name_the_requirements_of_each_extra(built: Built) -> None:
 
 @pytest.mark.parametrize("extra", ["", "proxy"])
 def test_no_engine_comes_with(extra: str) -> None:
-    """Nor matplotlib, and not by way of other packages."""
+    """Nor matplotlib, and not through other packages."""
     names = {canonicalize_name(each.name) for each in installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])}
     assert "typer" in names
     assert names & NEVER_IN_THE_BASE == set()
@@ -294,7 +294,7 @@ def modules(requirements: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("extra", IMPORTED_BY)
 def test_everything_imported_is_a_declared_dependency(extra: str) -> None:
-    """Of layerpush itself, or of the extra."""
+    """A dependency of layerpush itself, or of the extra."""
     paths, others = IMPORTED_BY[extra]
     found = [file for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*.py")] if file.suffix == ".py"]
     files = [file for file in found if not str(file.relative_to(ROOT)).startswith(others or ("-",))]
@@ -311,9 +311,9 @@ def first_party(module: str) -> Path | None:
 
 
 def reached(entries: Iterable[str]) -> tuple[set[str], set[str]]:
-    """All modules of ours that these import, at any depth and in functions too, and the other modules' first names.
+    """All modules of ours that these import, at any depth and in functions too, and the first names of all others.
 
-    Not those for types only, under ``if TYPE_CHECKING``.
+    Imports for types only, under ``if TYPE_CHECKING``, do not count.
     """
     ours: set[str] = set()
     others: set[str] = set()
@@ -382,7 +382,7 @@ def test_the_backend_for_ray_reaches_only_ray_beside_the_packages_of_an_engine(e
 
 
 def test_the_entries_reach_every_module() -> None:
-    """But the command line, which imports a command's modules once it runs, and the kernels' reference for tests."""
+    """Except the command line, which imports a command's modules when it runs, and the kernels' reference for tests."""
     ours = {module for entries in (*ENTRIES.values(), [BESIDE_RAY]) for module in reached(entries)[0]}
     files = [*(ROOT / "layerpush").rglob("*.py"), *(ROOT / "kernels/layerpush_kernels").rglob("*.py")]
     shipped = {
@@ -407,7 +407,7 @@ def test_a_command_checks_the_modules_of_its_extra(extra: Extra) -> None:
 
 
 def test_a_host_of_the_proxy_needs_no_engine(tmp_path: Path) -> None:
-    """In a process that has none of the engine's packages. The output of `--help` is that of any host."""
+    """The process has none of the engine's packages. `--help` prints the same as on any host."""
     blocked = [
         "torch",
         "triton",

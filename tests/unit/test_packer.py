@@ -85,12 +85,12 @@ class Pair:
             self.prefill_turn(staged)
 
     def asks(self, *parts: Part, offset: int = 0, number: int = 1, wanted: Registration | None = None) -> None:
-        """P says that it has packed these blocks; ``offset`` is from the start of the window of "d-1"."""
+        """P reports these blocks as packed; ``offset`` is from the start of the window of "d-1"."""
         start = self.offered["d-1"].offset
         self.unpacker.unpack("P", Unpack("d-1", number, start + offset, parts), wanted or self.registration)
 
     def decode_turn(self) -> None:
-        """What a decode rank's loads do."""
+        """Handles messages as a decode rank's loads do."""
         for agent, payload in self.d.notifications():
             message = read(payload)
             assert isinstance(message, Unpack)
@@ -161,7 +161,7 @@ def test_what_is_gathered_at_once_is_written_at_once() -> None:
 
 
 def test_a_copy_that_is_noticed_late_costs_what_the_device_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels wait for the model's, and the writer has other work: neither makes another plan faster."""
+    """The model's kernels and the writer's other work delay it: neither makes another plan faster."""
     clock = itertools.count(0.0, 1.0)
     monkeypatch.setattr("layerpush.transport.packing.packer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     pair = Pair()
@@ -307,7 +307,7 @@ def test_null_blocks_are_nobodys() -> None:
 
 @pytest.mark.parametrize("shift", [-1, 1, BLOCK_BYTES])
 def test_nothing_is_scattered_from_the_middle_of_a_piece(shift: int) -> None:
-    """Kernels are fast, or work at all, from certain addresses on."""
+    """Kernels are fast, or work at all, only from aligned addresses."""
     pair = Pair()
     pair.window()
     with pytest.raises(UnpackError, match="piece"):
@@ -325,7 +325,7 @@ def test_a_window_that_is_closed_is_not_for_reading() -> None:
 
 
 def test_parts_without_end_are_counted_and_not_looked_up() -> None:
-    """As many as a message may have, each of as many blocks as a registration may have: there is no room for that."""
+    """The most parts of a message, each with the most blocks of a registration, would not fit into memory."""
     pair = Pair()
     pair.window()
     wanted = registration(range(1, 1 << 16))
@@ -340,7 +340,7 @@ def test_parts_without_end_are_counted_and_not_looked_up() -> None:
 
 
 def test_what_is_scattered_is_not_refused_meanwhile() -> None:
-    """The request may be over on this side while the same question comes again."""
+    """The request may be over on D while the same message comes again."""
     pair = Pair()
     pair.theirs.looks.append(2)
     message = Unpack("d-1", 1, pair.window().offer.offset, (part(),))
@@ -409,7 +409,7 @@ def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
 
 
 def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is forgotten would be scattered again, from bytes that are others by then."""
+    """A forgotten number would be scattered again, from bytes of another request."""
     monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
     pair = Pair()
     first = Unpack("d-1", 1, 0, ())

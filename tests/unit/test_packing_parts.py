@@ -1,4 +1,4 @@
-"""A WRITE that is too large to be packed, in parts: each block of each layer is in one of them, and only there."""
+"""A WRITE that is too large to be packed, in parts: each block of each layer is in exactly one part."""
 
 from __future__ import annotations
 

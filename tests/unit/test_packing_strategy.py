@@ -1,4 +1,4 @@
-"""What is learned about the costs of a WRITE: from the calibration, and from WRITEs that were unpacked."""
+"""The learned costs of a WRITE: from the calibration, and from unpacked WRITEs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Wire:
-    """Each WRITE takes exactly what ``WIRE`` says."""
+    """Each WRITE takes exactly the time that ``WIRE`` gives."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -61,7 +61,7 @@ class Wire:
 
 
 class OnePacker:
-    """Says that the WRITE ``staged`` is unpacked."""
+    """Reports the WRITE ``staged`` as unpacked."""
 
     staged: Any = None
 
@@ -120,7 +120,7 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
     ],
 )
 def test_what_is_to_be_packed_and_too_large_is_split(packing: Any, plan: str, room: int, parts: int) -> None:
-    """2000 pieces. A window without room for all of them would make the second half go another way."""
+    """2000 pieces. With a window too small for all of them, the second half would go by another plan."""
     costs = {
         "packed": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1),
         "gathered": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=1e9),
@@ -154,7 +154,7 @@ def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs
 
 
 def unpack_in(strategy: PackingStrategy, packer: OnePacker, clock: Clock, seconds: float, done: bool = True) -> float:
-    """What the messages are taken to need after a WRITE of ``PIECES`` pieces was unpacked in so long."""
+    """The learned time of messages, after a WRITE of ``PIECES`` pieces was unpacked in ``seconds``."""
     packer.staged = SimpleNamespace(asked_at=clock.now, local=range(PIECES))
     clock.now += seconds
     strategy.unpacked("D", 1, done)
@@ -165,7 +165,7 @@ def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
     packer = OnePacker()
     strategy = calibrated(clock, packer)
     copied = 5e-4 + PIECES * PIECE_BYTES * 1e-9
-    assert unpack_in(strategy, packer, clock, 3e-3 + copied) == 1e-3  # one may be an accident
+    assert unpack_in(strategy, packer, clock, 3e-3 + copied) == 1e-3  # one WRITE may be an accident
     for _ in range(5):
         learned = unpack_in(strategy, packer, clock, 3e-3 + copied)
     assert learned == pytest.approx(3e-3)
@@ -202,7 +202,7 @@ def test_copies_teach_what_they_cost() -> None:
     assert learned.gather_s == learned.scatter_s == pytest.approx(2e-10, rel=0.02)
     assert learned.messages_s == 7.0
     estimates.copied(16 << 10, 1.0)
-    assert estimates.applied_to(Costs()).copy_s == learned.copy_s, "one may be an accident"
+    assert estimates.applied_to(Costs()).copy_s == learned.copy_s, "one copy may be an accident"
 
 
 def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
@@ -215,7 +215,7 @@ def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
         running.add(50.0)
     assert running.value == 50.0
     clock.now += FORGOTTEN_S + 1
-    assert running.value == 1.0, "a plan that is not chosen teaches nothing"
+    assert running.value == 1.0, "a plan that is not chosen gets no new times"
 
 
 def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:

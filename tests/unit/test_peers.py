@@ -1,4 +1,4 @@
-"""Connecting to engines: once for all who ask, again after a failure, never to a host that is not allowed."""
+"""Connecting to engines: once for all callers, again after a failure, never to a forbidden host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PING = b"HB:"
 
 
 class Outcomes(list[str | None]):
-    """A ``Then`` that notes what it was called with."""
+    """A ``Then`` that keeps its calls."""
 
     def __call__(self, error: str | None, now: float) -> None:
         self.append(error)
@@ -48,7 +48,7 @@ def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
     assert town.peers.rank_of("D", "d-1") == (0, 1)
     assert town.peers.rank_of("D", "x-1") is None
     town.peers.forget("D")
-    assert town.peers.rank_of("D", "d-1") is None, "not that of somebody else"
+    assert town.peers.rank_of("D", "d-1") is None, "not another engine's rank"
 
 
 def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
@@ -200,8 +200,8 @@ ELSEWHERE = Address("D", "10.9.9.9", 1, tp_size=2)
 
 
 def test_a_request_does_not_say_where_a_connected_engine_is() -> None:
-    """The handshake does, which vLLM may have begun for a heartbeat. A probe of another address would find that a
-    living process has ended, or learn nothing of a dead one.
+    """The address of the handshake counts. vLLM may have begun it for a heartbeat. A probe of another address finds a
+    living process dead, or learns nothing of a dead one.
     """
     town, outcomes = Town(), Outcomes()
     town.network.connected["D"], town.network.addresses["D"] = ("d-0",), D
@@ -237,7 +237,7 @@ def test_a_heartbeats_handshake_at_the_same_address_is_a_try() -> None:
 
 
 def test_who_joins_a_handshake_does_not_say_where_it_is_made() -> None:
-    """The handshake shows that the engine is at the address of who began it, and of nobody else's."""
+    """A handshake proves the address of the caller that began it, and no other."""
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
     town.peers.reach(ELSEWHERE, outcomes, town.now)
@@ -263,7 +263,7 @@ def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
 @pytest.mark.parametrize("when", ["connected", "connecting"])
 @pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2, "notify_only": True}])
 def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str, other: dict[str, int]) -> None:
-    """As many completions make one as there are ranks."""
+    """A load needs one completion of each rank."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
     if when == "connected":
@@ -283,7 +283,7 @@ def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str,
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
 def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) -> None:
-    """A registration does not tell how many its sender has; who registers knows, and has connected first."""
+    """A registration does not name its sender's stages; the registering engine knows P's, and has connected first."""
     town, outcomes = Town(), Outcomes()
     staged = Address("D", "10.0.0.7", 5600, tp_size=2, pp_size=2, notify_only=True)
     town.peers.reach(staged, outcomes, town.now)
@@ -299,7 +299,7 @@ def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) 
 
 
 def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
-    """Whoever names a wrong address for an engine would else make the right one fail."""
+    """Else a request with a wrong address would make a right one fail."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
     town.peers.reach(ELSEWHERE, mistaken, town.now, tries=1)
     town.peers.reach(D, outcomes, town.now)

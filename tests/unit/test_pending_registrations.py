@@ -12,7 +12,7 @@ def registration(request_id: str, block: int = 1, layerpush: int = 1, **details:
 
 
 def has_base(registration: Registration, request_id: str) -> bool:
-    """Ids are a router's id, a slash and what an engine has added."""
+    """An id is a router's id, a slash and an engine's suffix."""
     names = {registration.request_id, registration.prefill_request_id or registration.request_id}
     return request_id.partition("/")[0] in {name.partition("/")[0] for name in names}
 
@@ -48,7 +48,7 @@ def test_of_one_base_id_the_newest_is_meant() -> None:
 
 
 def test_older_ones_of_stock_engines_end_with_it() -> None:
-    """These never cancel what a router that tried again has left behind; others do."""
+    """A stock engine never cancels a registration that a router left behind for a new try; others do."""
     ours = registration("a/ours")
     pending = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
     pending.add(registration("a/new"), 0.0)

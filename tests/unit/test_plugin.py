@@ -1,4 +1,4 @@
-"""How layerpush gets into vLLM's processes; what changes a process runs in one of its own, with real vLLM and NIXL."""
+"""The ways of layerpush into vLLM's processes. Changes of a process run in a new one, with real vLLM and NIXL."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ assert "class nixl_agent" in inspect.getsource(nixl._api)
 
 @pytest.mark.slow
 def test_a_calm_progress_thread_leaves_the_core_alone() -> None:
-    """Real agents; the first one, made before the cure, shows that there is something to cure."""
+    """Real agents. The first one, made before the cure, shows the ill."""
     done = python(
         """
 import time, nixl
@@ -202,7 +202,7 @@ def test_another_wait_begins_with_short_sleeps(monkeypatch: pytest.MonkeyPatch) 
     rest = busy_wait.Rest()
     for _ in range(200):
         rest.sleep()
-    clock.now += 2 * busy_wait.NEW_WAIT_SECONDS  # something was done
+    clock.now += 2 * busy_wait.NEW_WAIT_SECONDS  # work was done
     rest.sleep()
     assert clock.sleeps[-2] == busy_wait.LONGEST_YIELD_SECONDS
     assert clock.sleeps[-1] == busy_wait.YIELD_SECONDS
@@ -233,7 +233,7 @@ class Core:
 
 
 def calm_core(core: Core) -> Core:
-    """The same, after it was made to rest."""
+    """The same engine, made to rest."""
     calm = type("Calm", (Core,), {"_process_engine_step": Core._process_engine_step})
     module = types.ModuleType("core")
     module.EngineCoreProc = calm  # type: ignore[attr-defined]

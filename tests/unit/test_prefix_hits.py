@@ -59,7 +59,7 @@ def test_a_state_that_the_step_writes_shortens_no_hit() -> None:
 
 
 def test_the_null_block_belongs_to_nobody() -> None:
-    """The groups of sliding windows have it in place of blocks that they have dropped."""
+    """Groups of sliding windows have it in the place of dropped blocks."""
     tables = {"p-1": [[0, 2, 3, 4]], "p-2": [[0, 0, 7]]}
     found = PrefixHits([16]).in_memory({"p-1": 48}, {"p-1": 8, "p-2": 48}, {"p-1": 48, "p-2": 0}, tables.__getitem__)
     assert found == {"p-1": 48}

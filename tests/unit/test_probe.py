@@ -1,4 +1,4 @@
-"""A probe comes back in time, leaves nothing open and proves nothing by mistake, whoever answers it."""
+"""A probe comes back in time, leaves nothing open and proves nothing by mistake, for any answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Talk = Callable[[socket.socket], None]
 
 @contextmanager
 def listening(talk: Talk | None) -> Iterator[int]:
-    """A port where each connection is talked to on a thread of its own; with None, nobody even accepts it."""
+    """A port where ``talk`` serves each connection on a thread of its own; None: nothing accepts connections."""
     listener = socket.create_server((HOST, PORTS.take()))
     threads: list[threading.Thread] = []
 
@@ -99,7 +99,7 @@ def metadata(name: str, **changes: Any) -> bytes:
 
 
 def payload(name: str, **changes: Any) -> NixlHandshakePayload:
-    """What a stock engine answers."""
+    """A stock engine's answer."""
     agent = {"engine_id": "p", "agent_metadata": b"nixlSerDes|Agent$" + name.encode() + b"|"} | changes
     return NixlHandshakePayload("abc", msgspec.msgpack.encode(agent))
 
@@ -112,7 +112,7 @@ GOOD = answer(b"", metadata(NAME), TIME)
 
 
 def says(data: bytes, *, greeting: bytes = GREETING, then: Talk | None = None) -> Talk:
-    """A handshake, then this."""
+    """A handshake, then ``data``."""
 
     def talk(connection: socket.socket) -> None:
         connection.sendall(greeting + READY + data)
@@ -233,7 +233,7 @@ def test_without_a_name_nothing_is_proved(name: str) -> None:
 
 
 def offline(monkeypatch: pytest.MonkeyPatch, look_up: Callable[[], list[Any]] | None = None) -> None:
-    """Numbers are still read; names are looked up here."""
+    """Numeric addresses work as usual; ``look_up`` resolves names."""
     system = socket.getaddrinfo
 
     def getaddrinfo(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
@@ -336,7 +336,7 @@ def test_verdicts_come_on_the_probers_thread(prober: Prober) -> None:
 
 
 class HeldProbe:
-    """Probes wait until ``let`` is called; then each says that the agent has ended."""
+    """Probes wait until ``let`` is called; then each finds that the agent has ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._let, self._probing = threading.Event(), threading.Event()
@@ -353,7 +353,7 @@ class HeldProbe:
         self.heard.append((key, verdict))
 
     def start(self, prober: Prober, *keys: int) -> None:
-        """Returns when one of them is being probed."""
+        """Returns when one of these probes runs."""
         for key in keys:
             prober.start(HOST, 1, NAME, 0, partial(self._hear, key))
         assert self._probing.wait(10)

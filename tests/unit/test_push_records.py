@@ -1,4 +1,4 @@
-"""When a push and the registration that it serves came together, whichever was there first."""
+"""The time at which a push met its registration, in either order."""
 
 from __future__ import annotations
 

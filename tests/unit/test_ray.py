@@ -1,4 +1,4 @@
-"""The backend for Ray Serve, beside a stand-in of Ray: what it registers, publishes, and sends to P and D."""
+"""The backend for Ray Serve, beside a stand-in of Ray: its registration, its published values, its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a prompt is handed out, in which order. Sessions test the rest."""
+"""The order in which a prompt's blocks are handed out. Sessions test the rest."""
 
 from __future__ import annotations
 

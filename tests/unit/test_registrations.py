@@ -1,4 +1,4 @@
-"""What decode engines ask of a prefill rank, and what they are told: nothing of it is forgotten or said too early."""
+"""Registrations of decode engines on a prefill rank, and their answers: none is lost, none comes too early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.peers_rig import Town
 
 
 def base_id(request_id: str) -> str:
-    """Ids are a router's id, a slash and what an engine has added."""
+    """An id is a router's id, a slash and an engine's suffix."""
     return request_id.partition("/")[0]
 
 
@@ -75,7 +75,7 @@ def failure(reason: str, drained: bool = True, request_id: str = "a/d", epoch: i
 
 
 class ScriptedWriter:
-    """``unclaimed`` requests wait for a registration; ``on_the_wire`` those that a WRITE is under way for."""
+    """``unclaimed`` requests wait for a registration; requests ``on_the_wire`` have a WRITE under way."""
 
     def __init__(self) -> None:
         self.unclaimed: list[str] = []
@@ -85,7 +85,7 @@ class ScriptedWriter:
         self.cancelled: list[tuple[str, tuple[str, str]]] = []
         self.failed: list[tuple[str, str]] = []
         self.live: dict[tuple[str, str], str] = {}
-        """Which request serves a registration."""
+        """From a registration to the request that serves it."""
         self.finished: set[str] = set()
         self.declined: list[str] = []
 
@@ -164,7 +164,7 @@ class World(Town):
         self.settle()
 
     def fails(self, registration: Registration, reason: str, drained: bool = True, cancelled: bool = False) -> None:
-        """The push that serves it has come to nothing."""
+        """The registration's push has failed."""
         self.registrations.report_failure(ReportFailure(registration, 3, reason, drained, cancelled), self.now)
         self.settle()
 
@@ -182,7 +182,7 @@ class World(Town):
         self.settle()
 
     def heard(self, *ranks: str) -> list[Message]:
-        """What decode engine D has been told since the last look: each of its ranks the same."""
+        """The messages to decode engine D since the last look: the same to each of its ranks."""
         taken = self.mail.taken()
         mail = {rank: [message for agent, message in taken if agent == rank] for rank in ranks or ("d-0", "d-1")}
         assert len(taken) == sum(map(len, mail.values()))
@@ -191,7 +191,7 @@ class World(Town):
         return first
 
     def takes(self, request_id: str = "a/p") -> Registration | None:
-        """The request begins, and is served if it had been registered."""
+        """The request begins; its registration is served, if there is one."""
         registration = self.registrations.take(request_id, self.now)
         if registration is not None:
             self.writer.live[registration.key] = request_id
@@ -201,7 +201,7 @@ class World(Town):
         return self.registrations.is_unwanted(request_id, self.now + seconds)
 
     def closes(self, registration: Registration) -> None:
-        """Nothing is left of the push that served it."""
+        """The registration's push is closed."""
         del self.writer.live[registration.key]
 
     def served(self, registration: Registration | None = None, request_id: str = "a/p") -> Registration:
@@ -223,7 +223,7 @@ class World(Town):
         return [asked.agent for asked in self.probe.asked]
 
 
-# Which request is meant.
+# The request that a registration means.
 
 
 def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
@@ -267,7 +267,7 @@ def test_every_rank_registers_and_the_first_counts_for_all(begun: bool) -> None:
     for rank in ("d-0", "d-1", "d-0"):
         world.says(asks(), rank)
     assert world.pushes == ({"a/p": "a/d"} if begun else {})
-    assert set(world.heard()) == {Accepted("a/d")}, "a rank that missed it hears it again"
+    assert set(world.heard()) == {Accepted("a/d")}, "a rank that missed the answer gets it again"
     assert (world.takes() is None) is begun
 
 
@@ -296,7 +296,7 @@ def test_the_request_that_is_meant_is_found(
 @pytest.mark.parametrize("digest", ["same", None])
 @pytest.mark.parametrize("base", ["chatcmpl-req-{}", "cmpl-req-{}-0", "req-{}", "chatcmpl-{}", "cmpl-{}-0"])
 def test_a_router_may_number_its_requests(base: str, digest: str | None) -> None:
-    """D was told P's id, which is another one than D's, and there is a request that has D's."""
+    """D got P's id, which differs from D's. An unrelated request on P has D's id."""
     at_p, at_d, unrelated = base.format(1) + "/p", base.format(2) + "/d", base.format(2) + "/p"
     world = World(unrelated, at_p, digests={} if digest is None else {at_p: digest, unrelated: digest})
     world.says(asks(at_d, prefill=at_p, digest=digest))
@@ -307,7 +307,7 @@ def test_a_router_may_number_its_requests(base: str, digest: str | None) -> None
 @pytest.mark.parametrize("first", ["P", "D"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, order: tuple[int, ...]) -> None:
-    """A router tells D the name of the first for all of them."""
+    """A router gives D the first one's name for all of them."""
     at_p, at_d = ([f"cmpl-a-{number}/{engine}" for number in range(3)] for engine in "pd")
     world = World(*(at_p if first == "P" else []), digests=dict.fromkeys(at_p, "same"))
     for number in order:
@@ -344,7 +344,7 @@ def test_a_request_that_is_named_but_has_another_prompt_is_not_meant(begun: bool
     world.digests["a/p"] = "one"
     assert world.takes() is None
     assert world.pushes == {}
-    assert Fail in map(type, world.heard()), "it would wait for ever"
+    assert Fail in map(type, world.heard()), "D would wait for ever"
     assert world.registrations.pending == 0
 
 
@@ -362,7 +362,7 @@ def test_digests_of_requests_that_are_over_are_forgotten() -> None:
     assert world.digests == {"b/p": "two"}
 
 
-# What is taken back.
+# Cancelled registrations.
 
 
 def test_cancelled_before_its_request_came_it_is_gone_and_unwanted_once() -> None:
@@ -375,14 +375,14 @@ def test_cancelled_before_its_request_came_it_is_gone_and_unwanted_once() -> Non
     assert world.takes() is None
     world.writer.unclaimed = ["a/q"]
     world.says(wanted, "d-1")
-    assert world.heard() == [Cancelled("a/d")], "a rank that comes late hears it too"
+    assert world.heard() == [Cancelled("a/d")], "a late rank gets the answer, too"
     assert world.pushes == {}
     assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
 
 
 @pytest.mark.parametrize("after", ["it is old", "the request was aborted"])
 def test_what_is_unwanted_is_forgotten(after: str) -> None:
-    """A client that hangs up ends both halves; when it tries again the request is wanted."""
+    """A client that hangs up ends both halves. When it tries again, the request is wanted."""
     world, wanted = World(), asks()
     world.says(wanted)
     world.cancels(wanted)
@@ -405,7 +405,7 @@ def test_cancelled_before_it_was_registered_it_never_will_be() -> None:
 
 
 def test_cancelled_under_a_write_nothing_is_said_until_it_has_ended() -> None:
-    """Whoever asks meanwhile, and whatever for: all ranks would believe the answer."""
+    """A rank that asks meanwhile gets no answer: all ranks would believe it."""
     world = World()
     wanted = world.served()
     world.writer.on_the_wire = {"a/p"}
@@ -432,7 +432,7 @@ def test_what_another_engine_registered_is_not_its_to_cancel() -> None:
 
 
 def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
-    """Its answer may have been lost, and it asks on until it has one."""
+    """Its answer may have been lost, and it repeats the cancel until it gets one."""
     world = World()
     wanted = world.served()
     world.fails(wanted, "cut off")
@@ -443,7 +443,7 @@ def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
     assert world.heard("d-0") == [failure("cut off"), Cancelled("a/d")]
 
 
-# What has failed.
+# Failed pushes.
 
 
 def test_a_failure_of_a_cancelled_push_that_has_not_drained_is_no_answer_to_it() -> None:
@@ -489,7 +489,7 @@ def test_what_is_no_bad_end_of_this_request_refuses_nobody() -> None:
     world.ends("c/p")
     world.takes("c/q")  # it came again
     world.ends("e/p")
-    world.digests["e/q"] = "one"  # it runs again, and the writer need not have heard of it
+    world.digests["e/q"] = "one"  # it runs again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
         world.says(registration)
@@ -516,7 +516,7 @@ def test_what_no_request_came_for_is_refused_in_the_end() -> None:
     world = World()
     world.says(asks())
     world.tick(UNKNOWN_S / 2)
-    world.says(asks())  # another rank's: its time is that of the first
+    world.says(asks())  # another rank's; the first one's time counts
     world.heard()
     world.tick(UNKNOWN_S / 2 - 0.1)
     assert world.heard() == []
@@ -550,7 +550,7 @@ def test_a_request_that_has_left_is_waited_for_no_more() -> None:
 
 
 def test_a_request_that_was_aborted_at_once_is_not_here() -> None:
-    """Its arrival is taken when it is needed, and before its end."""
+    """Its arrival is handled on demand, and before its end."""
     world = World()
     world.registrations.came({"a/p": None, "b/p": None})
     world.ends("a/p")
@@ -605,7 +605,7 @@ def test_a_transfer_id_pairs_requests_of_different_names(order: str) -> None:
 
 
 def test_transfer_ids_that_differ_keep_equal_names_apart() -> None:
-    """A router that tries again with the same id."""
+    """A router tries again with the same id."""
     world = World()
     world.begins(x_0="t-1")
     world.says(asks("cmpl-x-0/d", transfer="t-2"))
@@ -715,7 +715,7 @@ def test_a_request_that_is_here_is_pushed_although_another_went_elsewhere() -> N
     assert world.pushes == {"a/p": "a/d"}
 
 
-# Whose KV its decode engine does not want any more.
+# Requests whose KV the decode engine no longer wants.
 
 
 @pytest.mark.parametrize("when", ["it is pushed", "it waits in the queue", "it is not here", "it was declined"])
@@ -743,7 +743,7 @@ def test_a_decline_that_names_an_ended_request_withdraws_no_other() -> None:
     assert world.withdrawn == ["a/p"]
 
 
-# Stock engines: they cannot be told anything, so they wait.
+# Stock engines: they understand no answer, so they wait.
 
 
 def test_a_stock_engine_is_told_nothing() -> None:
@@ -784,13 +784,13 @@ def test_a_stock_engine_is_kept_for_nothing_else(reason: str, drained: bool) -> 
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Registrations that remember 10 of each."""
+    """Registrations that remember 10 of each kind."""
     monkeypatch.setattr(registrations, "REMEMBERED", 10)
     return World()
 
 
 def crowd(world: World) -> None:
-    """So many other requests come and go."""
+    """Many other requests come and go."""
     for number in range(50):
         other = world.served(asks(f"r{number}/d"), f"r{number}/p")
         world.fails(other, "cut off")
@@ -814,12 +814,12 @@ def test_a_push_that_outlives_thousands_of_others_can_still_be_cancelled(crowded
     assert crowded.writer.cancelled == [("a/p", wanted.key)]
     assert crowded.heard() == []
     crowded.cancels(wanted, "e-0")
-    assert crowded.peer_errors.counts == {"foreign cancel": 1}, "it is known whose it is"
+    assert crowded.peer_errors.counts == {"foreign cancel": 1}, "the push's engine is still known"
 
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, crowded: World) -> None:
-    """Else it would be taken for a process that was restarted."""
+    """Else the sender would seem to be a restarted process."""
     wanted = asks()
     if begun:
         crowded.served(wanted)
@@ -835,7 +835,7 @@ def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, crowded: Wo
 
 
 def test_registrations_of_further_ranks_push_nobody_out(crowded: World) -> None:
-    """More may be wanted at once than are remembered of those that are over."""
+    """More requests may be wanted at once than ended ones are remembered."""
     wanted = [asks(f"r{number}/d") for number in range(30)]
     for rank, one in product(("d-0", "d-1"), wanted):
         crowded.says(one, rank)
@@ -881,7 +881,7 @@ def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
 def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
-    """Its earlier bearer's end is not its own."""
+    """The end of the id's earlier request does not count."""
     world = World()
     world.served(FIRST)
     if end == "failed":
@@ -897,7 +897,7 @@ def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
 
 
 def test_a_window_is_used_by_the_word_of_the_rank_that_has_it() -> None:
-    """Whoever else knows the request could name any memory of that engine."""
+    """Another rank that knows the request could name any memory of that engine."""
     world = World()
     asked, mine, forged = (
         msgspec.structs.replace(
@@ -925,7 +925,7 @@ def test_a_peer_is_answered_and_a_stranger_is_not() -> None:
     assert world.mail.taken() == [("d-1", Pong(8))]
 
 
-# Connections that are gone: what is on the wire must end first, nothing new begins and nothing is said meanwhile.
+# Lost connections: WRITEs must end first; no push begins and no answer is sent meanwhile.
 
 LOST = "the connection to the decode engine was lost"
 FAILS = [failure("cut off", drained=False), failure("cut off")]
@@ -953,7 +953,7 @@ def drops(world: World) -> None:
 
 
 def told(world: World, *ranks: str) -> list[str]:
-    """In no order: what begins the handshake waits for it, and is overtaken by what finds the engine connected."""
+    """Sorted: the message that begins the handshake waits for it, and later messages overtake it."""
     return sorted(map(repr, world.heard(*ranks)))
 
 
@@ -966,7 +966,7 @@ def these(*messages: Message) -> list[str]:
 def test_what_could_not_be_said_is_said_once_to_an_engine_that_shows_that_it_lives(how: str, about: str) -> None:
     world, wanted = doomed()
     drops(world)
-    assert world.mail.sent == [], "it may be dead"
+    assert world.mail.sent == [], "D may be dead"
     assert len(world.network.handshakes) == 1
     asked = wanted if about == "the same" else asks("b/d")
     if how == "registers":
@@ -996,7 +996,7 @@ def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
     world.says(asks("c/d"))
     assert told(world) == these(failure("cut off", request_id="b/d"), Accepted("c/d"))
     world.says(wanted)
-    assert world.heard() == [FAILS[1]], "it is still known what became of it"
+    assert world.heard() == [FAILS[1]], "the failure is still known"
     world.loses("D")
     world.fails(asks("e/d"), "cut off")
     world.tick(ENDED_S)
@@ -1030,7 +1030,7 @@ def test_however_many_engines_are_lost_none_is_told_before_its_connection_has_be
 
 
 def test_a_cancel_is_not_answered_before_the_connection_has_been_dropped() -> None:
-    """Whatever it is about, and whether or not anything of it is on the wire."""
+    """This holds for any request, with or without a WRITE on the wire."""
     world, wanted = doomed()
     for cancelled in (wanted, asks("never/registered")):
         world.cancels(cancelled)
@@ -1052,7 +1052,7 @@ def test_what_registers_meanwhile_is_heard_when_the_connection_has_been_dropped(
     world.tick()
     assert world.mail.sent == []
     assert "b/p" not in world.pushes
-    assert world.probed == [], "it makes no difference who that is"
+    assert world.probed == [], "the sender makes no difference"
     world.network.listening["D"] = ("d-new",) if rank == "d-new" else ("d-0", "d-1")
     drops(world)
     assert world.writer.pushes[1:] == [("b/p", asks("b/d"))]
@@ -1071,11 +1071,11 @@ def test_other_engines_are_told_at_once() -> None:
     assert world.heard("e-0") == [Accepted("b/d"), failure("cut off", request_id="b/d")]
 
 
-# Strangers: an agent that is none of the engine's registers in its name.
+# Strangers: an unknown agent registers in an engine's name.
 
 
 def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
-    """D is connected; another agent registers as D, and its side channel is asked about the agent that we know."""
+    """D is connected; another agent registers as D. D's side channel is asked about the known agent."""
     world = World()
     known, newer = world.served(), asks("n/d", host=host)
     world.writer.unclaimed = ["n/p"]
@@ -1093,7 +1093,7 @@ def test_an_engine_that_was_restarted_is_connected_anew() -> None:
     world.probe.answer(Verdict.ENDED)
     world.writer.engines_in_flight = {"D"}
     world.tick()
-    assert "n/p" not in world.pushes, "the old one's WRITEs have not ended"
+    assert "n/p" not in world.pushes, "the old agent's WRITEs have not ended"
     world.says(asks("l/d"), "d-new")
     world.writer.engines_in_flight = set()
     world.tick()
@@ -1119,7 +1119,7 @@ def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
 def test_a_stranger_in_the_name_of_an_engine_that_may_live_is_not_listened_to(
     host: str, verdicts: list[Verdict]
 ) -> None:
-    """It may be what is left of an earlier process: its blocks are others' by now."""
+    """The stranger may be left over from an earlier process, whose blocks have other owners by now."""
     world, _ = strange(host)
     for verdict in verdicts:
         assert world.peer_errors.counts == {}
@@ -1144,7 +1144,7 @@ def test_further_ranks_of_what_is_being_served_are_no_strangers_but_for_other_bl
 
 
 def test_a_registration_counts_only_for_the_process_that_sent_it() -> None:
-    """One that was restarted under the same name has given the same blocks to others."""
+    """A process that was restarted under the same name has given the same blocks to other requests."""
     world, wanted = World(), asks()
     world.says(wanted, "d-1")
     assert world.is_current(wanted)
@@ -1176,7 +1176,7 @@ def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_
 
 @pytest.mark.parametrize("verdict", Verdict)
 def test_strangers_of_an_engine_that_was_forgotten_meanwhile_are_heard(verdict: Verdict) -> None:
-    """Upstream forgets engines that it has not heard of for long."""
+    """Upstream forgets an engine after a long silence."""
     world, newer = strange()
     world.network.listening["D"] = ("d-new",)
     world.peers.forget("D")
@@ -1281,7 +1281,7 @@ def test_with_allowed_hosts_an_answer_goes_where_an_allowed_side_channel_points(
 
 
 def test_every_rank_has_a_contact_of_its_own() -> None:
-    """The registrations of two ranks are one all the same."""
+    """Contacts do not tell the registrations of two ranks apart."""
     world = World()
     for rank in ("d-0", "d-1"):
         world.says(asks(contact=rank.encode()), rank)

@@ -1,4 +1,4 @@
-"""kv_transfer_params: what passes, and what each refusal says."""
+"""kv_transfer_params: accepted ones, and the text of each refusal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TO_D = {
     "transfer_mode": "push",
     "remote_prefill_cached_tokens": 0,
 }
-"""What vLLM 0.32's push connector answers on P, and what its scheduler adds."""
+"""The answer of vLLM 0.32's push connector on P, and its scheduler's additions."""
 DROPPED = object()
 
 
@@ -51,7 +51,7 @@ def changed(**changes: object) -> dict[str, object]:
         TO_D,
         {"do_remote_decode": True},
         {"do_remote_decode": None, "do_remote_prefill": None},
-        # what routers send to P
+        # routers send these to P
         TO_P | {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None},
         changed(remote_block_ids=DROPPED, dcp_size=DROPPED, pp_size=DROPPED, remote_num_tokens=DROPPED),
         changed(transfer_mode=DROPPED, remote_prefill_cached_tokens=DROPPED, do_remote_decode=DROPPED),
@@ -59,7 +59,7 @@ def changed(**changes: object) -> dict[str, object]:
         changed(remote_host="prefill-0.cluster.local", remote_port=65535, tp_size=1024, pp_size=64),
         changed(remote_host="[fd00::1]", remote_port=1, remote_engine_id="ünï 7", remote_request_id="x" * 1024),
         *(TO_P | {"layerpush_mode": mode} for mode in ("auto", "layer", "chunk", "request", None)),
-        {"do_remote_prefill": False, "tp_size": "many", "layerpush_mode": "fast"},  # nobody reads them
+        {"do_remote_prefill": False, "tp_size": "many", "layerpush_mode": "fast"},  # P and D do not read them
         changed(layerpush_mode="fast"),  # D need not know how P pushes
         TO_P | {"transfer_id": "tx-1"},
         changed(transfer_id="tx-1"),
@@ -198,7 +198,7 @@ def test_whatever_comes_is_passed_or_refused_in_one_short_line(params: Any) -> N
         return
     if not params or not params.get("do_remote_prefill"):
         return
-    # Then what vLLM reads is there, and is what it takes it for.
+    # Then the fields for vLLM are there, with the right types.
     assert params["do_remote_prefill"] is True
     assert all(type(params[key]) is str for key in ("remote_engine_id", "remote_request_id", "remote_host"))
     assert all(type(params.get(key, 1)) is int for key in ("remote_port", "tp_size", "pp_size", "dcp_size"))

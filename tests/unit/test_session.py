@@ -1,4 +1,4 @@
-"""One push: how its WRITEs merge, then prompts of every shape. ``PushWorld`` checks each step.
+"""One push: merging of its WRITEs, then prompts of every shape. ``PushWorld`` checks each step.
 
 ``test_session_explored.py`` has every order of events of smaller prompts.
 """

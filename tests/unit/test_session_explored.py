@@ -1,4 +1,4 @@
-"""Everything that can happen to a few small requests, exhaustively: each order of events, each state of the table."""
+"""All courses of a few small requests: each order of events, each state of the table."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ SHAPES = {
 
 PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}
 PRECAUTIONS: set[Triple] = {
-    # A lease, and so its end, exists only after Finished, which leads out of these.
+    # A lease, and so its end, exists only after Finished, which leads out of these states.
     (State.WAITING, push_protocol.LeaseExpired, State.CLOSED),
     (State.DEFERRED, push_protocol.LeaseExpired, State.CLOSED),
     (State.NOTIFIED, push_protocol.LeaseExpired, State.CLOSED),
     (State.ABANDONED, push_protocol.LeaseExpired, State.CLOSED),
-    # What is finished is not aborted, and its last layer was ready before.
+    # A finished request is not aborted, and its last layer was ready before.
     (State.DELEGATED, push_protocol.Aborted, State.CLOSED),
     (State.WRITING_WHOLE, push_protocol.Aborted, State.DRAINING),
     (State.DELEGATED, push_protocol.Ready, State.DELEGATED),
 }
-"""In the table, though nothing leads there."""
+"""Transitions in the table that no event causes."""
 
 
 def moves(world: PushWorld) -> Iterator[Move]:
-    """What may happen next."""
+    """The possible next moves."""
     if world.state is State.NOTIFYING:
         yield PushWorld.confirm_tell
         yield PushWorld.fail
@@ -95,13 +95,13 @@ def moves(world: PushWorld) -> Iterator[Move]:
 
 
 def replan(world: PushWorld) -> None:
-    """A preemption that only the next plan tells of."""
+    """A preemption that only the next plan shows."""
     world.preempt(announced=False)
     world.plan(4)
 
 
 def likeness(world: PushWorld) -> str:
-    """Equal for worlds with the same future: why a push has failed, and in which words, has no part in it."""
+    """Equal for worlds with the same future; the reason of a failure does not count."""
     inner = vars(world.session) | {"failure": world.session.failure is None}
     supply = {name: value for name, value in vars(world.session._ready_blocks).items() if name != "_pairs"}
     outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts], "failure": None}
@@ -112,7 +112,7 @@ def likeness(world: PushWorld) -> str:
 
 
 def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:
-    """Every reachable world, and which transitions were taken on the way."""
+    """Every reachable world, and the transitions on the way."""
     taken: set[Triple] = set()
     first = PushWorld(shape)
     first.plan(4)
@@ -192,7 +192,7 @@ def test_every_event_has_a_handler_and_every_state_a_row() -> None:
 
 
 def samples(world: PushWorld) -> list[Event]:
-    """One event of every type, each as sound as it can be."""
+    """One event of every type, valid where possible."""
     chunk = world.chunks[-1] if world.chunks else None
     write = next(iter(world.in_flight), 0)
     return [

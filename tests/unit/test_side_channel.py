@@ -1,4 +1,4 @@
-"""The side channel's listener: real sockets, and every query that is none."""
+"""The side channel's listener: real sockets, and every kind of invalid query."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def query(pp_rank: object = 0, tp_rank: object = 0, message: object = GET_META_M
 
 
 class Asker:
-    """A peer of the listener: asks as vLLM does, or sends what it likes."""
+    """A peer of the listener: asks as vLLM does, or sends any bytes."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -62,7 +62,7 @@ class Asker:
             assert (empty, payload) == (b"", ANSWERS[0, 0])
 
     def send_bytes(self, *pieces: bytes) -> None:
-        """Past ZMQ, straight into the connection. Returns when the listener's side has taken or refused them."""
+        """Past ZMQ, straight into the connection. Returns when the listener's side has taken or refused the bytes."""
         with socket.create_connection((self.host, self.port), timeout=10) as raw, suppress(OSError):
             for piece in pieces:
                 raw.sendall(piece)
@@ -146,7 +146,7 @@ def test_a_query_that_is_too_long_costs_its_connection_only(shared: Asker) -> No
     with shared.socket(zmq.DEALER) as one:
         events = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         one.send_multipart([b"", query() + b"x" * MAX_QUERY_BYTES])
-        assert events.poll(DEADLINE_MS), "the listener reads it"
+        assert events.poll(DEADLINE_MS), "the listener read the query"
         one.disable_monitor()
     shared.check_answered()
 

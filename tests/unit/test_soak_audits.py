@@ -1,4 +1,4 @@
-"""What an idle engine may still know of a request: a P keeps what a dead D asked for, for a while."""
+"""Requests that an idle engine may still know: P keeps the registrations of a dead D for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.soak_world import LATER, World
 
 
 class Desk:
-    """Keeps a registration of a request whose part on P never came; ``pushes`` is any other table."""
+    """Keeps a registration whose request never came to P; ``pushes`` is any other table."""
 
     def __init__(self, request_id: str) -> None:
         self._pending = PendingRegistrations(lambda registration, prefill_request_id: False)
@@ -54,7 +54,7 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
     [request_id] = world.traffic.sent.ids()
     assert world.traffic.sent.orphans() == set()
     world.seats["P1"].incarnation += 1
-    assert world.traffic.sent.orphans() == set(), "P is not the one who cancels"
+    assert world.traffic.sent.orphans() == set(), "D cancels, not P"
     if way == "replaced":
         world.seats["D1"].incarnation += 1
     else:

@@ -1,4 +1,4 @@
-"""The soak's command line and what it writes."""
+"""The soak's command line and its output."""
 
 from __future__ import annotations
 

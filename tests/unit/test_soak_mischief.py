@@ -1,4 +1,4 @@
-"""How faults of engines and wires strike and end."""
+"""The start and the end of faults of engines and wires."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
 
 
 def test_garbage_is_told_from_messages():
-    """No bytes of it may be an order about a request that somebody has."""
+    """No garbage may be an order about an existing request."""
     rng, kinds = random.Random(0), set()
     for _ in range(500):
         try:

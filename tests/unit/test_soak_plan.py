@@ -1,4 +1,4 @@
-"""What a seed decides is the same every time, and leaves no kind of fault out."""
+"""A seed decides the same every time, and leaves no kind of fault out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_prompts_fit_the_engines_and_some_share_a_prefix():
     starts = [request.token_ids[:32] for request in requests if len(request.token_ids) >= 64]
     assert len(set(starts)) < len(starts)
     odd = [request.token_ids[:32] for request in requests if request.fault == "unequal"]
-    assert all(starts.count(start) <= 1 for start in odd), "a prompt that D knows hides how many blocks it wants"
+    assert all(starts.count(start) <= 1 for start in odd), "a prefix in D's cache would hide the number of blocks"
 
 
 def test_an_unknown_kind_is_named_and_the_likely_one_offered():

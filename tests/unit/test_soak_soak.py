@@ -1,4 +1,4 @@
-"""What the soak makes of dead and silent engines, and of requests that never end."""
+"""The soak's reaction to dead and silent engines, and to requests that never end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.soak_world import LATER, FakeSeat, FakeSeats
 
 
 class EventfulSeats(FakeSeats):
-    """Things happen when the test says so."""
+    """Events happen when the test says so."""
 
     def __init__(self) -> None:
         super().__init__("P1", "D1", "R")
@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_answer_is_a_hang_and_is_killed():
     assert rig.ills() == ["hang"]
     assert rig.signals("P1") == ["stacks", "kill"]
     rig.turn()
-    assert rig.ills() == ["hang"], "it is noticed once"
+    assert rig.ills() == ["hang"], "the hang is noticed once"
 
 
 def test_a_stopped_engine_is_no_hang():

@@ -1,4 +1,4 @@
-"""How requests and rounds are judged."""
+"""Verdicts on requests and rounds."""
 
 from __future__ import annotations
 

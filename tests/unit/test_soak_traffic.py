@@ -1,4 +1,4 @@
-"""How requests go out, what strikes them, and when they are done."""
+"""Requests of the soak: their start, their faults and their end."""
 
 from __future__ import annotations
 

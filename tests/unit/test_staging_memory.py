@@ -52,7 +52,7 @@ cases = st.tuples(
 
 
 def packed(cache: Bytes, blocks: list[int], layers: slice) -> Bytes:
-    """What ``layerpush.core.wire.Part`` says: block after block, region after region, layer after layer."""
+    """The order of ``layerpush.core.wire.Part``: block after block, region after region, layer after layer."""
     shaped = cache.reshape(6, BLOCKS, BLOCK_BYTES)
     parts = [shaped[slot, block] for pair in SLOTS[layers] for slot in pair for block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -96,7 +96,7 @@ def test_scatter(made_by: Make, case: tuple[list[int], slice, int]) -> None:
 
 
 class OpenEvent:
-    """An event that the device has passed. ``MS`` lie between any two."""
+    """An event that the device has passed. Any two are ``MS`` ms apart."""
 
     MS = 3.0
 
@@ -117,7 +117,7 @@ class OpenEvent:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[TensorStaging, list[torch.Tensor]]:
-    """Staging memory that takes the CPU for a GPU, on which nothing can be allocated; and the ids of its copies."""
+    """Staging memory that takes the CPU for a full GPU; and the ids of its copies."""
 
     def unable(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -182,7 +182,7 @@ def test_blocks_go_into_the_ring_of_a_gpu_and_back() -> None:
 
 
 def test_copies_under_way_keep_their_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
-    """Their spans lie one behind the other: the first bytes of the second need not be a multiple of a block's."""
+    """Their spans lie one behind the other; a span need not begin at a multiple of a block's size."""
     staging, ids = gpu
     begun = [np.arange(count, dtype=np.int32)[::-1] for count in (3, 12, 1, 5)]
     offset = 16

@@ -264,7 +264,7 @@ def test_one_thread_appends_while_another_takes() -> None:
 
 
 def test_only_the_first_fence_wakes_the_writer() -> None:
-    """It polls that one, and finds the others behind it."""
+    """The writer polls the first fence, and finds the others behind it."""
     wakes = Wakes()
     source = StepEvents(NAMES, wakes, SlowDevice())
     source.arm(PLAN)

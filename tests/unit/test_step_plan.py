@@ -1,4 +1,4 @@
-"""Which blocks the chunks of a prompt hold, and where they go: the same, in sum, as one push of the whole request."""
+"""The blocks of a prompt's chunks, and their targets: in sum, the same as one push of the whole request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.builders import blocks_of, chunks_of, table_of, upstream_pairs
 
 @dataclass(frozen=True)
 class Epoch:
-    """One try at a prompt: where P's prefix cache lets it begin, its step sizes, its block tables."""
+    """One try at a prompt: its start behind P's prefix cache, its step sizes, its block tables."""
 
     start: int
     steps: tuple[int, ...]

@@ -20,7 +20,7 @@ SCHEDULED = Policy(scheduled=True)
 
 
 def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, Prompt]:
-    """A writer that takes layers and links for so slow. None: it knows nothing of them."""
+    """A writer with these estimates for layers and links; None: it has no estimate."""
     monkeypatch.setattr(LayerInterval, "layer_s", layer_s)
     monkeypatch.setattr(LinkSpeed, "is_known", byte_s is not None)
     monkeypatch.setattr(LinkSpeed, "line", (0.0, byte_s or 0.0))
@@ -163,7 +163,7 @@ def test_the_writer_polls_the_first_fences_of_a_step(monkeypatch: pytest.MonkeyP
 
 
 def test_layers_do_not_wait_for_layers_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are ready when the whole step is over; the first step shows which they are."""
+    """Layers without a hook are ready at the end of the step; the first step shows them."""
     rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
     wanted = rig.registers(prompt)
     for tokens in (9, 13):

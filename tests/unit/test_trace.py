@@ -31,7 +31,7 @@ def record(name: str = "p-1") -> PushRecord:
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
-    """What stands in the one file, behind its first line."""
+    """The lines of the one file, without the first."""
     (path,) = folder.iterdir()
     first, *rest = [json.loads(line) for line in path.read_text().splitlines() if line]
     assert first["kind"] == "process"
@@ -132,7 +132,7 @@ def trace_threads() -> list[threading.Thread]:
 
 
 class Disk:
-    """In the place of the file: ``takes`` says how many bytes of the next line it takes, or raises."""
+    """Stands in for the file: ``takes`` gives the number of bytes of the next line that it takes, or raises."""
 
     def __init__(self) -> None:
         self.takes: Callable[[bytes], int] = len
@@ -144,7 +144,7 @@ class Disk:
         return taken
 
     def fileno(self) -> int:
-        """Of something that nobody deletes."""
+        """The descriptor of a file that is never deleted."""
         return SOMETHING
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def test_a_disk_that_hangs_costs_records_and_never_blocks(
     assert "lacks 5 records" in caplog.records[-1].message
     goes_on.set()
     until(lambda: not trace_threads())
-    assert [line.get("request_id") for line in disk.records] == [None], "nobody waits for the rest any more"
+    assert [line.get("request_id") for line in disk.records] == [None], "the rest is dropped"
 
 
 def test_a_full_disk_costs_the_records_of_that_time_only(

@@ -1,4 +1,4 @@
-"""Where the time of a request went: parts that follow each other and add up, whatever is missing."""
+"""The time of a request: parts that follow each other and add up, even without some records."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_real_workers_record_adds_up(tmp_path: Path, fails: str | None) -> 
 
 
 def three() -> list[RequestTrace]:
-    """7.5, 9.5 and 8.5 s long; the second waits 4 s in D, the third failed before D heard."""
+    """Requests of 7.5, 9.5 and 8.5 s; the second waits 4 s in D, the third failed without a push record."""
     failed = LOAD | {"outcome": "failed", "reason": "P is gone", "t_reported": 9.5}
     return [
         request_of([PUSH], [LOAD], "a"),

@@ -1,4 +1,4 @@
-"""`layerpush trace`: exit statuses, what goes to stdout and stderr, and the files that it writes."""
+"""`layerpush trace`: exit statuses, stdout and stderr, and the files that it writes."""
 
 from __future__ import annotations
 

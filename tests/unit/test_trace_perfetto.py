@@ -26,7 +26,7 @@ def events_of(folder: Path) -> Events:
 
 
 def check(events: Events) -> None:
-    """What ui.perfetto.dev would complain about, or draw wrong."""
+    """Fails for events that ui.perfetto.dev would reject, or draw wrong."""
     rows: dict[tuple[int, int], Events] = defaultdict(list)
     for event in events:
         assert isinstance(event["pid"], int)
@@ -104,7 +104,7 @@ def test_arrows_do_not_lead_back_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("noted", "leaves"), [(3.0, 3.0), (4.5, 4.0), (None, 2.5)])
 def test_a_completion_leaves_before_it_arrives(tmp_path: Path, noted: float | None, leaves: float) -> None:
-    """P notes when it has handed it to NIXL; on a busy host D has heard by then."""
+    """P notes the time after it gave the completion to NIXL; on a busy host D may have it by then."""
     one = push(t_first_planned=1.0, t_last_ready=2.0, t_last_landed=2.5, t_notified=noted)
     write(tmp_path / "p.jsonl", process("P", "x"), one)
     write(tmp_path / "d.jsonl", process("D", "x"), load(t_awaited=1.0, t_settled=4.0, t_reported=5.0))
@@ -176,7 +176,7 @@ def test_a_load_of_which_only_the_end_of_the_wait_for_blocks_is_known(tmp_path: 
 
 
 def test_the_phases_of_the_scheduler(tmp_path: Path) -> None:
-    """Of a step, of P's token, which needs no step, and of a request that ended before its first token."""
+    """For a step, for P's token, which needs no step, and for a request that ended before its first token."""
     write(tmp_path / "d.jsonl", process("D", "x"), *(load(name, t_reported=2.0) for name in "123"))
     write(
         tmp_path / "s.jsonl",
@@ -221,7 +221,7 @@ def test_a_push_without_a_time_is_left_out(tmp_path: Path) -> None:
 
 
 def test_it_comes_in_pieces(tmp_path: Path) -> None:
-    """Of many requests the whole would take gigabytes."""
+    """The whole trace of many requests would take gigabytes."""
     write(tmp_path / "p.jsonl", process("P", "x"), *[push(str(n), t_first_planned=float(n)) for n in range(100)])
     done: list[int] = []
     pieces = chrome_trace(read_traces([tmp_path]), done.append)

@@ -1,4 +1,4 @@
-"""Trace files in, requests on one clock out: what is read, how clocks are compared, what belongs together."""
+"""Trace files in, requests on one clock out: reading, comparing clocks, matching records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layerpush.telemetry.trace_records import (
 from tests.unit.trace_rig import Host, TwoHosts, write
 
 ROUNDING = 1e-9
-"""What sums of times of a few thousand seconds are exact to."""
+"""The precision of sums of times of a few thousand seconds."""
 
 
 def process(engine: str, clock: str, t: float = 0.0, unix: float = 0.0, rank: int = 0) -> ProcessRecord:
@@ -144,7 +144,7 @@ def test_the_second_record_of_a_load_replaces_the_first(tmp_path: Path) -> None:
 
 
 def test_outlines_leave_out_what_takes_memory(tmp_path: Path) -> None:
-    """But for the WRITEs of whole pushes: they tell when the completion was sent."""
+    """Except the WRITEs of whole pushes: they show when the completion was sent."""
     pushes = []
     for mode in ("layer", "chunk", "request"):
         pushes.append(push(mode, mode=mode, t_last_landed=3.0))
@@ -187,7 +187,7 @@ def test_processes_with_one_clock_are_taken_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [-1e-3, 0.0, 1e-3])
 def test_the_handshake_tells_what_two_clocks_differ_by(tmp_path: Path, error: float) -> None:
-    """Whatever error it has: messages do not arrive before they are sent."""
+    """With any error of the handshake, messages do not arrive before they are sent."""
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=40.0))
     for number in range(3):
         hosts.play(f"p-{number}", measured=hosts.offset + error)
@@ -246,7 +246,7 @@ def test_without_either_the_wall_clocks_tell(tmp_path: Path) -> None:
 
 def test_wall_clocks_that_messages_contradict_are_corrected(tmp_path: Path) -> None:
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=30.0))
-    hosts.play(fails="no")  # no completion: only the registration tells something
+    hosts.play(fails="no")  # no completion: only the registration shows something
     traces = read_traces([hosts.write(tmp_path)])
     offset = traces.clocks.offsets["boot-of-p-host"]
     assert offset.how == "wall clocks"
@@ -255,7 +255,7 @@ def test_wall_clocks_that_messages_contradict_are_corrected(tmp_path: Path) -> N
 
 
 def test_a_whole_request_is_sent_with_its_last_write() -> None:
-    """Its completion rides on the WRITE: D may hear of it before P sees that it has landed."""
+    """The completion rides on the WRITE: D may get it before P sees that the WRITE has landed."""
     writes = [{"remote_rank": 0, "layers": [0, 1], "chunks": [0, 0], "descriptors": 1, "bytes": 1}]
     times = {"t_post": 10.0, "t_posted": 10.1, "t_landed": 12.0}
     one = msgspec.convert(msgspec.to_builtins(push(mode="request")) | {"writes": [writes[0] | times]}, PushRecord)
@@ -278,7 +278,7 @@ def test_clocks_that_drift_are_said_to(tmp_path: Path) -> None:
 
 
 def test_a_host_is_compared_over_another_one() -> None:
-    """D2 has nothing to do with D1 but P."""
+    """D1 and D2 have only P in common."""
     sources = [
         source_of(process("D1", "d1"), load(engine_id="D1", clock_offset=100.0)),
         source_of(process("P", "p"), push()),

@@ -31,7 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def path_of(folder: Path) -> Path:
-    """Of the file of engine ``eng``, rank 0."""
+    """The path of the file of engine ``eng``, rank 0."""
     return folder / f"eng-rank0-{os.getpid()}.jsonl"
 
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_come_back_costs_records_until_it_can(tmp_path: Pat
 
 
 def test_a_disk_that_is_full_at_first_costs_no_first_line(tmp_path: Path, disk: Disk) -> None:
-    """Nobody could say whose times these are."""
+    """Without the first line, the process behind the times is unknown."""
     disk.takes = full
     file = TraceFile(str(tmp_path), "eng", 0)
     file.add(record("lost"))
@@ -150,14 +150,14 @@ def test_a_disk_that_is_full_at_first_costs_no_first_line(tmp_path: Path, disk: 
 def test_records_that_wait_are_bounded_in_memory(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prompt of a hundred thousand tokens has thousands of rows; a thousand of them would be a gigabyte."""
+    """A prompt of a hundred thousand tokens has thousands of rows; a thousand such records would be a gigabyte."""
     monkeypatch.setattr(trace_file, "ROWS_LIMIT", 100)
     goes_on = threading.Event()
     disk.takes = lambda line: goes_on.wait(20) and len(line)
     file = TraceFile(str(tmp_path), "eng", 0)
     for rows, dropped in ((500, 0), (1, 1), (98, 2)):
         file.add(long_push(rows - 1))
-        assert file.dropped == dropped, "one that is too large by itself is taken if nothing else waits"
+        assert file.dropped == dropped, "a record that is too large by itself is taken if no other waits"
     goes_on.set()
     until(lambda: file._counts.rows_waiting == 0)
     goes_on.clear()

@@ -1,4 +1,4 @@
-"""How long an engine is kept stepping for endings that it has not been told of."""
+"""The time for which an engine keeps stepping for unreported endings."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_whatever_is_queued_before_a_wake_up_is_seen() -> None:
         waker.clear()
         seen = sum(queue[0] for queue in queues)
         if seen < 2 * number:
-            assert waker.wait(LONG_S), f"{seen} seen, {sum(queue[0] for queue in queues)} queued, and nobody woke it"
+            assert waker.wait(LONG_S), f"{seen} seen, {sum(queue[0] for queue in queues)} queued, and no wake-up"
     for thread in threads:
         thread.join()
 
@@ -102,7 +102,7 @@ def test_whatever_is_queued_before_a_wake_up_is_seen() -> None:
 def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
     poll_timeout: float | None, polls_layers: bool, left_alone: bool
 ) -> None:
-    """The sleeper polls soon; it then finds what was queued for it before."""
+    """The sleeper polls soon, and then finds the queued work."""
     lock = InterruptedLock()
     waker = Waker(lock=lock)
     seen: list[bool] = []
@@ -117,7 +117,7 @@ def test_a_lazy_wake_up_leaves_a_polling_sleeper_alone(
     assert seen == [not left_alone]
     waker.clear()
     waker.wake_lazily()
-    assert waker.is_set, "nobody sleeps: the next wait must not be a long one"
+    assert waker.is_set, "no sleeper: the next wait must not be a long one"
 
 
 def test_the_first_wake_up_is_timed() -> None:

@@ -1,4 +1,4 @@
-"""Windows of a decode rank's ring: whose they are, and until when."""
+"""Windows of a decode rank's ring: their owners, and their return."""
 
 from __future__ import annotations
 

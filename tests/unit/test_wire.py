@@ -1,4 +1,4 @@
-"""Messages of peers, ours and upstream's: what they are in bytes, and which are refused with which words.
+"""Messages of peers, ours and upstream's: their bytes, and the texts of refusals.
 
 ``test_wire_fuzz.py`` sends every odd value in every field.
 """
@@ -56,7 +56,7 @@ UPSTREAM = {
     "remote_tp_size": 1,
     "remote_pp_size": 1,
 }
-"""What a stock decode worker sends."""
+"""A stock decode worker's registration."""
 BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
     (Accepted("r:1", True), {"request_id": "r:1", "first_token": True}),
     (FirstToken("r", 2**31 - 1), {"request_id": "r", "token": 2**31 - 1}),
@@ -149,7 +149,7 @@ def test_ours_come_back_as_they_were_sent(message: PeerMessage, fields: dict[str
 
 @ours
 def test_what_is_said_quietly_is_a_heartbeat_to_a_stock_peer(message: PeerMessage, fields: dict[str, Any]) -> None:
-    """Of one request that it does not know: it splits at commas and looks each id up."""
+    """A stock peer reads one unknown request id: it splits the heartbeat at commas and looks each id up."""
     payload = encode_quietly(message)
     assert read(payload) == message
     assert payload.startswith(b"HB:")
@@ -236,7 +236,7 @@ def test_no_more_blocks_than_a_decode_engine_can_have() -> None:
 
 
 def test_a_promise_of_blocks_reserves_little_memory() -> None:
-    """A list that says it has four billion entries, and ends there."""
+    """A list that claims four billion entries, and ends there."""
     head = packed({key: value for key, value in UPSTREAM.items() if key != "local_block_ids"})
     assert head[len(REGISTRATION_PREFIX)] == 0x80 + len(UPSTREAM) - 1
     longer = head.replace(b"\x8a\xaa", b"\x8b\xaa", 1) + b"\xaflocal_block_ids"

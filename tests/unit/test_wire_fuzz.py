@@ -1,4 +1,4 @@
-"""Whatever bytes a peer sends, reading them ends in a message with sound fields or in a ``WireError``."""
+"""For any bytes of a peer, reading ends in a message with sound fields or in a ``WireError``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INT64 = 2**63
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """A busy machine is no finding."""
 
-# --- what a sound message is, said again without msgspec ---
+# --- the rules of a sound message, again without msgspec ---
 
 
 def is_clean(text: object, most: int = 1024) -> bool:
@@ -122,7 +122,7 @@ SOUND: dict[str, Callable[[Any], bool]] = {
 
 
 def read_or_refused(notification: bytes) -> Message | None:
-    """The one property of this file. None when it was refused."""
+    """Checks the one property of this file. None: the message was refused."""
     refusal, message = None, None
     try:
         message = read(notification)
@@ -311,7 +311,7 @@ anything = st.recursive(scalars | odd, nested, max_leaves=12)
 def altered(
     message: Registration | PeerMessage,
 ) -> st.SearchStrategy[tuple[Registration | PeerMessage, dict[str, Any]]]:
-    """The message as a map, with other values for some of its keys, and with keys that it has not."""
+    """The message as a map, with other values for some of its keys, and with additional keys."""
     keys = st.sampled_from([*message.__struct_fields__, *SOUND]) | st.text(max_size=5)
     changes = st.dictionaries(keys, odd | anything, min_size=1, max_size=2)
     return changes.map(lambda other: (message, {**msgspec.to_builtins(message), **other}))
@@ -330,7 +330,7 @@ def prefix_of(message: Registration | PeerMessage) -> bytes:
 
 
 def is_sound_as_sent(field: str, value: Any) -> bool:
-    """Of a value in a map, before it is read: groups and parts are lists there, and a reason may hold anything."""
+    """For a value in a map, before reading: groups and parts are lists there, and a reason may hold any text."""
     if field == "reason":
         return type(value) is str and len(value) <= 4000
     if field not in ("local_block_ids", "parts"):

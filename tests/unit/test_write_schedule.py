@@ -27,7 +27,7 @@ CASES = st.builds(
 @given(CASES)
 @example(Case(chunks=2, last_part=0.02, load=0.1))
 def test_a_known_link_exposes_no_more_than_by_layer(case: Case) -> None:
-    """But for a WRITE's fixed cost and the jitter of one layer."""
+    """Except for a WRITE's fixed cost and the jitter of one layer."""
     scheduled, layer = push(case, speed=known(case)), push(case, by_layer)
     allowed = case.write_s + case.jitter * case.layer_s * (1 + case.load)
     assert scheduled.exposed_s <= layer.exposed_s + (1 + case.jitter) * allowed + 1e-9
@@ -37,7 +37,7 @@ def test_a_known_link_exposes_no_more_than_by_layer(case: Case) -> None:
 def test_a_link_that_is_not_as_it_was_exposes_a_write_more_at_most(
     case: Case, wrong_by: float, contended: dict[int, float]
 ) -> None:
-    """The engine took it for three times as fast, or as slow; or it slows down in the middle of a prompt."""
+    """The estimate is three times too fast or too slow, or the link slows down in the middle of a prompt."""
     case = replace(case, contended=contended)
     scheduled, layer = push(case, speed=known(case, wrong_by)), push(case, by_layer)
     assert scheduled.exposed_s <= layer.exposed_s + scheduled.largest_s + 1e-9

@@ -1,4 +1,4 @@
-"""The writer's good days: bytes arrive layer by layer, D is told once, the scheduler gets its blocks back."""
+"""The writer's good days: bytes arrive layer by layer, D gets one completion, the scheduler gets its blocks back."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_handshake_in_the_background_delays_the_first_write() -> None:
 
 
 def test_a_handshake_may_end_while_the_push_asks_for_the_link() -> None:
-    """Another push began it. It ends between the look at the connection and the start of a handshake."""
+    """Another push began the handshake. It ends between the look at the connection and the start of a handshake."""
     rig, prompt = Rig(), prompt_of()
     wanted = rig.registers(prompt)
     rig.host.links["D"] = [None]
@@ -100,7 +100,7 @@ def test_a_handshake_may_end_while_the_push_asks_for_the_link() -> None:
 
 @pytest.mark.parametrize("blocks", [2, 0])
 def test_what_the_decode_engine_has_is_not_sent(blocks: int) -> None:
-    """If it has everything it is only told."""
+    """A D that has all blocks gets only the completion."""
     rig, prompt = Rig(), prompt_of()
     wanted = rig.registers(prompt, wanted=blocks)
     rig.step((prompt, 12))
@@ -279,7 +279,7 @@ UNABLE = "the KV cache is staged in a host buffer"
 
 @pytest.mark.parametrize("configured", ["auto", "layer", "chunk", "request"])
 def test_requests_choose_how_they_are_pushed(configured: PushMode) -> None:
-    """Whatever the engine does with the others; the record, its counters and the WRITEs are the request's own."""
+    """The engine's mode is for other requests; the record, its counters and the WRITEs follow the request's own."""
     policy = Policy(by_layer=configured != "chunk", scheduled=configured == "auto", streams=configured != "request")
     rig = Rig(policy=policy, engine=Identity("P", 0, configured))
     decoder = rig.decoder()

@@ -1,4 +1,4 @@
-"""The writer's bad days: lost WRITEs, dead peers, preemptions, aborts. D is never told of bytes that it has not got."""
+"""The writer's bad days: lost WRITEs, dead peers, preemptions, aborts. D gets no completion for missing bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
         rig.step((prompt, 9))
     rig.settle()
     posted = len(rig.fabric.writes)
-    assert rig.host.released == [], "the scheduler is not done with it"
+    assert rig.host.released == [], "the scheduler has not finished the request"
     (*warnings, (reason, drained, _)) = rig.host.reported_failures()
     assert drained
     assert warnings in ([], [(reason, False, False)])
@@ -58,7 +58,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
     rig.settle()
 
     assert told(rig) == [[]] * ranks
-    assert rig.host.released == ["p-1"], "nobody will ask for its blocks any more"
+    assert rig.host.released == ["p-1"], "no D will ask for its blocks any more"
     assert len(rig.host.retracted) == len(warnings) + 1
     assert rig.host.endings == {"p-1": [reason]}
     assert len(rig.fabric.writes) == posted
@@ -72,7 +72,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
 def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The WRITE has left the wire, so the session must hear of its end: nothing would poll it again."""
+    """The WRITE has left the wire, so the session must get its end now: it is not polled again."""
     rig, prompt = (Rig(), Prompt("p-1", TOKENS, list(range(1, 9)))) if whole else story()
     decoder = rig.decoders.get("D") or rig.decoder()
     release, defects = rig.p.release, [ValueError("a defect")]
@@ -92,7 +92,7 @@ def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind
     assert not defects
     assert told(rig) == [[]]
     assert rig.host.released == ["p-1"]
-    assert rig.host.reported_failures()[-1][1], "D hears that nothing is on the wire"
+    assert rig.host.reported_failures()[-1][1], "D gets a drained failure"
     assert rig.host.endings == {"p-1": ["ValueError: a defect"]}
     assert len(rig.writer) == 0
 
@@ -137,7 +137,7 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, handshake: str
     if handshake == "succeeds":
         rig.host.connecting["p-1"].reconnect(None)
     elif handshake == "fails":
-        for _ in range(2):  # whoever tells twice
+        for _ in range(2):  # a double report
             rig.host.connecting["p-1"].reconnect(str(error))
     rig.step((prompt, 13))
     rig.finish(prompt)
@@ -239,7 +239,7 @@ def test_only_an_unfinished_push_is_retracted(told_first: bool) -> None:
 
 
 def test_the_end_of_a_request_that_was_never_pushed_is_passed_on() -> None:
-    """Somebody may have registered for it."""
+    """A decode engine may have registered for it."""
     rig, prompt = story()
     rig.abort(prompt)
     rig.settle()
@@ -384,7 +384,7 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
     "end", ["it fails", "it is cancelled", "it is overdue", "it is aborted", "it is evicted", "it is aborted and fails"]
 )
 def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end: str) -> None:
-    """What has drained is said over the connection, unless it is known to be lost."""
+    """A drained failure goes over the connection, unless this is known to be lost."""
     rig, prompt = story(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
     rig.finish(prompt)
     wanted = rig.host.delegated["p-1"]
@@ -405,7 +405,7 @@ def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end
 
 
 def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
-    """Else a decode engine would wait for what nobody will send."""
+    """Else a decode engine would wait for a push that never comes."""
     rig, prompt = story()
     wanted = rig.host.pending.pop(prompt.name)
     rig.step((prompt, TOKENS))
@@ -521,7 +521,7 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
     rig.finish(prompt)
     rig.settle()
     assert rig.host.whole_writes_ended == [("p-1", False)]
-    assert rig.host.transfers == [], "vLLM counts its own"
+    assert rig.host.transfers == [], "vLLM counts its own WRITE"
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
     assert rig.host.released == ["p-1"]
     rig.assert_clean()
@@ -570,20 +570,20 @@ def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
     unclaimed = set(rig.writer.waiting())
     for prompt in finished:
         if prompt.name in unclaimed:
-            rig.expire(prompt)  # nobody asked for it in time
+            rig.expire(prompt)  # no registration came in time
     rig.settle()
     assert sorted(rig.host.released) == sorted({prompt.name for prompt in finished} - unclaimed)
     rig.assert_clean()
 
 
 def _cancel(rig: Rig, prompt: Prompt, wish: Registration) -> None:
-    """D wants its blocks back; once it may have them it uses them."""
+    """D wants its blocks back, and uses them as soon as it may."""
     if rig.writer.cancel(prompt.name, wish.key) and prompt.name not in rig.host.pending:
         assert not rig.decoders["D"].is_written(wish)
 
 
 def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, Registration]) -> None:
-    """Whoever is told has the bytes; then D uses its blocks, and nothing may land there any more."""
+    """A D with a completion has the bytes. It then uses its blocks, and no WRITE may land there any more."""
     for number, payloads in enumerate(rig.decoders["D"].told()):
         for payload in payloads:
             name = payload.decode().removeprefix("d-").removesuffix(":1")

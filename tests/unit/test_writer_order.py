@@ -1,4 +1,4 @@
-"""The writer may be busy for a whole step: what the scheduler says afterwards must not overtake the step itself."""
+"""The writer may be busy for a whole step: later orders of the scheduler must not overtake the step itself."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens:
 
 
 def test_a_request_whose_last_step_vllm_has_not_ended_is_sent_when_the_next_step_begins() -> None:
-    """As a rank of a pipeline, but for the last, sees it in vLLM's V1 runner with a drafter."""
+    """All ranks of a pipeline but the last see this in vLLM's V1 runner with a drafter."""
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
     chunk = prompt.chunk(TOKENS)
@@ -95,7 +95,7 @@ def test_a_request_whose_last_step_vllm_has_not_ended_is_sent_when_the_next_step
 @pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
 @pytest.mark.parametrize("seen", [False, True], ids=["abort first", "step first"])
 def test_an_abort_does_not_overtake_its_own_step(wait: bool, seen: bool) -> None:
-    """Else the step would open a push again that nobody ends, and tell D of blocks that P has given away."""
+    """Else the step would reopen a push that never ends, and complete it over blocks that P has given away."""
     rig, prompt = rig_of()
     device = SlowDevice(done=not wait)
     rig.capture._fences = device
@@ -176,7 +176,7 @@ def test_what_was_queued_before_a_preemption_is_not_sent(wait: bool) -> None:
 
 @pytest.mark.parametrize("how", ["aborted", "preempted", "expired"])
 def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> None:
-    """The completion is checked against the scheduler's newest word, not against the last turn's."""
+    """The completion is checked against the scheduler's newest orders, not against the last turn's."""
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
     rig.fabric.faults.hold_writes = dict.fromkeys(range(rig.layers), 8)
@@ -184,7 +184,7 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
     if how == "expired":
         rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
-    rig.writer._take_step_events()  # this turn has looked already, when the scheduler takes the blocks away
+    rig.writer._take_step_events()  # this turn has read its events when the scheduler takes the blocks away
     if how == "aborted":
         rig.abort(prompt)
     elif how == "expired":
@@ -233,7 +233,7 @@ def test_a_request_whose_lease_was_over_before_any_of_it_was_seen_has_ended() ->
 
 
 def test_a_prompt_without_plans_that_is_sent_again_after_an_abort_is_heard_of() -> None:
-    """It is too short to be planned; another request keeps the queue behind a fence, so nothing void is forgotten."""
+    """The prompt is too short for a plan. Another request's fence holds the queue, so no void step is forgotten."""
     rig, prompt = rig_of()
     device = SlowDevice()
     rig.capture._fences = device

@@ -1,4 +1,4 @@
-"""The writer with staging memory: bytes arrive by way of rings, and every span of them comes back, whatever happens."""
+"""The writer with staging memory: bytes arrive by way of rings, and every span of them comes back in the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEVER = 10**6
 def story(
     packing: Literal["gather", "packed"] = "packed", faults: Faults | None = None, **details: float
 ) -> tuple[PackingRig, Prompt, UnpackingDecoder, Registration]:
-    """A prompt in blocks that lie apart, that its decode engine registered first."""
+    """A prompt in scattered blocks, which its decode engine registered first."""
     rig = PackingRig(packing, faults, **details)
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
     decoder = rig.unpacking()
@@ -37,7 +37,7 @@ def story(
 
 
 def arrived(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Registration) -> PushRecord:
-    """The push ends well: D has P's bytes, and no others are touched. Its record."""
+    """The record of a push that ends well: D has P's bytes, and no other bytes change."""
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert decoder.holds(prompt, wanted, rig.layers)
@@ -48,7 +48,7 @@ def arrived(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: 
 
 
 def over(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Registration) -> None:
-    """Everybody has let go of everything."""
+    """The request is over, and all memory is free."""
     if not rig.host.released:
         rig.finish(prompt)
     rig.settle()
@@ -75,7 +75,7 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
 
 @pytest.mark.parametrize(("limit", "parts"), [(96, 1), (48, 2), (32, 3)])
 def test_a_write_that_is_too_large_is_packed_in_parts(limit: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer has six blocks, and a part of it is held up for longer than the parts behind it."""
+    """A layer has six blocks. A part of it is held up for longer than the parts behind it."""
     monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", limit)
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 9, 1: 5}))
     rig.step((prompt, TOKENS))
@@ -109,7 +109,7 @@ def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
 
 
 def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
-    """The one that is on the wire when a prompt comes is waited for; the next is begun when the push is over."""
+    """The push waits for the timed WRITE on the wire; the next timed WRITE begins after the push."""
     rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
     decoder = rig.unpacking()
@@ -129,7 +129,7 @@ def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
     assert (timed(), rig.strategy.in_flight, rig.strategy.is_busy) == (1, False, True)
-    assert rig.writer.poll_timeout != WRITE_POLL_S, "nothing to look at"
+    assert rig.writer.poll_timeout != WRITE_POLL_S, "no WRITE to poll"
     over(rig, prompt, decoder, wanted)
     deadline = time.monotonic() + 10
     while rig.strategy.is_busy and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ def test_an_answer_that_does_not_come_makes_it_overdue() -> None:
 def test_a_handle_that_cannot_be_released_keeps_no_other(
     packing: Literal["gather", "packed"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NIXL refuses three times; what was freed before is not freed again."""
+    """NIXL refuses three times; a released handle is not released again."""
     rig, prompt, decoder, wanted = story(packing)
     release, refusals = rig.p.release, iter(range(3))
 

@@ -28,7 +28,7 @@ WALL = 1_700_000_000.0
 
 @dataclass
 class Host:
-    """Its clock is ``ahead`` of this machine's; its wall clock ``wrong`` by so many seconds."""
+    """A clock ``ahead`` seconds ahead of this machine's, and a wall clock ``wrong`` seconds off."""
 
     name: str
     ahead: float = 0.0
@@ -52,7 +52,7 @@ class Host:
 
 @dataclass
 class TwoHosts:
-    """P's and D's hosts, and what their workers recorded. P's times are this machine's own."""
+    """P's and D's hosts, and their workers' records. P's times are this machine's own."""
 
     p: Host = field(default_factory=lambda: Host("p-host"))
     d: Host = field(default_factory=lambda: Host("d-host", ahead=-5000.0))
@@ -65,11 +65,11 @@ class TwoHosts:
 
     @property
     def offset(self) -> float:
-        """What P's clock is ahead of D's."""
+        """Seconds that P's clock is ahead of D's."""
         return self.p.ahead - self.d.ahead
 
     def play(self, name: str = "p-1", measured: float | None = None, fails: str | None = None) -> None:
-        """D asks, P prefills two chunks and pushes them layer by layer, D hears of the end."""
+        """D registers, P prefills two chunks and pushes them layer by layer, D gets the completion or the failure."""
         rig, world = Rig(), World()
         world.engine.records = self.loads
         prompt = Prompt(name, TOKENS, list(range(1, 9)))

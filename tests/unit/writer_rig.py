@@ -87,7 +87,7 @@ class Prompt:
         self.computed, self.table = 0, table
 
     def kv(self, layer: int, index: int) -> Bytes:
-        """What attention leaves in a block; it depends on the tokens only, so it is the same in every epoch."""
+        """The KV that attention leaves in a block. It depends on the tokens only, so it is equal in every epoch."""
         seed = [*self.name.encode(), layer, index]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
 
@@ -138,7 +138,7 @@ class Decoder:
         return [[payload for _, payload in end.notifications()] for end in self.ends]
 
     def reuse(self, wanted: Registration) -> None:
-        """The engine was told: these blocks are its own from now on, and a WRITE into them is a violation."""
+        """These blocks are the engine's own from now on, and a WRITE into them is a violation."""
         for end in self.ends:
             end.descriptors["kv"].give_away(self._ids(wanted))
 
@@ -163,7 +163,7 @@ class Decoder:
 
 
 class ScriptedHost:
-    """The worker's part, as a test wants it. ``links`` answers ``connect``: a link, None for "later", or an error."""
+    """The worker's part, scripted. ``links`` answers ``connect``: a link, None for "later", or an error."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -185,10 +185,10 @@ class ScriptedHost:
         """Pushes by layer, as vLLM's statistics have them; None: a failed one."""
         self.lost: list[str] = []
         self.wrongs: list[str] = []
-        """What should never happen; the writer would swallow an exception here."""
+        """Violations; the writer would swallow an exception here."""
 
     def reported_failures(self, name: str = "p-1") -> list[tuple[str, bool, bool]]:
-        """``(reason, drained, cancelled)`` of what the decode engine was told about a prompt."""
+        """``(reason, drained, cancelled)`` of each failure that was reported to D about a prompt."""
         return [
             (one.reason, one.drained, one.cancelled)
             for one in self.retracted
@@ -212,7 +212,7 @@ class ScriptedHost:
         return self.pending.pop(request_id, None)
 
     def report_failure(self, retraction: ReportFailure) -> None:
-        """A decode engine that is told that nothing is on the wire uses its blocks for something else at once."""
+        """A decode engine with a drained failure uses its blocks for other requests at once."""
         self.retracted.append(retraction)
         decoder = self.rig.decoders[retraction.registration.decode_engine_id]
         if not retraction.drained:
@@ -322,13 +322,13 @@ class Rig:
         return registration(range(first, first + count), request_id=f"d-{prompt.name}", engine=decoder.name)
 
     def registers(self, prompt: Prompt, decoder: Decoder | None = None, **details: int) -> Registration:
-        """A decode engine, D unless it says otherwise, registers the prompt before it begins. See ``asks``."""
+        """A decode engine, D by default, registers the prompt before it begins. See ``asks``."""
         decoder = decoder or self.decoders.get("D") or self.decoder()
         wanted = self.host.pending[prompt.name] = self.asks(prompt, decoder, **details)
         return wanted
 
     def assert_delivered(self, prompt: Prompt, wanted: Registration) -> None:
-        """The decode engine has every byte, and each of its ranks was told once since the last look."""
+        """The decode engine has every byte, and each of its ranks got one completion since the last look."""
         decoder = self.decoders[wanted.decode_engine_id]
         assert decoder.told() == [[f"d-{prompt.name}:1".encode()] for _ in decoder.memories]
         assert decoder.holds(prompt, wanted, self.layers)
@@ -343,7 +343,7 @@ class Rig:
     ) -> None:
         """One engine step of ``(prompt, tokens)``; the writer gets a turn after every layer.
 
-        Of the ``cached`` prompts so many tokens were computed before.
+        ``cached``: prompts, and how many of their tokens were computed before.
         """
         found = [(prompt, prompt.cached(tokens)) for prompt, tokens in cached]
         for prompt, chunk in found:
@@ -365,12 +365,12 @@ class Rig:
         self.writer.turn()
 
     def finish(self, prompt: Prompt) -> None:
-        """The scheduler has finished the request, and the writer has heard of it."""
+        """The scheduler has finished the request, and the writer knows it."""
         self.capture.finish(prompt.name, (prompt.blocks,))
         self.writer.turn()
 
     def abort(self, prompt: Prompt) -> None:
-        """The scheduler has dropped the request and freed its blocks; the writer may not have heard of it."""
+        """The scheduler has dropped the request and freed its blocks; the writer may not know it yet."""
         self.capture.arm(StepPlan(), [prompt.name])
 
     def expire(self, prompt: Prompt) -> None:
@@ -395,7 +395,7 @@ class Rig:
                 self.p_memory[at : at + BLOCK_BYTES] = 0xBB
 
     def assert_clean(self) -> None:
-        """No push in the table, no handle kept, no WRITE where it should not be, not even when all has landed."""
+        """No push in the table, no handle kept, no stray WRITE, even after all WRITEs have landed."""
         self.fabric.settle()
         assert self.host.wrongs == []
         assert len(self.writer) == 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Agenda:
-    """Actions in order of time; those of the same time in the order in which they were put down."""
+    """Actions in order of time. Those of the same time run in the order of ``put``."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,4 +1,4 @@
-"""After each round: does an idle engine still hold anything?"""
+"""After each round: does an idle engine still hold resources?"""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class EngineAudit:
 
     @property
     def gone(self) -> bool:
-        """The engine died meanwhile, which is a problem of another kind."""
+        """Whether the engine died meanwhile, which is a problem of another kind."""
         return self.seat.incarnation != self._incarnation or self.seat.leaving
 
     def findings(self) -> list[str]:
-        """Everything that it holds, in words."""
+        """The engine's holdings, in words."""
         if self.gone:
             return []
         if self.last is None:
@@ -57,7 +57,7 @@ class EngineAudit:
 
 
 def held(audit: Audit, usual_threads: int | None) -> list[str]:
-    """Everything that an idle engine must not hold, in words."""
+    """Forbidden holdings of an idle engine, in words."""
     found = []
     if audit.missing_blocks:
         found.append(f"{audit.missing_blocks} blocks are not free")
@@ -74,14 +74,14 @@ def held(audit: Audit, usual_threads: int | None) -> list[str]:
 
 
 class Auditor:
-    """All engines at once."""
+    """Audits all engines at once."""
 
     def __init__(self, seats: Sequence[Seat], sent: Sent) -> None:
         self._audits = [EngineAudit(seat, sent) for seat in seats]
         self._until = time.monotonic() + PATIENCE_S
 
     def over(self, now: float) -> bool:
-        """Move on; True when every engine holds nothing, or patience has ended."""
+        """Advance the audits. True if no engine holds anything, or patience has ended."""
         for audit in self._audits:
             if audit.findings():
                 audit.advance(now)
@@ -98,7 +98,7 @@ class Auditor:
         return [audit.seat for audit in self._audits if audit.findings()]
 
     def learn(self) -> None:
-        """The number of threads at the first idle moment is the limit at later ones."""
+        """Set each engine's limit of threads for later idle moments: its number at the first one."""
         for audit in self._audits:
             if audit.last is not None and not audit.gone and audit.seat.usual_threads is None:
                 audit.seat.usual_threads = audit.last.os_threads

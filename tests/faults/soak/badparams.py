@@ -25,7 +25,7 @@ FOR_P: tuple[tuple[str, Any], ...] = (
 
 
 def damaged_for_d(params: dict[str, Any], draw: float) -> dict[str, Any]:
-    """Without a key, or with a value of its that cannot be."""
+    """``params`` without a key, or with an impossible value."""
     rng = random.Random(draw)
     key, values = rng.choice(FOR_D)
     damaged = dict(params)

@@ -13,7 +13,7 @@ EVERY_S = 1.0
 
 
 class Counting:
-    """Adds to ``totals``, by kind of fault: the WRITEs, notifications, handshakes and preemptions that came of it."""
+    """Adds each kind's effects to ``totals``: numbers of WRITEs, notifications, handshakes and preemptions."""
 
     def __init__(self, seats: Seats, totals: Counter[str]) -> None:
         self._seats, self._totals = seats, totals

@@ -20,9 +20,9 @@ REFRESH_EVERY_S = 0.5
 
 
 class Display:
-    """Call ``update`` as often as you like. ``total_s``: how long the load is to last.
+    """Call ``update`` at any time. ``total_s``: the planned duration of the load.
 
-    The first problems are shown when they are found; the report has them all.
+    The display shows the first problems at once. The report has all of them.
     """
 
     def __init__(self, console: Console, seats: Seats, tally: Tally, total_s: float) -> None:

@@ -1,4 +1,4 @@
-"""One engine process of the soak. Commands leave at once and answers come back as events: nothing here waits."""
+"""One engine process of the soak. Commands leave at once, and answers come back as events: no call here waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The process is gone, or its engine crashed. ``crash`` is the traceback, if it could send one."""
+    """The process is gone, or its engine crashed. ``crash`` is the traceback, if the process could send one."""
 
     crash: str | None
 
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def growth_mib(self) -> float:
-        """From the first idle moment to the last."""
+        """The growth from the first idle moment to the last."""
         return self.idle_mib[-1] - self.idle_mib[0] if self.idle_mib else 0.0
 
 
@@ -86,22 +86,22 @@ class Engine(Logged):
         self.post("abort", request_id, then=then)
 
     def call(self, function: Callable[..., Any], *args: Any, then: Callable[[Answer], None] | None = None) -> None:
-        """Run a module-level function in the host, which gets the HostedEngine first."""
+        """Run a module-level function in the host. Its first argument is the HostedEngine."""
         self.post("call", function, args, then=then)
 
     def post(self, method: str, *args: Any, then: Callable[[Answer], None] | None = None) -> None:
-        """``then`` gets the answer, exactly once."""
+        """Send a command. ``then`` gets the answer, exactly once."""
         if self.ended:
             if then is not None:
                 then(Answer(gone=True))
             return
         self._seq += 1
         self._then[self._seq] = (time.monotonic(), then)
-        with contextlib.suppress(OSError):  # it has ended; the next `events` reports that
+        with contextlib.suppress(OSError):  # the process has ended: the next `events` reports this
             self.pipe.send((self._seq, method, args))
 
     def waits_since(self) -> float | None:
-        """When the oldest command that still has no answer was sent."""
+        """The time of the oldest command without an answer."""
         return min((at for at, _ in self._then.values()), default=None)
 
     # Signals
@@ -117,19 +117,19 @@ class Engine(Logged):
         self._signal(signal.SIGCONT)
         self.paused = False
         now = time.monotonic()
-        self._then = {seq: (now, then) for seq, (_, then) in self._then.items()}  # it could not have answered before
+        self._then = {seq: (now, then) for seq, (_, then) in self._then.items()}  # the process could not answer before
 
     def dump_stacks(self) -> None:
-        """Every thread's stack goes to the log."""
+        """Write every thread's stack to the log."""
         self._signal(signal.SIGUSR1)
 
     def shut_down(self) -> None:
-        """In good order: the connector and NIXL are taken down."""
+        """End the process in good order, with the connector and NIXL."""
         with contextlib.suppress(OSError):
             self.pipe.send((0, "stop", ()))
 
     def put_away(self) -> None:
-        """Leave no process behind."""
+        """Make sure that the process has ended."""
         if self._process.is_alive():
             self._process.kill()
         self._process.join(10)
@@ -150,7 +150,7 @@ class Engine(Logged):
         return self._process.pid
 
     def events(self) -> list[Event]:
-        """Everything that has arrived; answers to commands go to their ``then``."""
+        """All new events. Answers to commands go to their ``then``."""
         events: list[Event] = []
         try:
             while not self.ended and self.pipe.poll(0):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
 
 WAITING_REGISTRATIONS = "._pending._entries"
-"""P's registrations that came before their request; kept for some minutes unless D cancels them."""
+"""Registrations on P without a request yet. P keeps them for some minutes unless D cancels them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Audit:
     threads: tuple[str, ...]
     os_threads: int
     awaited: tuple[str, ...] = ()
-    """The loads that are still open, the prefill processes that they await, and the prober that asks for those."""
+    """Open loads, the prefill processes that they await, and the prober of those processes."""
 
 
 class Notebook:
@@ -59,18 +59,18 @@ class Notebook:
         scheduler._handle_failed_recving = remember_failed
 
 
-_NOTEBOOKS: list[Notebook] = []  # the one of this process
+_NOTEBOOKS: list[Notebook] = []  # this process has one
 
 
 def install(host: HostedEngine) -> None:
-    """Once per process, before its first request."""
+    """Call this once per process, before its first request."""
     _NOTEBOOKS.append(Notebook(host.scheduler, probes.free_blocks(host)))
     if host.scheduler.connector is not None:
         scripted.install(host)
 
 
 def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]:
-    """Hand out and forget everything that the tests' own watchers keep of these requests."""
+    """Return and forget the records of these requests in the tests' own watchers."""
     notebook = _NOTEBOOKS[0]
     watch = host.watch
     records = {}
@@ -92,7 +92,7 @@ def collect(host: HostedEngine, request_ids: Sequence[str]) -> dict[str, Record]
 
 
 def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tuple[str, ...]) -> Audit:
-    """See ``left_in``."""
+    """The holdings of this engine. For ``texts``, ``orphans`` and ``allowed`` see ``left_in``."""
     scripted.settle(host)
     notebook = _NOTEBOOKS[0]
     return Audit(
@@ -107,7 +107,7 @@ def audit(host: HostedEngine, texts: list[str], orphans: list[str], allowed: tup
 
 
 def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
-    """Each prefill process that a load of this D still awaits: why does it count as neither silent nor gone?"""
+    """The state of each prefill process that a load of this D still awaits, of the loads and of the prober."""
     worker = getattr(roots.get("worker"), "connector_worker", None)
     if not hasattr(worker, "loads"):
         return
@@ -126,10 +126,10 @@ def awaited(roots: Mapping[str, Any]) -> Iterator[str]:
 def left_in(
     roots: Mapping[str, Any], texts: Sequence[str], orphans: Sequence[str], allowed: Sequence[str]
 ) -> list[str]:
-    """Paths at which an ended request is mentioned that should not be.
+    """Paths of forbidden mentions of ended requests.
 
-    ``texts`` and ``orphans`` are ids that no table may mention any more, but those whose paths contain one of
-    ``allowed``. Nobody is left to cancel the registration of an orphan: its D has died.
+    No table may mention the ids ``texts`` and ``orphans``, except at paths that contain one of ``allowed``. An orphan's
+    D has died, so its registration may stay: no D can cancel it.
     """
     found = [path for path in probes.mentions_in(roots, texts) if not any(part in path for part in allowed)]
     allowed = (*allowed, WAITING_REGISTRATIONS)

@@ -13,7 +13,7 @@ Side = Literal["P", "D"]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault. ``side``: which engines it strikes; None for either, or for a request."""
+    """One kind of fault. ``side``: the side of the struck engines. None: either side, or a request."""
 
     name: str
     place: Place
@@ -66,13 +66,13 @@ T = TypeVar("T", bound=Named)
 
 
 class UnknownNameError(ValueError):
-    """The table has no such name; the message lists all names."""
+    """The table has no such name. The message lists all names."""
 
 
 def chosen(names: Iterable[str], table: Sequence[T], what: str) -> tuple[T, ...]:
-    """The rows of these names, in the order of the table; all of them for no names. Raises UnknownNameError.
+    """The rows of these names, in the order of the table. No names: all rows. Raises UnknownNameError.
 
-    ``what`` a row is, for the message.
+    ``what``: the word for a row in the message.
     """
     wanted, known = set(names), [row.name for row in table]
     for name in sorted(wanted - set(known)):

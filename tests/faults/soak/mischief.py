@@ -18,18 +18,18 @@ from tests.faults.soak.specs import PEER_TIMEOUT_S, WRITE_TIMEOUT_S
 RETRY_S = 0.2
 RESTART_S = (0.0, 1.0, 5.0)
 SHUTDOWN_S = 20.0
-LONG_S = 32.0  # longer than any deadline, and than outcomes are kept for a main thread that stands still
-# How long a deadline is overrun: in time for the first answer to it, or so late that D has set its blocks aside.
+LONG_S = 32.0  # longer than any deadline, and than outcomes wait for a stopped main thread
+# Seconds beyond a deadline: in time for the first answer to it, or after D has set its blocks aside.
 BEYOND_S = (1.0, PEER_TIMEOUT_S + 2.0, PEER_TIMEOUT_S + 6.0)
 BURST = 3
 OUR_MESSAGES = {"P": ("accepted", "fail", "cancelled", "pong"), "D": ("cancel", "ping")}
 
 
 class Mischief:
-    """Injects faults and ends them; calls ``struck`` or ``skipped`` for each.
+    """Injects faults and ends them. Calls ``struck`` or ``skipped`` for each.
 
-    ``busy`` tells whether an engine has requests: one that has none is not worth being killed.
-    ``burst`` sends so many long prompts; ``stuck`` takes an engine that does not do what it was told.
+    ``busy``: whether an engine has requests. The death of an engine without requests tests nothing.
+    ``burst`` sends so many long prompts. ``stuck`` gets an engine that does not obey.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Mischief:
         self.outstanding = 0
 
     def strike(self, fault: PlannedFault, until: float) -> None:
-        """Inject a fault now, or later while its side is disturbed or idle, or never when that lasts ``until``."""
+        """Inject a fault as soon as its side is undisturbed and busy. Skip the fault at the time ``until``."""
         rng = random.Random(fault.draw)
         sides: tuple[Side, ...] = (fault.kind.side,) if fault.kind.side else ("P", "D")
         side = rng.choice(sides)
@@ -65,12 +65,12 @@ class Mischief:
         self._inject(fault.kind, seat, rng)
 
     def leave(self, seat: Seat) -> None:
-        """An engine ends by itself: it comes back under its own id."""
+        """An engine ends by itself: restart it under its own id."""
         seat.leaving = True
         self._restarts.setdefault(seat.name, (True, 0.0))
 
     def ended(self, seat: Seat) -> None:
-        """An engine that was to end has ended: put another in its place after a while."""
+        """An engine has ended as planned: put another in its place after a while."""
         same_id, after = self._restarts.pop(seat.name)
         self._outlast(after, partial(self._seats.replace, seat.name, same_id=same_id))
 
@@ -140,7 +140,7 @@ class Mischief:
             self._stuck(seat, f"did not shut down within {SHUTDOWN_S:.0f} s")
 
     def _outlast(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something later, also when the round's load has ended by then."""
+        """Call ``action`` later, even after the end of the round's load."""
         self.outstanding += 1
 
         def act() -> None:

@@ -26,9 +26,9 @@ FIRST_FAULT_S = 1.5
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request. ``draw`` (0 to 1) decides the open choices of its fault; ``after_s`` when it strikes.
+    """One request. ``draw`` (0 to 1) decides the open choices of its fault, ``after_s`` the fault's time.
 
-    ``gap_s`` is how much later P is asked (``d-first``), ``d_after_s`` how long after P's answer D is (``p-first``).
+    ``gap_s``: P's delay after D (``d-first``). ``d_after_s``: D's delay after P's answer (``p-first``).
     """
 
     number: int
@@ -44,13 +44,13 @@ class PlannedRequest:
     d_after_s: float = 0.0
 
     def among(self, side: Side, names: Sequence[str]) -> str:
-        """One of the engines that are there."""
+        """This request's engine among ``names``."""
         return names[(self.p_rank if side == "P" else self.d_rank) % len(names)]
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of a round, ``at_s`` seconds after it began; ``draw`` (0 to 1) decides which engine, and details."""
+    """One fault, ``at_s`` seconds after the round's start. ``draw`` (0 to 1) decides the engine and details."""
 
     kind: Kind
     at_s: float
@@ -72,7 +72,7 @@ class RequestPlan:
         return self._request(rng, self._prompt(rng.choice(LENGTHS), shares=fault != "unequal"), fault)
 
     def burst(self, size: int) -> list[PlannedRequest]:
-        """Long prompts that share nothing, all for the first P, which must keep one of them until its D comes."""
+        """Long prompts without a common prefix, all for the first P. P must keep one of them until its D comes."""
         rng = self._burst_rng
         prompts = [tuple(rng.choices(VOCABULARY, k=rng.choice(BURST_LENGTHS))) for _ in range(size)]
         burst = [replace(self._request(rng, prompt, None), p_rank=0, order="d-first", gap_s=0.2) for prompt in prompts]
@@ -80,7 +80,7 @@ class RequestPlan:
         return burst
 
     def _prompt(self, length: int, *, shares: bool) -> tuple[int, ...]:
-        """With a prefix of others, if it ``shares``; one that D has cached hides how many blocks it wants in all."""
+        """A prompt, maybe with a shared prefix if it ``shares``. A prefix in D's cache hides D's number of blocks."""
         prefix = self._rng.choice(self._prefixes) if shares and self._rng.random() < 0.4 else ()
         own = max(1, length - len(prefix))
         return prefix + tuple(self._rng.choices(VOCABULARY, k=own))
@@ -110,7 +110,7 @@ class FaultPlan:
         self._wire = Bag(self._rng, [kind for kind in kinds if kind.place == "wire"])
 
     def round(self, load_s: float) -> list[PlannedFault]:
-        """In order of time."""
+        """The faults of one round in order of time."""
         faults = self._strew(self._engine, ENGINE_FAULT_EVERY_S, load_s) + self._strew(
             self._wire, WIRE_FAULT_EVERY_S, load_s
         )
@@ -126,7 +126,7 @@ class FaultPlan:
 
 
 class Bag(Generic[T]):
-    """Draws without repeating before everything was drawn once."""
+    """Draws each thing once before it repeats any."""
 
     def __init__(self, rng: random.Random, things: Sequence[T]) -> None:
         self._rng = rng

@@ -14,7 +14,7 @@ Tokens = tuple[int, ...]
 
 
 class Reference:
-    """Greedy tokens of a plain engine; equal questions are asked once at a time."""
+    """Greedy tokens of a plain engine. Equal questions at the same time share one request."""
 
     def __init__(self, seats: Seats, name: str) -> None:
         self._seats, self._name = seats, name
@@ -37,7 +37,7 @@ class Reference:
         self._seats[self._name].engine.add(request, then=_must_work)
 
     def take(self, finished: Finished) -> None:
-        """The plain engine has finished one."""
+        """The plain engine has finished a request."""
         question = self._asked.pop(finished.request_id)
         self._seats[self._name].engine.call(inhost.collect, [finished.request_id])
         for then in self._waiting.pop(question):

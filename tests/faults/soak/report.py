@@ -1,4 +1,4 @@
-"""The table for people and the JSON for programs; both show the same numbers."""
+"""The table for people and the JSON for programs. Both show the same numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADINGS = {"mismatch": "mismatches", "leak": "leaks", "hang": "hangs", "death":
 
 
 def verdict(tally: Tally) -> list[str]:
-    """Why the soak is a failure; empty for a success. A soak that compared nothing is none."""
+    """The reasons for a failure of the soak. Empty: success. A soak without comparisons is a failure."""
     reasons = [f"{tally.count(ill)} {HEADINGS[ill]}" for ill in ILLS if tally.count(ill)]
     for turn in tally.turns:
         if not turn.tokens:
@@ -32,7 +32,7 @@ CAPTION = "struck: WRITEs, notifications or preemptions that came of it; survive
 
 
 def effect(tally: Tally, kind: Kind) -> int | None:
-    """How much a kind has struck beyond the engine or request that it was injected into; None where that is all."""
+    """The number of a kind's effects. None: it strikes only its engine or request."""
     counted = kind.name == "preempt" or (kind.place == "wire" and kind.name != "garbage-port")
     return tally.effects[kind.name] if counted else None
 
@@ -97,7 +97,7 @@ def memory_figures(memories: Mapping[str, Sequence[Memory]]) -> dict[str, dict[s
 
 
 def as_json(tally: Tally, kinds: Sequence[Kind], memories: Mapping[str, Sequence[Memory]]) -> dict[str, Any]:
-    """Everything that was found out, down to each request."""
+    """All results, down to each request."""
     return {
         "verdict": verdict(tally) or "passed",
         "requests": {outcome.value: tally.outcomes[outcome] for outcome in Outcome},

@@ -24,7 +24,7 @@ class Outcome(Enum):
 
 
 class State(Enum):
-    """Where a request is on one side."""
+    """The state of a request on one side."""
 
     UNSENT = "unsent"
     SENT = "sent"
@@ -36,7 +36,7 @@ class State(Enum):
 
 @dataclasses.dataclass
 class Leg:
-    """A request on one engine: its name, and which process of that name. ``wanted``: whether it is ever sent."""
+    """A request on the ``incarnation``-th process of ``engine``. ``wanted``: whether the soak ever sends it."""
 
     side: Side
     engine: str
@@ -56,7 +56,7 @@ class Leg:
 
     @property
     def tokens_wrong(self) -> bool:
-        """Whether the answer is not the plain engine's; False while that is not known."""
+        """Whether the answer is not the plain engine's. False while the plain engine's is unknown."""
         if self.state is not State.FINISHED or self.output is None or self.expected is None:
             return False
         return self.output.token_ids != self.expected[: self.max_tokens]
@@ -87,7 +87,7 @@ class SoakRequest:
 
     @property
     def outcome(self) -> Outcome:
-        """That of D's client, or of P's if the plan has no D."""
+        """The outcome for D's client, or for P's client if the plan has no D."""
         leg = self.d if self.d.wanted else self.p
         if self.hung or not leg.over:
             return Outcome.HUNG
@@ -97,24 +97,24 @@ class SoakRequest:
         return {State.ABORTED: Outcome.ABORTED, State.LOST: Outcome.LOST}.get(leg.state, Outcome.FAILED)
 
     def compare_kv(self) -> list[tuple[int, int]]:
-        """(layer, block) wherever D's bytes of a pushed prompt are not P's; notes how many cells were compared."""
+        """(layer, block) wherever D's bytes of a pushed prompt are not P's. Notes the number of compared cells."""
         ours, theirs = (leg.record.digest if leg.record else None for leg in self.legs)
         if self.outcome is not Outcome.COMPLETED or self.p.state is not State.FINISHED:
             return []
         if ours is None or theirs is None or ours.tokens != theirs.tokens:
             return []  # two different prompts: only tokens can be compared
         if "resend-p" in self.faults:
-            return []  # D may have the KV that P computed first; in another batch P rounds differently
+            return []  # D may have P's first KV, which another batch rounds differently
         cells = [sum(cell is not None for cell in row) for row in theirs.cells]
         if not any(cells):
-            return []  # all of it was in D's prefix cache
+            return []  # D's prefix cache had all blocks
         self.compared_cells = sum(cells)
         differing = ours.differing(theirs)
         self.differing_cells = len(differing)
         return differing
 
     def sample(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The request's record for JSON."""
         return {
             "number": self.plan.number,
             "id": self.request_id,

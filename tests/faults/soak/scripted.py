@@ -1,6 +1,6 @@
 """Faults of wires, as the soak arms them inside an engine host (`Engine.call`); the first argument is the HostedEngine.
 
-Arming only says what will happen to the next WRITEs, notifications or handshakes; ``count`` says how often it did.
+Arming sets faults of the next WRITEs, notifications or handshakes. ``count`` returns how often they struck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Armed:
-    """A scripted fault, and how to know how often it has struck."""
+    """A scripted fault. ``struck`` returns the number of its effects."""
 
     kind: str
     struck: Callable[[], int]
@@ -27,7 +27,7 @@ class Armed:
 
 
 class Handshakes:
-    """Stands between a worker and its handshakes, the first ``left`` of which fail."""
+    """Wraps a worker's handshakes: the next ``left`` ones fail."""
 
     def __init__(self, worker: Any) -> None:
         self._real = worker._nixl_handshake
@@ -41,14 +41,14 @@ class Handshakes:
         return self._real(*args, **kwargs)
 
 
-# Of this process, which hosts one engine.
+# This process hosts one engine.
 _armed: list[Armed] = []
 _effects: Counter[str] = Counter()
 _handshakes: list[Handshakes] = []
 
 
 def install(host: HostedEngine) -> None:
-    """Once per process, before its first request."""
+    """Call this once per process, before its first request."""
     preempt = host.scheduler._preempt_request
 
     def count_preemption(*args: Any, **kwargs: Any) -> Any:
@@ -56,13 +56,13 @@ def install(host: HostedEngine) -> None:
         return preempt(*args, **kwargs)
 
     host.scheduler._preempt_request = count_preemption
-    for worker in wirefaults._workers():  # those of tensor parallel ranks are in other processes
+    for worker in wirefaults._workers():  # workers of tensor parallel ranks are in other processes
         wirefaults.watch(host)
         _handshakes.append(Handshakes(worker))
 
 
 def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first: int, count: int) -> None:
-    """Of the WRITEs from now on, ``count`` after the ``first`` ones."""
+    """The fault strikes ``count`` WRITEs, after the next ``first`` ones."""
     faults = wirefaults._faults(host)
     wirefaults.on_posts(host, fault, first, count)
     rule = faults.post_rules[-1]
@@ -74,7 +74,7 @@ def arm_posts(host: HostedEngine, kind: str, fault: wirefaults.PostFault, first:
 
 
 def arm_messages(host: HostedEngine, kind: str, fault: wirefaults.MessageFault, message: str, count: int) -> None:
-    """The next ``count`` messages of a kind that leave this engine."""
+    """The fault strikes this engine's next ``count`` messages of a kind."""
     faults = wirefaults._faults(host)
     wirefaults.on_messages(host, fault, message, "", count)
     rule = faults.rules[-1]
@@ -86,7 +86,7 @@ def arm_messages(host: HostedEngine, kind: str, fault: wirefaults.MessageFault, 
 
 
 def arm_handshakes(host: HostedEngine, kind: str, count: int) -> None:
-    """The next ``count`` handshakes that this engine begins."""
+    """This engine's next ``count`` handshakes fail."""
     [handshakes] = _handshakes
     handshakes.left = count
 
@@ -115,7 +115,7 @@ def settle(host: HostedEngine) -> None:
 
 
 def throw_garbage(host: HostedEngine, count: int, seed: float) -> None:
-    """Send notifications that are none to every peer that this engine knows."""
+    """Send invalid notifications to every known peer of this engine."""
     send = wirefaults._faults(host)._real["send_notif"]  # the wrapper accepts known kinds only
     rng = random.Random(seed)
     agents = [agent for ranks in list(wirefaults._worker()._remote_agents.values()) for agent in list(ranks.values())]
@@ -123,13 +123,13 @@ def throw_garbage(host: HostedEngine, count: int, seed: float) -> None:
         for _ in range(count):
             try:
                 send(agent, garbage(rng))
-            except Exception:  # noqa: BLE001, S112  a peer that is gone gets none; NIXL builds differ in their errors
+            except Exception:  # noqa: BLE001, S112  a dead peer gets none; NIXL builds differ in their errors
                 continue
             _effects["garbage-notes"] += 1
 
 
 def garbage(rng: random.Random) -> bytes:
-    """Bytes that are no message of anybody's request: cut, mistyped, huge, out of range, or merely unknown."""
+    """Bytes that are no message about a known request: cut, mistyped, huge, out of range, or merely unknown."""
     noise = rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))
     nobody = f"nobody-{rng.getrandbits(64):x}".encode()
     return rng.choice(

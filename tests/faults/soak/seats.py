@@ -18,9 +18,9 @@ Maker = Callable[[str, int, pathlib.Path], Engine]
 
 @dataclasses.dataclass
 class Seat:
-    """A place for one engine. ``leaving``: the soak itself ends it, so its death is no surprise.
+    """A place for one engine. ``leaving``: the soak itself ends the engine, so its death is no problem.
 
-    ``usual_threads`` are those of the present process at its first idle moment.
+    ``usual_threads``: the present process's number of threads at its first idle moment.
     """
 
     engine: Engine
@@ -39,12 +39,12 @@ class Seat:
 
     @property
     def calm(self) -> bool:
-        """Up and not disturbed by a fault that will be over by itself."""
+        """Up and not stopped by a fault."""
         return self.usable and not self.engine.paused
 
 
 class Seats:
-    """All engines. ``take_port`` hands out free ports; logs of each incarnation have a folder of their own."""
+    """All engines. ``take_port`` hands out free ports. Each incarnation's logs have a folder of their own."""
 
     def __init__(self, engines: Mapping[str, Maker], scratch: pathlib.Path, take_port: Callable[[], int]) -> None:
         self._make, self._scratch, self._take_port = engines, scratch, take_port
@@ -79,7 +79,7 @@ class Seats:
         return happened
 
     def replace(self, name: str, *, same_id: bool) -> None:
-        """Put a fresh engine where one has ended: under the same id and port, or under new ones."""
+        """Put a fresh engine in the place of an ended one: under the same id and port, or under new ones."""
         seat = self.seats[name]
         old = seat.engine
         old.put_away()
@@ -90,7 +90,7 @@ class Seats:
         seat.leaving, seat.usual_threads = False, None
 
     def memories(self, name: str) -> list[Memory]:
-        """Of every process that sat there."""
+        """The memory of every process of this seat."""
         return [*self.seats[name].memories, self.seats[name].engine.memory]
 
     def measure_memory(self, *, idle: bool = False) -> None:

@@ -7,7 +7,7 @@ from tests.faults.soak.seats import Seats
 
 
 class Sent:
-    """Which requests no engine should know any more once they have ended."""
+    """Requests that no engine should know after their end."""
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats

@@ -12,7 +12,7 @@ from tests.faults.soak.specs import PLAIN, LineUp
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How long, how much, and from which seed. ``engines``: so many Ps, and as many Ds, of each line-up in turn."""
+    """Duration, load and seed. ``engines``: so many Ps, and as many Ds, of each line-up in turn."""
 
     minutes: float
     seed: int

@@ -29,7 +29,7 @@ DISTURBED_FOR_S = 30.0
 
 
 class NotStartedError(RuntimeError):
-    """An engine did not come up at the very beginning; the message has the end of its log."""
+    """An engine did not start at the beginning. The message has the end of its log."""
 
 
 class ReferenceLostError(RuntimeError):
@@ -37,7 +37,7 @@ class ReferenceLostError(RuntimeError):
 
 
 class Soak:
-    """One run. It calls ``watch`` often, for progress. `stop` ends the load; the second call ends the run."""
+    """One run. It calls ``watch`` often, for progress. `stop` ends the load, a second `stop` the run."""
 
     def __init__(self, settings: Settings, seats: Seats, tally: Tally, watch: Callable[[str], None]) -> None:
         self.seats, self.tally, self._settings, self._watch = seats, tally, settings, watch
@@ -95,7 +95,7 @@ class Soak:
             self._turn("load")
 
     def _calm_down(self) -> None:
-        """Until nothing is on its way, no fault lasts, and every engine is up."""
+        """Wait until no request and no fault is left, and every engine is up."""
         while self._stops < 2 and not self._is_calm():
             self._turn("calming down")
 
@@ -145,7 +145,7 @@ class Soak:
         request.compare_kv()
         self.tally.account(request, disturbed=self._last_struck > request.sent_at - DISTURBED_FOR_S)
 
-    # Faults and what follows
+    # Faults and their consequences
 
     def _strike(self, fault: PlannedFault, until: float) -> None:
         if self.stopped:
@@ -186,7 +186,7 @@ class Soak:
                 self._stuck(seat, f"has not answered for {SILENCE_S:.0f} s")
 
     def _stuck(self, seat: Seat, what: str) -> None:
-        """An engine hangs: note where, and put a fresh one in its place."""
+        """An engine hangs: write its stacks to the log, and put a fresh one in its place."""
         self.tally.problem("hang", f"{seat.name} ({seat.engine.log_path}) {what}")
         seat.engine.dump_stacks()
         self._end_engine(seat)

@@ -16,7 +16,7 @@ WRITE_TIMEOUT_S = 6
 LEASE_S = 12
 REGISTRATION_TIMEOUT_S = 15
 UNKNOWN_S = 10
-"""D keeps an answer that comes too late for another 30 s, and the audit has 60 s of patience."""
+"""D keeps a late answer for another 30 s, and the audit waits for 60 s."""
 MAX_MODEL_LEN = 1400
 
 DEADLINES = {
@@ -44,9 +44,9 @@ EVERYWHERE: tuple[Place, ...] = ("request", "engine", "wire")
 class LineUp:
     """Two prefill engines, two decode engines and a plain one.
 
-    ``prefills``: what differs in the Ps' ``kv_connector_extra_config``. ``options`` go to all engines. Faults strike
-    at ``places`` only. ``reads_kv``: this process can read the engines' KV. ``stock``: the second P and the first D are
-    vLLM's own.
+    ``prefills``: each P's own ``kv_connector_extra_config``. ``options`` go to all engines. Faults strike only at
+    ``places``. ``reads_kv``: this process can read the engines' KV. ``stock``: the second P and the first D are vLLM's
+    own.
     """
 
     name: str
@@ -82,7 +82,7 @@ class LineUp:
         return [*specs, EngineSpec("R", "R", None, (*LENGTH, *self.options), self.model)]
 
     def kinds(self, asked: Iterable[Kind]) -> tuple[Kind, ...]:
-        """Those of the asked kinds that strike in this line-up."""
+        """The kinds of ``asked`` that strike in this line-up."""
         return tuple(kind for kind in asked if kind.place in self.places)
 
 

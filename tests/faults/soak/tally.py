@@ -14,7 +14,7 @@ ILLS: tuple[Ill, ...] = ("mismatch", "leak", "hang", "death")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that must not be; any of them makes the soak a failure."""
+    """A defect. Any problem makes the soak a failure."""
 
     ill: Ill
     round: int
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclasses.dataclass
 class Turn:
-    """Counts of one line-up. ``pushes``: those whose KV on D was compared with P's, ``layer_blocks`` of it."""
+    """Counts of one line-up. ``pushes`` had their KV on D compared with P's: ``layer_blocks`` in all."""
 
     name: str
     reads_kv: bool
@@ -36,9 +36,9 @@ class Turn:
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of the whole run, and of each line-up's turn. A fault is survived when its round ended without a problem.
+    """Counts of the whole run, and of each line-up's turn. A fault is survived if its round ends without a problem.
 
-    ``effects``: how many WRITEs, notifications or preemptions came of each kind; of one fault many, or none.
+    ``effects``: each kind's number of struck WRITEs, notifications or preemptions. One fault may have many, or none.
     """
 
     rounds: int = 0
@@ -55,7 +55,7 @@ class Tally:
     _problems_before: int = 0
 
     def begin_turn(self, name: str, *, reads_kv: bool) -> None:
-        """A line-up has come up."""
+        """A line-up's engines are up."""
         self.turns.append(Turn(name, reads_kv))
 
     def begin_round(self) -> None:
@@ -68,7 +68,7 @@ class Tally:
             self.survived.update(self._this_round)
 
     def struck(self, kind: str) -> None:
-        """A fault of this kind has been injected."""
+        """The soak has injected a fault of this kind."""
         self.injected[kind] += 1
         self.turns[-1].faults += 1
         self._this_round[kind] += 1
@@ -80,7 +80,7 @@ class Tally:
         return sum(problem.ill == ill for problem in self.problems)
 
     def account(self, request: SoakRequest, *, disturbed: bool) -> None:
-        """A request has ended, and its records and the right tokens are there. Mismatches become problems."""
+        """Count an ended request with its records and the right tokens. Mismatches become problems."""
         self.outcomes[request.outcome] += 1
         turn = self.turns[-1]
         turn.requests += 1

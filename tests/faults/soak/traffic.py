@@ -1,4 +1,4 @@
-"""The load: sends requests as a P/D router does, strikes them with their own faults, and takes their results."""
+"""The load: sends requests as a P/D router does, injects the requests' own faults, and takes the results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ EXTRA_TOKENS = (64, 96, 160)
 
 
 class Traffic:
-    """All requests that are on their way (``live``), or whose records and right tokens are (``outstanding`` of both).
+    """All requests on their way (``live``). ``outstanding`` counts these and those that await records or tokens.
 
-    ``done`` gets each one when nothing of it is outstanding any more.
+    ``done`` gets each request when it is complete.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Traffic:
         self.sent = Sent(seats)
 
     def send(self, plan: PlannedRequest) -> None:
-        """Start a request on engines that are up. There must be one of either side."""
+        """Start a request on running engines. One of each side must run."""
         p = self._seats[plan.among("P", self._seats.usable("P"))]
         d = self._seats[plan.among("D", self._seats.usable("D"))]
         d_tokens = plan.token_ids
@@ -78,12 +78,12 @@ class Traffic:
 
     @property
     def quick(self) -> int:
-        """How many of the live ones do not wait for some deadline: by their own fault, or for as long as it looks."""
+        """The number of live requests that probably wait for no deadline: young, and without a slow fault."""
         stale = time.monotonic() - STALE_S
         return sum(request.plan.fault not in SLOW and request.sent_at > stale for request in self.live.values())
 
     def busy(self, seat: Seat) -> bool:
-        """Whether the engine has a request of ours that is not over."""
+        """Whether the engine has an unended request of the soak."""
         legs = (self._leg_on(request, seat) for request in self.live.values())
         return any(leg is not None and leg.state is State.SENT for leg in legs)
 
@@ -110,7 +110,7 @@ class Traffic:
                 self._leg_over(request, leg, None)
 
     def give_up(self, request: SoakRequest) -> None:
-        """A request that hangs is aborted on both sides, so that the soak can go on."""
+        """Abort a hanging request on both sides, so that the soak can go on."""
         request.hung = True
         for leg in request.legs:
             if leg.state is State.UNSENT:
@@ -188,7 +188,7 @@ class Traffic:
 
     def _aborted(self, request: SoakRequest, leg: Leg, then: Callable[[], None] | None, answer: Answer) -> None:
         if answer.gone or leg.state is not State.SENT:
-            return  # it has ended by itself
+            return  # the request or the engine has ended by itself
         if then is not None:
             then()
             return
@@ -216,7 +216,7 @@ class Traffic:
             self._finish(request)
 
     def _finish(self, request: SoakRequest) -> None:
-        """Fetch the engines' records of it and the right tokens; then it is done."""
+        """Fetch the engines' records of a request and the right tokens. Then it is done."""
         if self.live.pop(request.request_id, None) is None:
             return
         request.ended_at = time.monotonic()

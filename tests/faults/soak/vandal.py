@@ -13,7 +13,7 @@ TIMEOUT_S = 0.5
 
 
 def vandalise(host: str, port: int, rng: random.Random) -> None:
-    """Raw bytes that are no ZMTP, then ZMTP messages that are no handshake. Takes no answer."""
+    """Send raw bytes that are no ZMTP, then ZMTP messages that are no handshake. Reads no answer."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), TIMEOUT_S) as raw:
         raw.sendall(rng.choice((rng.randbytes(64), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\0" * 8 + b"\x7f", b"")))
     vandal: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -27,7 +27,7 @@ def vandalise(host: str, port: int, rng: random.Random) -> None:
 
 
 def frames(rng: random.Random) -> list[bytes]:
-    """One message to a ROUTER that waits for an empty frame and a msgpack pair."""
+    """A bad message for a ROUTER that expects an empty frame and a msgpack pair."""
     payloads = (
         rng.randbytes(rng.choice((0, 1, 100, 10_000))),
         msgspec.msgpack.encode((b"get_meta_msg", 99, 99)),

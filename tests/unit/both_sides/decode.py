@@ -64,7 +64,7 @@ class Load:
     blocks: list[int]
     deadline: float
     sampling: str | None
-    """Of P's first token that it asks for."""
+    """Parameters for P's first token, if the load asks for it."""
     first_token: int | Missing | None = None
     outcome: str | None = None
     parked: bool = False
@@ -106,14 +106,14 @@ class DecodeEngine(Process):
         )
 
     def forget_prefill_engine(self, engine_id: str) -> bool:
-        """This rank writes to nobody."""
+        """This rank posts no WRITEs."""
         self.peers.forget(engine_id)
         return True
 
     # The scheduler.
 
     def load(self, prompt: Prompt, prefill_request_id: str | None, cached: int) -> Load | None:
-        """Ask for the KV of a prompt, all but ``cached`` blocks of which are here already."""
+        """Ask for the KV of a prompt; ``cached`` of its blocks are here already."""
         blocks = self.pool.take(prompt.blocks - cached)
         if blocks is None:
             return None
@@ -140,7 +140,7 @@ class DecodeEngine(Process):
         return load
 
     def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
-        """A request for a prompt computes it here."""
+        """D computes the prompt itself."""
         names = self.world.new_id(prompt.base), self.engine_id, prefill_request_id, prompt.text
         self.task(lambda: self.decline(self._prefill_address(), Decline(*names)))
 
@@ -148,7 +148,7 @@ class DecodeEngine(Process):
         return Address("P", host, 5000, self.world.ranks, notify_only=True)
 
     def abort(self, load: Load) -> None:
-        """The scheduler keeps the blocks until the worker has said how the load ended."""
+        """The scheduler keeps the blocks until the worker reports the load's end."""
         load.aborted = True
         self.task(lambda: self.open_loads.abort(load.request_id, "aborted", self.world.now))
 
@@ -165,7 +165,7 @@ class DecodeEngine(Process):
         """The engines fit each other."""
 
     def decline(self, address: Address, message: Decline) -> None:
-        """It goes to whoever is the prefill engine now, whether it is connected or not."""
+        """To the current prefill engine, connected or not."""
         for process in self.world.prefill.processes if self.world.prefill is not None else ():
             self.peers.notify_unconnected(process.name.encode(), encode_quietly(message))
 
@@ -176,12 +176,12 @@ class DecodeEngine(Process):
         assert len(messages) == self.world.ranks, "one completion of each prefill rank"
         assert not load.aborted or load.outcome is None
         assert self._holds(load), f"{load} was reported complete over wrong bytes"
-        assert (load.first_token is None) == (load.sampling is None), f"{load} was reported without its question"
+        assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
         self._end(load, "loaded")
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
         load = self.loads[request_id]
-        assert load.sampling is not None, f"{load} has not asked"
+        assert load.sampling is not None, f"{load} did not ask"
         assert load.first_token is None, f"{load} gets a second first token"
         assert not load.aborted or load.outcome is None
         fits = load.sampling == SAMPLING and first_token == load.prompt.first_token
@@ -191,7 +191,7 @@ class DecodeEngine(Process):
         self.world.tokens["token" if fits else str(first_token)] += 1
 
     def failed(self, request_id: str) -> None:
-        assert self.loads[request_id].first_token is None, "a load that failed starts nothing"
+        assert self.loads[request_id].first_token is None, "a failed load has no first token"
         self._end(self.loads[request_id], "failed")
 
     def parked(self, request_id: str) -> None:
@@ -248,24 +248,24 @@ class DecodeEngine(Process):
         self.pool.give_back(load.blocks)
         del self.loads[load.request_id]
 
-    # What is on its way here.
+    # WRITEs on their way here.
 
     def on_the_wire(self) -> Iterator[FakeWrite]:
-        """WRITEs of which something may still land."""
+        """WRITEs that may still land, in whole or in part."""
         for write in self.world.fabric.writes:
             moves = write.source.alive or write.lingers
             if write.state is WriteState.PENDING and moves and write.target is self.transport:
                 yield write
 
     def check_blocks(self, ids: AbstractSet[int], deed: str, key: Hashable = None) -> None:
-        """Nothing is on its way into these blocks; with ``key``, into the part of them that it names."""
+        """No WRITE is on its way into these blocks; with ``key``, none by that descriptor list."""
         for write in self.on_the_wire():
             into = write.route.remote_descriptors
             if into != "ring" and key in (None, into) and ids & set(write.remote.tolist()):
                 self.staging.accuse(f"blocks {sorted(ids)} {deed} while {write} is on its way into them")
 
     def check_post(self, key: Hashable, ids: Sequence[int]) -> None:
-        """Nothing that is posted here goes where something else is still going on."""
+        """No WRITE is posted into memory that a copy or another WRITE uses."""
         self.staging.check_post(key, ids)
         if key != "ring":
             self.check_blocks(set(ids), "are written to again", key)

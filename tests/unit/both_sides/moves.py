@@ -1,4 +1,4 @@
-"""What may happen next in a world: clients, schedulers, time, the network and fate. Each move is small."""
+"""The moves of a world: clients, schedulers, time, the network and fate. Each move is small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.both_sides.process import LAYERS, SAMPLING, Prompt
 from tests.unit.both_sides.world import DECODERS, World
 
 Pick = Callable[[Sequence[Any]], Any]
-"""Chooses one of several; whoever drives the world decides."""
+"""Chooses one of several; the driver of the world supplies it."""
 
 SOME = 9
 
@@ -94,7 +94,7 @@ def ask_decode_later(world: World, pick: Pick) -> None:
 
 @move(1, lambda world: bool(_decoding(world)) and bool(world.prompts))
 def decline(world: World, pick: Pick) -> None:
-    """D computes a prompt itself. Another D may want it from P all the same."""
+    """D computes a prompt itself. Another D may still want it from P."""
     prompt = pick(world.prompts)
     same = [request.request_id for request in world.requests if request.prompt is prompt]
     pick(_decoding(world)).refuse(prompt, pick([None, *same]))
@@ -152,7 +152,7 @@ def pass_time(world: World, pick: Pick) -> None:
 
 @move(1)
 def lie_low(world: World, pick: Pick) -> None:
-    """A long time, in which everybody goes on."""
+    """A long time passes; all engines go on."""
     for _ in range(pick([6, 10, 40])):
         world.now += 2.0
         world.turn()
@@ -177,7 +177,7 @@ def stop_or_continue(world: World, pick: Pick) -> None:
 
 @move(1, lambda world: bool(world.engines))
 def deafen(world: World, pick: Pick) -> None:
-    """The side channel's listener ends, or is back: it proves nothing about the writers."""
+    """A side channel's listener ends or returns. That proves nothing about the writers."""
     world.deaf ^= {pick(list(world.engines))}
 
 
@@ -193,7 +193,7 @@ def _awaited(world: World) -> list[tuple[DecodeEngine, Load]]:
 
 @move(2, lambda world: _computes(world) and bool(_awaited(world)))
 def claim_too_much(world: World, pick: Pick) -> None:
-    """P is wrong about what it was given, and where: it says to have packed what it must not."""
+    """P names a wrong place or a wrong part in its message about packed blocks."""
     engine, load = pick(_awaited(world))
     window = engine.windows.offset_of(load.request_id)
     whole = Part(0, LAYERS, 0, 0, len(load.blocks))
@@ -211,7 +211,7 @@ def claim_too_much(world: World, pick: Pick) -> None:
 
 @move(2, lambda world: _computes(world) and bool(world.prompts))
 def say_a_token_again(world: World, pick: Pick) -> None:
-    """P repeats a first token, or sends one that nobody waits for: the load has not asked, has failed or is unknown."""
+    """P repeats a first token, or sends one for a load that did not ask, has failed or is unknown."""
     engine = pick(world.decoders) if world.decoders else None
     if engine is not None:
         loads = [(load.request_id, load) for load in engine.loads.values()]

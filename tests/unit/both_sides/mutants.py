@@ -98,7 +98,7 @@ def one_completion_is_enough(patch: Patch) -> None:
 
 @mutant(hold_writes=0.8)
 def patience_frees_the_blocks(patch: Patch) -> None:
-    """Not set aside, but given back."""
+    """The blocks are given back instead of set aside."""
     patch.setattr("tests.unit.both_sides.decode.DecodeEngine.parked", lambda self, request_id: None)
     patch.setattr("tests.unit.both_sides.decode.DecodeEngine.cleared", lambda self, request_id: None)
 
@@ -120,7 +120,7 @@ def a_lost_token_is_awaited_for_ever(patch: Patch) -> None:
 
 @mutant()
 def a_token_comes_with_a_load_that_has_not_asked(patch: Patch) -> None:
-    """P is asked for whatever it has, and its answer is reported."""
+    """A complete load without a token is reported with "late", even if it did not ask."""
     add = Outcomes.add
 
     def mutated(self: Outcomes, record: Any, outcome: Any, reason: Any, now: float, *rest: Any) -> None:
@@ -143,7 +143,7 @@ def a_refused_probe_proves_a_death(patch: Patch) -> None:
 
 @mutant()
 def silence_is_never_noticed(patch: Patch) -> None:
-    """Nor is death."""
+    """Death is not noticed either."""
     patch.setattr(PeerWatch, "due", lambda self, now: [])
 
 
@@ -173,7 +173,7 @@ def a_cancel_is_answered_before_the_wire_is_empty(patch: Patch) -> None:
 
 @mutant()
 def a_cancel_is_forgotten_once_answered(patch: Patch) -> None:
-    """A registration that comes after it is served."""
+    """A registration after the cancel is served."""
     note = BoundedDict.note
 
     def mutated(self: BoundedDict, key: Any, value: Any, *args: Any) -> None:
@@ -205,7 +205,7 @@ def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
 
 @mutant(hold_writes=0.8)
 def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
-    """Those of the old epoch are still on the wire when it starts anew."""
+    """The old epoch's WRITEs are still on the wire when the new one begins."""
     restart, handle = Session._restart, Session.handle
 
     def mutated(self: Session, epoch: int) -> pushed.State:
@@ -256,7 +256,7 @@ def a_lost_write_counts_as_landed(patch: Patch) -> None:
 
 @mutant(hold_writes=0.8)
 def a_request_says_where_a_connected_engine_is(patch: Patch) -> None:
-    """vLLM has connected it, for a heartbeat."""
+    """vLLM connected the engine for a heartbeat; a request's address replaces the handshake's."""
     reach, forget = Connections.reach, Connections.forget
     asked: dict[tuple[Connections, str], Address] = {}
 

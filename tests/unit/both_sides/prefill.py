@@ -35,7 +35,7 @@ class Request:
     computed: int = 0
     leased_until: float | None = None
     over: set[int] = field(default_factory=set)
-    """Ranks whose lease has ended, one way or another."""
+    """Ranks that sent the request, or whose lease ran out."""
 
     def __post_init__(self) -> None:
         self.progress = PromptProgress(self.request_id, (BLOCK_SIZE,))
@@ -91,7 +91,7 @@ class PrefillEngine:
         return True
 
     def _found(self, request: Request, table: list[int], blocks: int) -> ChunkPlan:
-        """The blocks have the prompt's KV, as earlier steps have left it there."""
+        """Fills the blocks with the prompt's KV, as if earlier steps had left it there."""
         for rank in self.ranks:
             for layer in range(LAYERS):
                 for index, block in enumerate(table[:blocks]):
@@ -159,11 +159,11 @@ class PrefillEngine:
 
     @property
     def holders(self) -> dict[int, str]:
-        """Whose each block is, in the scheduler's eyes."""
+        """The owner of each block, as the scheduler sees it."""
         return {block: request.prompt.text for request in self.requests.values() for block in request.table or ()}
 
     def _give_away(self, request: Request, *, read: bool = False) -> None:
-        """Under WRITEs only where vLLM asks nobody: when it preempts or aborts. No completion may follow then."""
+        """Only a preemption or an abort gives blocks away under WRITEs. No completion may follow then."""
         self.world.check_posts()
         blocks, request.table = request.table, None
         if blocks is not None:

@@ -59,7 +59,7 @@ class PrefillRank(Process):
         self.owned = self.transport.describe("kv", self.memory, range(0, self.memory.size, self.piece), self.piece)
         self.owned.give_away(range(LAYERS * P_BLOCKS))
         self.still_read: set[tuple[int, str]] = set()
-        """What was given away under WRITEs, and by whom: those may go on reading, but no new ones."""
+        """Descriptors that were given away under WRITEs, and their old owners. New WRITEs must not read them."""
         self.evictions: list[str] = []
         self.whole: dict[int, tuple[str, Registration]] = {}
         self.digests: dict[str, str] = {}
@@ -123,7 +123,7 @@ class PrefillRank(Process):
                 self.owned.share_with([index], before)
 
     def give_away(self, blocks: list[int], owner: str) -> None:
-        """Somebody else computes here from now on."""
+        """Another request computes in these blocks from now on."""
         for index in descriptor_ids(blocks):
             self.memory[index * self.piece : (index + 1) * self.piece] = POISON
             self.still_read.add((index, owner))
@@ -131,7 +131,7 @@ class PrefillRank(Process):
 
     @property
     def reading(self) -> set[int]:
-        """What WRITEs on the wire, and copies, read from."""
+        """Descriptors that WRITEs on the wire, and copies, read from."""
         ids: set[int] = set()
         for write in self.world.fabric.writes:
             moves = write.state is WriteState.PENDING and write.target.alive
@@ -290,7 +290,7 @@ def descriptor_ids(blocks: list[int]) -> list[int]:
 
 
 class _Plans(PushMeter):
-    """Counts for the world how WRITEs went that have landed."""
+    """Counts landed WRITEs by plan, for the world."""
 
     def __init__(self, world: World) -> None:
         super().__init__(Recorder())

@@ -1,4 +1,4 @@
-"""One worker process of an engine: its place on the wire, whom it is connected to, and what its helpers are doing."""
+"""One worker process of an engine: its name on the wire, its connections, its handshakes and its probes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SAMPLING = "greedy"
 """P's sampling parameters."""
 HANDSHAKE_S, PROBE_S = 5.0, 2.0
 NOWHERE = "nowhere"
-"""A host that some requests name, and that cannot be reached: handshakes and probes wait in vain."""
+"""An unreachable host that some requests name: handshakes and probes get no answer."""
 UNKNOWN_S = 30.0
 """P's `unknown_request_timeout_s`."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a client sends, to both engines. ``base`` is the id that its router gave; another prompt may have it too."""
+    """A client's prompt for both engines. ``base`` is its router's id; another prompt may have it too."""
 
     base: str
     text: str
@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def first_token(self) -> int:
-        """What P samples after it."""
+        """The token that P samples after the prompt."""
         return zlib.crc32(self.text.encode()) % 1000
 
     @property
@@ -52,7 +52,7 @@ class Prompt:
         return -(-self.tokens // BLOCK_SIZE)
 
     def kv(self, layer: int, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """What attention leaves in a block."""
+        """The KV that attention leaves in a block."""
         seed = [*self.text.encode(), layer, index]
         return np.random.default_rng(seed).integers(0, POISON, BLOCK_BYTES, dtype=np.uint8)
 
@@ -64,7 +64,7 @@ def base_id(request_id: str) -> str:
 
 @dataclass
 class Pool:
-    """Blocks of one engine. Block 0 is nobody's. The oldest free block is used first, or the newest."""
+    """Blocks of one engine. Block 0 has no owner. The oldest or the newest free block is used first."""
 
     size: int
     free: deque[int] = field(init=False)
@@ -183,7 +183,7 @@ class Process:
                 handshake.pending.set_result(None)
 
     def _end_probes(self) -> None:
-        """The verdict is about the moment at which the question is answered."""
+        """A verdict holds for the moment of the answer."""
         for probe in list(self.probes):
             engine_id = probe.address.engine_id
             engine, nowhere = self.world.engines.get(engine_id), probe.address.host == NOWHERE

@@ -1,7 +1,7 @@
-"""Staging memory of both engines with owners: every copy and every WRITE that touches what it must not is noted.
+"""Staging memory of both engines with owners: each copy and each WRITE that touches foreign bytes is noted.
 
-A span of P's ring belongs to one WRITE, a window of D's to one request. What is given back is poisoned, so that whoever
-comes late carries poison.
+A span of P's ring belongs to one WRITE, a window of D's to one request. Free bytes are poisoned, so a late reader
+gets poison.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOKS = 12
 
 @dataclass(frozen=True)
 class Packing:
-    """How a world packs. ``plan``: "off", "gather", "packed" or "mixed"; so many copies are ``slow`` and ``broken``."""
+    """A world's packing. ``plan``: "off", "gather", "packed" or "mixed"; ``slow`` and ``broken``: shares of copies."""
 
     plan: str = "off"
     pieces: int = 3
@@ -48,7 +48,7 @@ class Packing:
 
     @classmethod
     def drawn(cls, draw: random.Random, **given: object) -> Packing:
-        """One of many, except for what is given."""
+        """A random packing, except for the ``given`` values."""
         drawn: dict[str, object] = {
             "plan": draw.choice(["off", "gather", "packed", "packed", "mixed", "mixed"]),
             "pieces": draw.choice([1, 3, 6]),
@@ -62,7 +62,7 @@ class Packing:
 
 
 class WatchedRing(Ring):
-    """Tells of each span that is given back."""
+    """Reports each span that is given back."""
 
     def __init__(self, size: int, given: Callable[[range], None]) -> None:
         super().__init__(size)
@@ -76,7 +76,7 @@ class WatchedRing(Ring):
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A copy that is not over: bytes of the ring, and descriptor ids of the cache."""
+    """A running copy: bytes of the ring, and descriptor ids of the cache."""
 
     what: str
     packed: range
@@ -87,7 +87,7 @@ class Running:
 
 
 class _Watched:
-    """A copy whose end is noticed."""
+    """A copy that reports its end."""
 
     def __init__(self, copy: Copy, on_end: Callable[[], None], breaks: bool) -> None:
         self._copy, self._on_end, self._breaks, self._ended = copy, on_end, breaks, False
@@ -111,7 +111,7 @@ class _Watched:
 
 
 class WatchedStaging(NumpyStaging):
-    """Of one process. Copies take as long as the world's packing says, and some break."""
+    """Staging memory of one process. The world's packing sets how long copies take; some break."""
 
     def __init__(self, process: Process, layout: CacheLayout, cache: Bytes, pieces: int) -> None:
         super().__init__(layout, cache, pieces * PIECE_BYTES)
@@ -124,7 +124,7 @@ class WatchedStaging(NumpyStaging):
         self.process.world.wrongs.append(f"{self.process.name}: {text}")
 
     def pieces(self, key: str) -> Descriptors:
-        """The ring as a list of pieces that NIXL knows; nobody's."""
+        """The ring as a list of NIXL descriptors without an owner."""
         starts = range(0, len(self.memory), PIECE_BYTES)
         described = self.process.transport.describe(key, self.memory, starts, PIECE_BYTES)
         described.give_away(range(len(starts)))
@@ -167,7 +167,7 @@ class WatchedStaging(NumpyStaging):
 
 
 class PrefillStaging(WatchedStaging):
-    """A prefill rank's."""
+    """Staging memory of a prefill rank."""
 
     def __init__(self, rank: PrefillRank, layout: CacheLayout) -> None:
         super().__init__(rank, layout, rank.memory, rank.world.packing.pieces)
@@ -195,7 +195,7 @@ class PrefillStaging(WatchedStaging):
         return begun
 
     def check_post(self, key: object, ids: Sequence[int]) -> None:
-        """What is posted from the ring has been gathered."""
+        """A WRITE from the ring is posted only after its gather."""
         if not isinstance(key, str) or key not in self.lists:
             return
         size, _ = self.lists[key]
@@ -223,7 +223,7 @@ class PrefillStaging(WatchedStaging):
 
 
 class DecodeStaging(WatchedStaging):
-    """A decode engine's, which scatters: a copy into blocks is a write like any other."""
+    """Staging memory of a decode engine. A scatter into blocks counts as a write."""
 
     def __init__(self, engine: DecodeEngine, layout: CacheLayout) -> None:
         packing = engine.world.packing
@@ -246,7 +246,7 @@ class DecodeStaging(WatchedStaging):
         )
 
     def check_post(self, key: object, ids: Sequence[int]) -> None:
-        """Nobody reads, or writes, what a WRITE that is posted now goes to."""
+        """No WRITE is posted into memory that a copy or another WRITE uses."""
         if key == "ring":
             for each in ids:
                 span = range(each * PIECE_BYTES, (each + 1) * PIECE_BYTES)
@@ -279,7 +279,7 @@ class DecodeStaging(WatchedStaging):
 
 
 class OwnedWindows(Windows):
-    """A window is its request's, and WRITEs of others into it are violations."""
+    """A window belongs to its request. WRITEs of other requests into it are violations."""
 
     def __init__(self, engine: DecodeEngine, staging: DecodeStaging, size: int) -> None:
         super().__init__(staging.ring, size)
@@ -298,7 +298,7 @@ class OwnedWindows(Windows):
 
 
 class MixedStager(PackingStrategy):
-    """Any plan that is possible."""
+    """Chooses any possible plan."""
 
     draw: random.Random
 

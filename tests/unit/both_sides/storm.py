@@ -20,11 +20,11 @@ WEATHER = {
     "reorder": (0.0, 0.1),
     "delay": (0.0, 0.2),
 }
-"""Rates of faults, one of each kind for a world."""
+"""Rates of faults; a world draws one of each kind."""
 
 
 def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> World:
-    """A world with faults of its own, except for what ``weather`` and ``packing`` say."""
+    """A world with random faults and packing, except for ``weather`` and ``packing``."""
     draw = random.Random(seed)
     weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
     policy = Policy(
@@ -39,7 +39,7 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> 
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **weather: Any) -> World:
-    """A story and its end. Raises ``AssertionError`` where a promise is broken."""
+    """Drives a world at random, then home. Raises ``AssertionError`` for a broken promise."""
     draw = random.Random(seed)
     world = stormy(seed, packing, **weather)
     try:

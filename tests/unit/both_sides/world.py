@@ -1,7 +1,7 @@
-"""Prefill and decode engines against each other on one fake network: what may happen next, and what must always hold.
+"""Prefill and decode engines against each other on one fake network: their moves, and the rules that always hold.
 
 Everything between the engines is the real thing: sessions, desks, writers, peers, the watch, the bytes on the wire.
-What is played is vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
+The world plays vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
 (`tests.support.fake_transport`), handshakes, side channels and the clock.
 """
 
@@ -26,7 +26,7 @@ Engine = PrefillEngine | DecodeEngine
 
 
 class Defects(logging.Handler):
-    """What the writer logs because it must not raise it."""
+    """Errors that the writer logs instead of raising."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -50,13 +50,13 @@ class World:
         self.ranks, self.policy = ranks, policy or Policy()
         self.packing = packing or Packing()
         self.copies = random.Random(self.packing.seed)
-        """How long each copy takes, and which of them break."""
+        """Draws the durations and the failures of copies."""
         self.questions = random.Random(seed)
-        """Which loads ask for P's first token, and of which sampling parameters."""
+        """Draws requests for P's first token, and their sampling parameters."""
         self.routers = random.Random(seed)
-        """Which loads name the wrong host for P, and when heartbeats connect D to P."""
+        """Draws wrong hosts of P in loads, and heartbeats that connect D to P."""
         self.tokens: Counter[str] = Counter()
-        """With what loads that have asked were reported: a token, or the reason that there is none."""
+        """Answers to loads that asked for P's first token: the token, or the reason for its absence."""
         self.now = 1000.0
         self.prompts: list[Prompt] = []
         self.engines: dict[str, Engine] = {}
@@ -65,9 +65,9 @@ class World:
         self.outcomes: Counter[str] = Counter()
         self.completions: Counter[tuple[str, tuple[str, str]]] = Counter()
         self.wrongs: list[str] = []
-        """What was done to staging memory, or by way of it, that must not be."""
+        """Forbidden uses of staging memory."""
         self.plans: Counter[str] = Counter()
-        """How WRITEs that landed went."""
+        """Landed WRITEs by plan."""
         self.defects = Defects()
         logging.getLogger("vllm.layerpush").addHandler(self.defects)
         self._names = self._ids = self._checked = self.lies = 0
@@ -101,7 +101,7 @@ class World:
         return [] if self.prefill is None else list(self.prefill.requests.values())
 
     def engine_of(self, agent: str) -> Engine | None:
-        """Who has this name on the wire, if it lives."""
+        """The living engine with this agent."""
         living = self.engines.values()
         return next((engine for engine in living if agent in [process.name for process in engine.processes]), None)
 
@@ -134,7 +134,7 @@ class World:
     def note_completion(self, process: Process, registration: Registration) -> None:
         self.completions[process.name, registration.key] += 1
 
-    # What must hold, and the way home.
+    # The rules, and the way home.
 
     def check(self) -> None:
         assert self.fabric.violations == [], self.fabric.violations[0]
@@ -145,7 +145,7 @@ class World:
         self.check_posts()
 
     def check_posts(self) -> None:
-        """Nothing is posted from blocks that the prefill engine gave away; what is gathered is checked when it is."""
+        """No WRITE is posted from blocks that P gave away. Gathers have a check of their own."""
         for write in self.fabric.writes[self._checked :]:
             if self.prefill is None or not write.source.alive or write.route.local_descriptors != "kv":
                 continue
@@ -155,7 +155,7 @@ class World:
         self._checked = len(self.fabric.writes)
 
     def drive_home(self) -> None:
-        """Faults stop, clients ask for nothing new: everything must end, on its own and cleanly."""
+        """Faults and new requests stop: everything must end by itself, and cleanly."""
         self.fabric.faults = Faults()
         self.deaf.clear()
         for engine_id in self.engines:

@@ -1,4 +1,4 @@
-"""Tensors amid guard bytes: whatever a copy writes where it should not is seen by comparing the whole memory."""
+"""Tensors amid guard bytes: a comparison of the whole memory shows each stray byte of a copy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def guarded(
     offset: int = 0,
     seed: int | None = None,
 ) -> Guarded:
-    """Room for such a tensor between two guards, all of it noise, or poison without a seed."""
+    """A strided tensor between two guards. All memory is noise, or poison without a seed."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
     count = 2 * GUARD + offset + max(reach, 0) * dtype.itemsize
     count += -count % dtype.itemsize

@@ -38,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """Layers of one layout, the ids of some of their blocks, and what a caller chooses."""
+    """Layers of one layout, the ids of some of their blocks, and a caller's choices."""
 
     layout: Layout
     layers: int

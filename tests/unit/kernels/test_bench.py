@@ -1,4 +1,4 @@
-"""bench.kernel: what it writes, and that it writes nothing when a byte is wrong."""
+"""bench.kernel: its result file, and that a wrong byte prevents it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_is_too_large_is_left_out_and_said(tmp_path: Path) -> None:
 @FLUSH
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_a_wrong_byte_is_an_error_and_nothing_is_written(direction: str, tmp_path: Path) -> None:
-    """Not even the figures of other ways."""
+    """Figures of other ways are not written either."""
     right = getattr(kernel, f"{direction}_blocks")
 
     def wrong(*tensors: torch.Tensor, max_programs: int) -> None:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernel for an H100, no GPU needed: 16 bytes per access wherever alignment allows."""
+"""The kernel, compiled for an H100 without a GPU: 16 bytes per access wherever alignment allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRITON_INTERPRET=1 in the environment: CPU tensors go through the kernel, as a debugger would want it."""
+"""TRITON_INTERPRET=1 in the environment: CPU tensors go through the kernel, for a debugger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offsets over 2**31 elements and over 2**32 bytes. The memory is never touched but where blocks are copied."""
+"""Offsets over 2**31 elements and over 2**32 bytes. Only copied blocks are touched in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN = 48
 
 @pytest.fixture(params=[torch.uint8, torch.bfloat16], ids=str)
 def memory(request: pytest.FixtureRequest, place: str) -> torch.Tensor:
-    """Not aligned to more than an element: strides in units of what is accessed are as large as they can be."""
+    """Aligned to one element only: strides in units of an access are as large as possible."""
     return torch.empty(2 * FAR + 3 * RUN, dtype=request.param, device="cuda" if place == "cuda" else "cpu")[1:]
 
 

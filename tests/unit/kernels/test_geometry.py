@@ -1,4 +1,4 @@
-"""Geometry: what is read from shapes and strides, for every layout of vLLM, and what is refused."""
+"""Geometry: its values from shapes and strides, for every layout of vLLM, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the kernel is launched: once, with as many programs as the caller allows, on its stream, with no wait."""
+"""The launch of the kernel: once, with as many programs as the caller allows, on its stream, with no wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 48 * 1024  # bytes; three tiles
 
 
 class Launches:
-    """In the place of the kernel: keeps what it was launched with, and copies nothing."""
+    """Stands in for the kernel: keeps the launch arguments, and copies nothing."""
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
@@ -188,6 +188,6 @@ def test_on_a_gpu_the_copy_is_on_the_given_stream() -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000_000)
     gather_blocks(cache, ids, out, stream=side)
-    assert bool((out == 0xFF).all()), "it did not wait for what the side stream did before"
+    assert bool((out == 0xFF).all()), "the kernel did not wait for earlier work of the side stream"
     side.synchronize()
     assert torch.equal(out, cache[ids])

@@ -1,4 +1,4 @@
-"""Layouts that vLLM uses, whole and one rank's heads: what arrives is what vLLM would see at the other end."""
+"""Layouts that vLLM uses, whole and one rank's heads: values arrive as the receiving vLLM would read them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_blocks_move_from_p_to_d(layout: str, heads: slice, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_rank_of_p_gathers_the_heads_of_two_ranks_of_d(place: str) -> None:
-    """Two ranks of D with half the heads each, their caches side by side, have what P has."""
+    """The caches of two ranks of D, with half the heads each, make up P's cache side by side."""
     with running_at(place) as device:
         source = filled((BLOCKS, 2, SIZE, HEADS, DIM), device, 1)
         ranks = [filled((BLOCKS, 2, SIZE, HEADS // 2, DIM), device, seed) for seed in (2, 3)]

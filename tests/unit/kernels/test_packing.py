@@ -12,7 +12,7 @@ from tests.unit.kernels.arena import Guarded, guarded, noise, poisoned_bytes
 from tests.unit.kernels.caches import Case, Layout, cases
 from tests.unit.kernels.places import PLACES, running_at
 
-# One element, and memory of another after it: contiguous by torch's reckoning, whatever the stride.
+# One element, with memory of another tensor behind it: torch calls it contiguous with any stride.
 LONELY = Case(Layout((1, 1), (2, 2), torch.bfloat16, 0), 1, torch.tensor([0]), 0, 1, 0)
 
 pytestmark = pytest.mark.parametrize("place", PLACES)
@@ -23,7 +23,7 @@ def layers_of(case: Case, device: torch.device) -> list[Guarded]:
 
 
 def argument(caches: list[Guarded]) -> torch.Tensor | LayerTable:
-    """One cache goes as it is, several as a slice of a table that has one more on both sides."""
+    """One cache as it is; several as a slice of a table with one more layer at each end."""
     if len(caches) == 1:
         return caches[0].tensor
     table = layer_table([cache.tensor for cache in (caches[-1], *caches, caches[0])])

@@ -1,4 +1,4 @@
-"""What gather and scatter refuse, before anything is copied."""
+"""Refusals of gather and scatter, before any copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines without a model: vLLM's API as far as a proxy meets it, and faults on demand."""
+"""Engines without a model: the part of vLLM's API that a proxy uses, and faults on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fault = Literal["drop", "hang", "500", "429", "400", "error_event", "error_event
 
 @dataclass
 class Network:
-    """What P and D know of each other: living engine ids, and which prompts P has computed."""
+    """State that P and D share: living engine ids, and the prompts that P has computed."""
 
     engines: set[str] = field(default_factory=set)
     _pushed: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Stub:
         self.step: asyncio.Semaphore | None = None
         """If set, one permit for each event of a stream."""
         self.pieces: list[bytes] | None = None
-        """If set, D writes exactly these."""
+        """If set, the exact pieces of D's answer."""
         self.seen: list[Seen] = []
         self.probes: list[Seen] = []
         self.cancelled = 0

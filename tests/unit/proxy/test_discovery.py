@@ -212,7 +212,7 @@ class Made:
 
 
 def streamed(here: World) -> Any:
-    """An answer of three tokens, as a stream; to be entered."""
+    """A streamed answer of three tokens; a context manager."""
     body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
     return here.session.post(f"{here.url}/v1/completions", json=body)
 

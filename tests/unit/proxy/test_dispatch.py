@@ -1,4 +1,4 @@
-"""Which engine is asked what, and when."""
+"""The requests to each engine, and their order."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ async def test_a_p_that_is_busy_at_the_start_is_asked_first_until_it_has_said_wh
 
 @asynchronous
 async def test_several_engines_at_one_url_are_asked_first(caplog: pytest.LogCaptureFixture) -> None:
-    """A load balancer in front of them: whoever was asked last may not be the one that answers next."""
+    """Behind a load balancer, the next answer may come from another engine."""
     async with world() as here:
         replies = []
         for index in range(6):

@@ -1,4 +1,4 @@
-"""Clients that leave, engines that fail: what is cancelled, what is tried again, and what the client is told."""
+"""Clients that leave, engines that fail: cancels, retries, and the client's answer."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_a_d_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
 @pytest.mark.parametrize("fault", ["500", "429"])
 @asynchronous
 async def test_a_d_that_refuses_while_p_computes_is_replaced(fault: Fault) -> None:
-    """An overloaded D answers at once; P, of which there is one, has hardly begun."""
+    """An overloaded D answers at once; the only P has hardly begun."""
     async with world(prefills=1, decodes=2) as here:
         here.p.hold = asyncio.Event()
         here.decode[0].faults.append(fault)
@@ -191,7 +191,7 @@ async def test_a_d_that_refuses_while_p_computes_is_replaced(fault: Fault) -> No
         await until(lambda: sum(len(each.seen) for each in here.decode) == 2, "both D are asked")
         here.p.hold.set()
         assert (await reply).status == int(fault)
-        assert len(here.decode[0].seen) == len(here.decode[1].seen) == 1, "nobody is asked twice"
+        assert len(here.decode[0].seen) == len(here.decode[1].seen) == 1, "no engine is asked twice"
 
         here.p.hold = asyncio.Event()
         here.decode[0].faults.append(fault)
@@ -206,7 +206,7 @@ async def test_a_d_that_refuses_while_p_computes_is_replaced(fault: Fault) -> No
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @asynchronous
 async def test_a_connection_that_breaks_is_tried_again_with_the_only_engine(role: str) -> None:
-    """Such as one that an engine closed at the moment at which it was used again."""
+    """For example, an engine closes a kept connection just as the proxy uses it again."""
     async with world(health_check_interval_s=600.0) as here:
         (here.p if role == "prefill" else here.d).faults.append("drop")
         assert (await here.post()).status == 200

@@ -13,7 +13,7 @@ from tests.unit.proxy.world import asynchronous, until
 
 
 class Visitor:
-    """Enters, and stays until it is told to go."""
+    """Enters, and stays until ``go`` is set."""
 
     def __init__(self, gate: Gate, name: str, entered: list[str]) -> None:
         self.go = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Which engines get requests, and what the proxy says of itself."""
+"""The engines that get requests, and the proxy's reports on itself."""
 
 from __future__ import annotations
 

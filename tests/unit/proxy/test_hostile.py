@@ -1,4 +1,4 @@
-"""Clients that mean harm, or go about it clumsily: what they can hold, and for how long."""
+"""Malicious or clumsy clients: the resources that they can hold, and for how long."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind() -> N
                     pass
 
         def tasks() -> int:
-            """Not those in which the engines wait for the next request of a connection that is kept."""
+            """All tasks but those of engines that wait on a kept connection."""
             coroutines = [str(task.get_coro()) for task in asyncio.all_tasks()]
             return sum("RequestHandler.start" not in each for each in coroutines)
 

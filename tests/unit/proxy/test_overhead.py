@@ -1,4 +1,4 @@
-"""What the overhead benchmark writes."""
+"""The output of the overhead benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy's pages name what exists, and their examples do what they say."""
+"""The proxy's pages name existing things, and their examples work as described."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_commands_start_a_proxy(command: str, monkeypatch: pytest.MonkeyPatc
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
-    """Answers as P would, and writes down what it is asked."""
+    """Answers as P would, and keeps the requests."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -93,7 +93,7 @@ class World:
         await until(lambda: all(instance.healthy for instance in self.proxy.fleet), "all engines healthy")
 
     async def metric(self, line_start: str) -> float:
-        """The sum of all samples that begin with this."""
+        """The sum of all samples that begin with ``line_start``."""
         text = (await self.get("/metrics")).body.decode()
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(line_start))
 
