@@ -49,7 +49,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handshake:
-    """A handshake that runs, and the address at which it was begun."""
+    """A handshake, and the address at which it was begun."""
 
     pending: Future[Any]
     address: Address
