@@ -18,23 +18,23 @@ CLEAN_UP_S = 10.0
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(fleet: Fleet, logs: LogReader) -> Iterator[None]:
-    """After every test: engines idle, all blocks free, no table mentions a request of the test, no error in a log."""
-    for host in fleet.live():
-        logs.new_text(host)
-        host.forget_requests()
+    """After every test its engines are idle, all blocks free; no table mentions its requests; no log has an error."""
     yield
-    for host in fleet.live():
-        if host.broken:
-            fleet.discard(host)
-            continue
-        try:
-            host.wait_idle(timeout=20)
-            check_nothing_left(host)
-        except AssertionError:
-            fleet.discard(host)
-            raise
-        peer_errors = logs.peer_errors(host)
-        assert peer_errors == [], f"{host.engine_id} complained:\n{host.log_tail()}"
+    try:
+        for host in fleet.in_use():
+            if host.broken:
+                fleet.discard(host)
+                continue
+            try:
+                host.wait_idle(timeout=20)
+                check_nothing_left(host)
+            except AssertionError:
+                fleet.discard(host)
+                raise
+            peer_errors = logs.peer_errors(host)
+            assert peer_errors == [], f"{host.engine_id} complained:\n{host.log_tail()}"
+    finally:
+        fleet.rest()
 
 
 def check_nothing_left(host: EngineHost, bounded_memories: tuple[str, ...] = BOUNDED_MEMORIES) -> None:

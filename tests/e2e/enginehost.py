@@ -73,6 +73,8 @@ class EngineHost(Logged):
         self.broken = False
         self.ended = False
         self.idle_blocks = 0
+        self.log_start = 0
+        """The log's size in characters when the test began to use this host."""
         self._request_ids: list[str] = []
         self._seq = 0
         self._replies: dict[int, tuple[str, Any]] = {}
@@ -94,12 +96,12 @@ class EngineHost(Logged):
 
     def begin_stop(self) -> None:
         """Ask the host to end, without waiting for it."""
+        self.resume()
         with contextlib.suppress(OSError):  # the host is gone already
             self._pipe.send((0, "stop", ()))
 
     def stop(self) -> None:
         """Ask, then terminate, then kill the process. It always ends."""
-        self.resume()
         self.begin_stop()
         self._process.join(0 if self.broken else 15)
         for end in (self._process.terminate, self._process.kill):
@@ -124,6 +126,16 @@ class EngineHost(Logged):
         if self._paused:
             self._paused = False
             self._signal(signal.SIGCONT)
+
+    def begin_use(self) -> None:
+        """A test begins to use the host."""
+        self.log_start = len(self.log())
+        self.resume()
+
+    def end_use(self) -> None:
+        """The test has ended: forget its requests, and pause until the next one."""
+        self._request_ids.clear()
+        self.pause()
 
     def wait_ended(self, timeout: float) -> int | None:
         """Wait for the process after `begin_stop`. Returns its exit code."""
@@ -206,14 +218,8 @@ class EngineHost(Logged):
         return request_id in self._outputs
 
     def request_ids(self) -> list[str]:
-        """Every request added since `forget_requests`."""
+        """Every request that this test has added."""
         return list(self._request_ids)
-
-    def forget_requests(self) -> None:
-        self._request_ids.clear()
-
-    def log_size(self) -> int:
-        return len(self.log())
 
     # Plumbing
 

@@ -1,8 +1,7 @@
-"""The engines of one test session: started at their first use, shared, a few at a time."""
+"""The engines of one test session: started at their first use, shared, a few at a time, paused between tests."""
 
 import pathlib
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,28 +14,41 @@ MAX_LIVE = 10
 
 
 class Fleet:
-    """Hosts by spec. Replaces a broken host. Beyond `MAX_LIVE` hosts, stops the least recently used ones."""
+    """Hosts by spec. Replaces a broken host. Beyond `MAX_LIVE` hosts, stops the least recently used ones.
+
+    A host runs only while a test uses it: the threads of an idle engine wake up two thousand times a second.
+    """
 
     def __init__(self, models: ModelShelf, scratch: pathlib.Path, ports: PortAllocator) -> None:
         self._models = models
         self._scratch = scratch
         self._take_port = ports.take
         self._hosts: OrderedDict[EngineSpec, EngineHost] = OrderedDict()
+        self._in_use: list[EngineHost] = []
         self._guests: list[EngineHost] = []
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
-        """Live, ready hosts for the specs, in their order. Missing ones start at the same time."""
+        """Ready hosts for the specs, in their order. Missing ones start at the same time. All run until `rest`."""
         missing = [spec for spec in specs if spec not in self._hosts or self._hosts[spec].broken]
         for spec in missing:
             if spec in self._hosts:
-                self._hosts.pop(spec).stop()
+                self._remove(spec).stop()
         self._make_room(len(missing), keep=set(specs))
         for spec in missing:
             self._hosts[spec] = self._start(spec, self._take_port())
         for spec in specs:
             self._hosts.move_to_end(spec)
-            self._hosts[spec].wait_ready()
+            host = self._hosts[spec]
+            host.wait_ready()
+            if host not in self._in_use:
+                self._in_use.append(host)
+                host.begin_use()
         return [self._hosts[spec] for spec in specs]
+
+    def rest(self) -> None:
+        """A test has ended: pause the hosts that it used."""
+        while self._in_use:
+            self._in_use.pop().end_use()
 
     def spawn(self, *specs: EngineSpec) -> list[EngineHost]:
         """Ready hosts for one test, which may end or damage them. `discard` them."""
@@ -56,15 +68,15 @@ class Fleet:
         successor.wait_ready()
         return successor
 
-    def live(self) -> Iterator[EngineHost]:
-        hosts = [*self._hosts.values(), *self._guests]
-        return iter([host for host in hosts if not host.ended])
+    def in_use(self) -> list[EngineHost]:
+        """The hosts of this test that have not ended."""
+        return [host for host in (*self._in_use, *self._guests) if not host.ended]
 
     def discard(self, host: EngineHost) -> None:
         if host in self._guests:
             self._guests.remove(host)
         elif self._hosts.get(host.spec) is host:
-            del self._hosts[host.spec]
+            self._remove(host.spec)
         host.stop()
 
     def discard_guests(self) -> None:
@@ -76,10 +88,7 @@ class Fleet:
 
     def stop(self) -> None:
         self.discard_guests()
-        for host in self._hosts.values():
-            host.begin_stop()
-        while self._hosts:
-            self._hosts.popitem()[1].stop()
+        self._stop_hosts(list(self._hosts))
 
     def _start(self, spec: EngineSpec, port: int, engine_id: str | None = None) -> EngineHost:
         return EngineHost(spec, self._models.path(spec.model), self._scratch, port, engine_id)
@@ -87,10 +96,19 @@ class Fleet:
     def _make_room(self, count: int, keep: set[EngineSpec]) -> None:
         idle = [spec for spec in self._hosts if spec not in keep]
         excess = idle[: max(0, len(self._hosts) + len(self._guests) + count - MAX_LIVE)]
-        for spec in excess:
+        self._stop_hosts(excess)
+
+    def _stop_hosts(self, specs: list[EngineSpec]) -> None:
+        for spec in specs:
             self._hosts[spec].begin_stop()
-        for spec in excess:
-            self._hosts.pop(spec).stop()
+        for spec in specs:
+            self._remove(spec).stop()
+
+    def _remove(self, spec: EngineSpec) -> EngineHost:
+        host = self._hosts.pop(spec)
+        if host in self._in_use:
+            self._in_use.remove(host)
+        return host
 
 
 FLEET = pytest.StashKey[Fleet]()

@@ -165,15 +165,11 @@ class LogView:
     """Hosts' logs since the test began."""
 
     def __init__(self) -> None:
-        self._start: dict[EngineHost, int] = {}
         self.tracebacks_expected = False
         """Upstream logs a traceback of a failed handshake."""
 
-    def begin(self, host: EngineHost) -> None:
-        self._start[host] = host.log_size()
-
     def lines(self, host: EngineHost) -> list[str]:
-        return host.log()[self._start.get(host, 0) :].splitlines()
+        return host.log()[host.log_start :].splitlines()
 
     def serious(self, host: EngineHost, mentioning: str) -> list[str]:
         """Warnings and errors with this text, except the line by which vLLM repeats a failed load."""

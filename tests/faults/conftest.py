@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e import stagingfaults, wirefaults
-from tests.e2e.enginehost import EngineHost
 from tests.e2e.fleet import Fleet
 from tests.faults import engines
 from tests.faults.checks import LogView, check_clean
@@ -26,18 +25,15 @@ def log() -> LogView:
 @pytest.fixture(autouse=True)
 def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
     """Engines of `fleet.spawn` live for one test only. Those of `fleet.get` serve the next test, too."""
-    for host in _live(fleet):
-        log.begin(host)
-        host.forget_requests()
     yield
     try:
-        for host in _live(fleet):
+        for host in fleet.in_use():
             host.resume()
-        for host in _live(fleet):
+        for host in fleet.in_use():
             if not host.broken:
                 host.call(wirefaults.reset)
                 host.call(stagingfaults.reset)
-        for host in _live(fleet):
+        for host in fleet.in_use():
             if host.broken:
                 fleet.discard(host)
                 continue
@@ -48,8 +44,4 @@ def _survivors_are_clean(fleet: Fleet, log: LogView) -> Iterator[None]:
                 raise
     finally:
         fleet.discard_guests()
-
-
-def _live(fleet: Fleet) -> list[EngineHost]:
-    """Engines with one rank, as in all fault tests. Engines of other tests may have several, in other processes."""
-    return [host for host in fleet.live() if host.spec.ranks == 1]
+        fleet.rest()
