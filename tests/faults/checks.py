@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tests.e2e import probes, stagingfaults, wirefaults
-from tests.e2e.conftest import BOUNDED_MEMORIES, CLEAN_UP_S, check_nothing_left
+from tests.e2e.conftest import BOUNDED_MEMORIES, check_nothing_left
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
@@ -30,6 +30,8 @@ THREADS = {
 FEW = 1
 """WRITEs, messages or copies before a fault in the middle of a push. A push has few, because layers share WRITEs."""
 WARM_UP_S = 30.0
+PAUSE_S = 0.01
+"""Between two looks at an engine: a look takes the time of its main thread."""
 SERIOUS = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
@@ -55,7 +57,7 @@ def warm_up(p: EngineHost, d: EngineHost) -> None:
         push = handoff.push()
         return push.mode == "auto" and 2 * len(push.writes) <= len(push.layer_chunks)
 
-    eventually(shares_writes, WARM_UP_S, f"layers of {p.engine_id} share WRITEs")
+    until(shares_writes, f"layers of {p.engine_id} share WRITEs", WARM_UP_S)
     p.call(wirefaults.reset)
 
 
@@ -132,14 +134,15 @@ def check_planned(handoff: Handoff) -> Push:
 def check_under_way(p: EngineHost) -> None:
     """Check that P has unended WRITEs, all with its forced plan."""
     plan = engines.forced_plan(p.spec)
-    eventually(lambda: p.call(stagingfaults.plans_under_way), 3.0, f"{p.engine_id} has WRITEs under way")
+    p.poll_until(stagingfaults.plans_under_way)
     if plan is not None:
         assert p.call(stagingfaults.plans_under_way) == [plan]
 
 
 def check_idle_soon(host: EngineHost, seconds: float = engines.GRACE_S) -> None:
     """Check that all blocks are free long before a lease would free them."""
-    eventually(lambda: host.call(probes.free_blocks) == host.idle_blocks, seconds, f"{host.engine_id} frees all blocks")
+    all_free = f"{host.engine_id} has freed all blocks"
+    until(lambda: host.call(probes.free_blocks) == host.idle_blocks, all_free, seconds, PAUSE_S)
 
 
 def check_owned(host: EngineHost, blocks: list[int]) -> None:
@@ -148,17 +151,12 @@ def check_owned(host: EngineHost, blocks: list[int]) -> None:
     assert host.call(probes.owned_blocks, blocks) == len(blocks), "blocks that a WRITE may still reach are free"
 
 
-def eventually(true: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until `true`."""
-    until(true, what, seconds, pause_s=0.01)
-
-
 def all_along(true: Callable[[], bool], seconds: float, what: str) -> None:
     """Check for so long that `true` stays true."""
     started = time.monotonic()
     while time.monotonic() - started < seconds:
         assert true(), f"not all along: {what}"
-        time.sleep(0.01)
+        time.sleep(PAUSE_S)
 
 
 class LogView:
@@ -191,9 +189,9 @@ def check_clean(host: EngineHost, log: LogView) -> None:
     """Check that a host is idle, without blocks, table entries, open handles, unknown threads or tracebacks."""
     host.wait_idle(timeout=20)
     check_nothing_left(host, (*BOUNDED_MEMORIES, "._early"))
-    eventually(lambda: host.call(wirefaults.open_handles) == 0, CLEAN_UP_S, f"{host.engine_id} gives its handles back")
+    until(lambda: host.call(wirefaults.open_handles) == 0, f"{host.engine_id} has no open handle", pause_s=PAUSE_S)
     assert host.call(stagingfaults.block_writes) == 0
-    eventually(lambda: host.call(stagingfaults.timing_writes) == 0, CLEAN_UP_S, f"{host.engine_id} has timed its link")
+    until(lambda: host.call(stagingfaults.timing_writes) == 0, f"{host.engine_id} has timed its link", pause_s=PAUSE_S)
     threads = host.call(probes.threads)
     assert set(threads) <= THREADS, f"{host.engine_id} has threads {threads}"
     assert all(threads.count(name) == 1 for name in THREADS.intersection(threads)), threads

@@ -7,6 +7,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
 from tests.faults.checks import (
+    PAUSE_S,
     LogView,
     all_along,
     check_idle_soon,
@@ -15,13 +16,13 @@ from tests.faults.checks import (
     check_serves,
     check_under_way,
     early,
-    eventually,
     restart,
     run_merged,
     spoil_writes,
     step_merged,
     warm_up,
 )
+from tests.support.waiting import until
 
 LENGTH = 1500
 
@@ -143,8 +144,8 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     handoff = early(p, d, LENGTH, seed=330)
     p.add(handoff.to_p())
     step_merged(p, 2)
-    eventually(lambda: p.call(wirefaults.seen, "landed:merged"), 5, "the WRITEs have landed")
-    eventually(lambda: p.call(stagingfaults.block_writes) == 0, 5, "none is on the wire")
+    p.poll_until(wirefaults.seen, "landed:merged")
+    until(lambda: p.call(stagingfaults.block_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
     d.kill()
     p.run()
     p.wait_output(handoff.request_id)

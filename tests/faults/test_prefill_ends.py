@@ -24,7 +24,6 @@ from tests.faults.checks import (
     check_under_way,
     described,
     early,
-    eventually,
     restart,
     run_merged,
     spoil_writes,
@@ -216,7 +215,7 @@ def test_p_stopped_before_it_began(fleet: Fleet, reference: Reference, log: LogV
     (d,) = fleet.get(engines.D_FAIL)
     handoff = early(p, d, LENGTH, seed=315)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
-    eventually(lambda: d.call(wirefaults.seen, "got:accepted"), 5, "P has answered")
+    d.poll_until(wirefaults.seen, "got:accepted")
     p.pause()
     check_load_failed(handoff, reference, timeout=3 * engines.PEER_TIMEOUT_S + engines.GRACE_S)
     check_owned(d, blocks)

@@ -11,16 +11,17 @@ from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, 
 from tests.e2e.pushtrace import wait_for_pushes
 from tests.faults import engines
 from tests.faults.checks import (
+    PAUSE_S,
     LogView,
     check_idle_soon,
     check_load_failed,
     check_merged,
     check_serves,
     early,
-    eventually,
     start,
     warm_up,
 )
+from tests.support.waiting import until
 
 LENGTH = 900
 
@@ -82,7 +83,7 @@ def test_registration_doubled(fleet: Fleet, reference: Reference, log: LogView, 
     check(handoff.outcome(), reference)
     before = p.call(wirefaults.count_of, "got:registration")
     d.call(wirefaults.send_again, "registration", handoff.request_id)
-    eventually(lambda: p.call(wirefaults.count_of, "got:registration") > before, 5, "P has read the copy")
+    until(lambda: p.call(wirefaults.count_of, "got:registration") > before, "P has read the copy", pause_s=PAUSE_S)
     check_serves(p, d, reference, seed=347)
     check_merged(handoff)
     if order == "early":

@@ -11,6 +11,7 @@ from tests.e2e.handoff import Reference, check
 from tests.faults import engines
 from tests.faults.checks import (
     FEW,
+    PAUSE_S,
     LogView,
     all_along,
     check_idle_soon,
@@ -20,11 +21,11 @@ from tests.faults.checks import (
     check_serves,
     check_under_way,
     early,
-    eventually,
     run_merged,
     step_merged,
     warm_up,
 )
+from tests.support.waiting import until
 
 LENGTH = 1500
 P_PACKED = engines.with_packing(engines.P, "packed")
@@ -60,7 +61,7 @@ def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView,
     handoff = early(p, d, LENGTH, seed=402)
     p.add(handoff.to_p())
     step_merged(p, 3)
-    eventually(lambda: d.call(wirefaults.seen, "got:unpack"), 5, "D is asked to unpack")
+    d.poll_until(wirefaults.seen, "got:unpack")
     check_under_way(p)
     blocks = d.call(wirefaults.registered_blocks, handoff.request_id)
     (p if side == "P" else d).abort(handoff.request_id)
@@ -90,7 +91,7 @@ def test_d_killed_before_it_unpacks(fleet: Fleet, reference: Reference, log: Log
     run_merged(p, handoff)
     p.wait_output(handoff.request_id)
     posted = p.call(wirefaults.count_of, "post")
-    eventually(lambda: p.call(wirefaults.count_of, "landed") == posted > 0, 5, "all WRITEs have landed")
+    until(lambda: p.call(wirefaults.count_of, "landed") == posted > 0, "all WRITEs have landed", pause_s=PAUSE_S)
     check_under_way(p)
     d.kill()
     check_idle_soon(p, engines.PEER_TIMEOUT_S + engines.GRACE_S)
@@ -112,7 +113,7 @@ def test_d_stopped_and_continued(fleet: Fleet, reference: Reference, log: LogVie
     d.poll_until(wirefaults.is_at_gate)
     d.pause()
     asked = p.call(wirefaults.count_of, "send:unpack")
-    eventually(lambda: p.call(wirefaults.count_of, "send:unpack") > asked + 10, 5, "P asks again")
+    until(lambda: p.call(wirefaults.count_of, "send:unpack") > asked + 10, "P has asked again", pause_s=PAUSE_S)
     check_under_way(p)
     d.resume()
     d.call(wirefaults.open_gates)
