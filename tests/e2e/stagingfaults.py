@@ -43,20 +43,17 @@ def is_timing(operation: str, local: Any, local_ids: Any, *remote: Any) -> bool:
     return staging is not None and local is staging._pieces and bool(max(local_ids) < SCRATCH_PIECES)
 
 
-def timing_writes(host: HostedEngine) -> int:
-    """Handles, between post and release, of WRITEs that only time the link. An idle P posts them."""
-    return len(_live(timing=True))
+def has_timed_links(host: HostedEngine) -> bool:
+    """Whether a P has timed its links to all D that it knows. It does so when it is idle."""
+    staging = _worker_staging()
+    return staging is None or staging.strategy is None or not staging.strategy.is_busy
 
 
 def block_writes(host: HostedEngine) -> int:
-    """Handles, between post and release, of all other WRITEs of the worker in this process."""
-    return len(_live(timing=False))
-
-
-def _live(*, timing: bool) -> list[Any]:
+    """Handles, between post and release, of the worker's WRITEs that do more than time a link."""
     worker = probes.connector_worker()
     live = [] if worker is None else list(worker.transport._live.values())
-    return [one for one in live if is_timing("WRITE", one.route.local_descriptors, one.local) is timing]
+    return sum(not is_timing("WRITE", one.route.local_descriptors, one.local) for one in live)
 
 
 def plans_under_way(host: HostedEngine) -> list[str]:
