@@ -1,7 +1,7 @@
 """The requests that have come to a prefill engine, as one of its workers knows them. Pure; one thread.
 
 The scheduler names a request in the first step after it came, although the request may wait in the queue for a long
-time. So a worker can tell a request that waits from one that never came.
+time. So a worker can distinguish a request that waits from one that never came.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Arrivals:
     def is_complete(self, since: float, now: float) -> bool:
         """Whether every request that had come to the engine at the time ``since`` has been noted.
 
-        A step tells of requests that came before it was scheduled, and the next one may be scheduled already. So two
+        A step names the requests that came before it was scheduled, and the next step may be scheduled already. So two
         steps must have begun after ``since``, or the engine must be idle.
         """
         return now >= self._idle_since + IDLE_S or self._last_two[0] > since

@@ -38,7 +38,9 @@ class RequestNames:
         self._transfer_of = transfer_of
 
     def bases(self, registration: Named) -> list[str]:
-        """The base ids of a registration's names. D's first answer to a prompt may have the only one here."""
+        """The base ids of a registration's names. If D computes several answers to a prompt and this engine one, the
+        first of them takes that one: so the base id of its prompt counts, too.
+        """
         bases = [self.base(name) for name in self._names(registration)]
         number, prompt = self._answer(registration)
         return [*bases, prompt] if number == 0 else bases
@@ -113,7 +115,7 @@ class RequestNames:
 
 
 def _place(base: str) -> tuple[int, str]:
-    """The number of the answer, 0 if there is one, and that of the prompt, as text: a chat has one prompt."""
+    """The numbers of the answer and of the prompt, the second as text. Each is 0 if the id does not have it."""
     answer, prompt = _ANSWER.match(base), _PROMPT.match(base)
     return 0 if answer is None else int(answer[1]), "0" if prompt is None else prompt[2]
 

@@ -1,8 +1,20 @@
 """``Transport``: the network, as far as pushes and loads use it.
 
-``NixlTransport`` is the real one; tests use a fake that keeps the same contract and adds faults. Only the writer thread
-calls a transport. It knows agents by name and memory by prepared descriptor lists; vLLM connects, at the request
-of ``Connections``.
+``NixlTransport`` is the real one; tests use a fake that keeps the same contract and adds faults. The class below has
+the contract. ``transport.nixl`` lists the promises that NIXL makes, and those that it does not make.
+
+- Threads: only the writer thread calls a transport. vLLM's handshakes run on a thread of their own; ``LockedAgent``
+  keeps two threads from calling one agent at the same time.
+- Names: a transport knows agents by name and memory by prepared descriptor lists. A ``Route`` names both. vLLM
+  connects and prepares the lists, at the request of ``Connections``; a transport makes no handshake.
+- The way of a WRITE: a session's ``Write`` -> ``Writes.post`` -> ``DirectPlanner.descriptors`` -> ``post_write``, once
+  for each route. With staging memory, ``PackingStrategy`` may send it through ``transport.packing`` instead.
+- The life of a WRITE: ``post_write``, ``poll`` until it has landed or failed, ``release``. Its memory on both sides is
+  in use until then. No call cancels a WRITE, and a transport has no deadlines: ``Push.poll`` has one.
+- The completion of a push is a notification of its own, sent after all WRITEs have landed. An attached one could
+  arrive early.
+- Errors: a transport raises ``TransportError`` and nothing else. ``PeerLostError`` means that the connection is gone:
+  the caller has it dropped, and the next handshake makes a new one.
 """
 
 from __future__ import annotations
@@ -80,7 +92,9 @@ class Transport(Protocol):
         """Send a notification to a peer. Raises ``TransportError`` or ``PeerLostError``."""
 
     def contact(self) -> bytes:
-        """The address of this agent. Another agent that has ``meet`` it can notify this one without a handshake."""
+        """The address of this agent. Another agent that has passed it to ``meet`` can notify this one without a
+        handshake.
+        """
 
     def meet(self, contact: bytes) -> str:
         """Prepare for notifications to the agent of this contact. Returns its name. Raises ``TransportError``."""

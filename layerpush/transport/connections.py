@@ -35,8 +35,8 @@ writer thread."""
 class Address:
     """The address of an engine's side channel, and the number of the engine's ranks.
 
-    ``notify_only``: we never write to its memory, so its descriptors are not prepared. It is our side's: two addresses
-    that differ in it alone are equal.
+    ``notify_only``: we never write to its memory, so its descriptors are not prepared. That is no part of the address:
+    two addresses that differ only in it are equal.
     """
 
     engine_id: str
