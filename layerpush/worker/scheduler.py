@@ -29,7 +29,7 @@ from layerpush.core.request_params import chosen_mode, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
 from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
-from layerpush.decode.deadlines import AwaitedPushes
+from layerpush.decode.awaited_pushes import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
 from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.catalog import EARLY_ANSWERS, FIRST_TOKENS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.core.block_holds import BlockHolds
-from layerpush.decode.deadlines import AwaitedPushes
+from layerpush.decode.awaited_pushes import AwaitedPushes
 from layerpush.decode.report import ABORTED, DecodeReport
 
 
