@@ -8,15 +8,13 @@ from typing import Literal, NoReturn, cast, get_args
 
 from layerpush.core.config import LayerPushConfig, PushMode
 from layerpush.core.hosts import MAX_HOST_CHARS, host_allowed, is_host
-from layerpush.core.wire import MAX_ID_CHARS
+from layerpush.core.wire import MAX_ID_CHARS, MAX_PORT, MAX_TP_SIZE
 
 KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 MODE = "layerpush_mode"
 """The key with which a request chooses its push mode."""
 
-MAX_PORT = 65535
-MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 MAX_CACHED_TOKENS = 2**31 - 1
 

@@ -39,6 +39,8 @@ MAX_ID_CHARS = 1024
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
+MAX_PORT = 65535
+MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
 MAX_RING_BYTES = 1 << 30
 """Bounds a table on P: it has one entry for each piece of D's ring."""
@@ -54,8 +56,8 @@ _UNAMBIGUOUS = rf"\A(?!(?:PUSH_REG|HB|LAYERPUSH)(?::|\Z))[^{_UNSAFE_CHARS}]+\Z"
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_UNAMBIGUOUS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern=_CLEAN)]
 Host = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS, pattern=_CLEAN)]
-Port = Annotated[int, Meta(ge=1, le=65535)]
-TpSize = Annotated[int, Meta(ge=1, le=1024)]
+Port = Annotated[int, Meta(ge=1, le=MAX_PORT)]
+TpSize = Annotated[int, Meta(ge=1, le=MAX_TP_SIZE)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Reason = Annotated[str, Meta(max_length=4 * MAX_REASON_CHARS)]
 Block = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -74,7 +76,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     ``ring_size`` at address ``ring`` on ``device``. ``layout`` is the digest of the rank's cache layout.
     """
 
-    rank: Annotated[int, Meta(ge=0, le=1023)]
+    rank: Annotated[int, Meta(ge=0, le=MAX_TP_SIZE - 1)]
     ring: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     ring_size: Annotated[int, Meta(ge=1, le=MAX_RING_BYTES)]
     device: Annotated[int, Meta(ge=0, le=2**16)]

@@ -30,7 +30,7 @@ MESSAGES = (
     ("a handshake query", side_channel.MAX_QUERY_BYTES, "bytes", "the connection is closed"),
     ("the answer to a probe", side_channel_probe.MAX_ANSWER_BYTES, "bytes", _NO_ANSWER),
     ("a probe", side_channel_probe.TIMEOUT_S, "seconds", _NO_ANSWER),
-    ("`tp_size` of a request or registration", request_params.MAX_TP_SIZE, "", "refused"),
+    ("`tp_size` of a request or registration", wire.MAX_TP_SIZE, "", "refused"),
     ("`pp_size` of a request", request_params.MAX_PP_SIZE, "", "refused"),
     (
         "log lines of one kind of peer error",
