@@ -6,11 +6,11 @@ A session asks for a ``Write``: some layers and blocks, for every decode rank. `
 A push owns its transfers. It polls each until it has landed or failed, and then hands it to ``Writes.release``.
 ``Writes`` keeps only the transfers whose release failed, and tries again.
 
-A strategy may post a WRITE to one rank in parts; each is a transfer.
-
 A ``Transfer`` goes straight from cache to cache. A ``StagedWrite`` (``transport.packing.packer``) is a transfer that
-goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike. The
-strategy decides whether a WRITE is staged, if the worker has one; it never makes a WRITE wait.
+goes through staging memory. Both have ``poll``, ``halt`` and ``release``: a push treats them alike.
+
+A worker with staging memory has a ``PackingStrategy``. It decides whether a WRITE is staged, and may post it in parts;
+each is a transfer. It never makes a WRITE wait.
 
 Rules:
 
@@ -26,13 +26,16 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from layerpush.core.layout import CacheLayout
 from layerpush.core.push_protocol import WHOLE, Write
 from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import DescriptorIds, Transport, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import Transport, TransportError, WriteHandle, WriteState
 from layerpush.transport.link import DirectPlanner, Link
+
+if TYPE_CHECKING:
+    from layerpush.transport.packing.strategy import PackingStrategy
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,22 +66,10 @@ class Transfer:
         self.transport.release(self.handle)
 
 
-class Strategy(Protocol):
-    """Decides which WRITEs go through staging memory."""
-
-    def split(self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds]) -> list[Write]:
-        """``write``, or the parts in which it is to be posted. They have its id."""
-
-    def begin(
-        self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds], record: WriteRecord
-    ) -> Transfer | None:
-        """Begin ``write`` through staging memory; None: it goes directly."""
-
-
 class Writes:
     """All WRITEs of one prefill rank. Without ``strategy`` none is staged."""
 
-    def __init__(self, transport: Transport, layout: CacheLayout, strategy: Strategy | None = None) -> None:
+    def __init__(self, transport: Transport, layout: CacheLayout, strategy: PackingStrategy | None = None) -> None:
         self._transport = transport
         self._strategy = strategy
         self._planner = DirectPlanner(layout)
@@ -104,7 +95,7 @@ class Writes:
             for part in parts:
                 local, remote = whole if len(parts) == 1 else self._planner.descriptors(part, link)
                 record = _record(part, route.remote_rank, len(local), int(part.size * link.share))
-                transfer = None
+                transfer: Transfer | None = None
                 if strategy is not None:
                     transfer = strategy.begin(part, link, (local, remote), record)
                 if transfer is None:
