@@ -76,8 +76,6 @@ class Connected(Event):
 class Refused(Event):
     """The decode engine is reachable but its blocks cannot be written layer by layer."""
 
-    reason: str
-
 
 @dataclass(frozen=True, slots=True)
 class Landed(Event):

@@ -8,8 +8,8 @@ of an action is the next event, often within the same call.
 Ownership:
 
 - The session decides. Only it writes its fields; the push reads them.
-- The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer has it ``poll`` them each turn.
-  A WRITE to several decode ranks is over, for the session, when the last of its transfers is.
+- The push owns ``transfers``, its WRITEs on the wire, upstream's included. The writer calls ``poll`` each turn. A
+  WRITE to several decode ranks is over, for the session, when the last of its transfers is.
 - The record has the times and the outcome. It goes to the trace when the push is closed.
 - ``Shared`` has the objects that all pushes of a rank use.
 
@@ -144,7 +144,8 @@ class Push:
         done = record.t_last_landed if record.t_notified is None else record.t_notified
         if ready is None or done is None:
             return None
-        return max(0.0, done - max(ready, ready if record.t_registered is None else record.t_registered))
+        began = ready if record.t_registered is None else max(ready, record.t_registered)
+        return max(0.0, done - began)
 
     # Events.
 
@@ -246,7 +247,7 @@ class Push:
         self._link = link
         if link.refusal is not None:
             self.record.fallback = link.refusal
-            self.handle(Refused(link.refusal))
+            self.handle(Refused())
         else:
             self.handle(Connected())
 

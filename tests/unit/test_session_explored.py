@@ -75,7 +75,7 @@ def moves(world: PushWorld) -> Iterator[Move]:
         yield PushWorld.cancel
     if world.state is State.CONNECTING:
         yield lambda w: w.send(push_protocol.Connected())
-        yield lambda w: w.send(push_protocol.Refused("unequal blocks"))
+        yield lambda w: w.send(push_protocol.Refused())
     if world.pushed_by_upstream:
         yield PushWorld.post_whole
     if world.upstream_busy:
@@ -201,7 +201,7 @@ def samples(world: PushWorld) -> list[Event]:
         push_protocol.PostReady(),
         push_protocol.Registered(world.registration),
         push_protocol.Connected(),
-        push_protocol.Refused("no"),
+        push_protocol.Refused(),
         push_protocol.Landed(write),
         push_protocol.Lost(write, "no"),
         push_protocol.Failed("no"),
