@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from layerpush.core.arrivals import Arrivals
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
-from layerpush.core.pending_registrations import KEPT_S, PendingRegistrations
+from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
-from layerpush.core.request_names import RequestNames
+from layerpush.core.request_names import Named, RequestNames
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -55,8 +55,6 @@ LOOK_EVERY_S = 1.0
 NO_REQUEST = "no such request came to the prefill engine"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
-
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Registrations:
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
-        self._cancelled_early: BoundedDict[Key, tuple[float, Registration | Decline]] = BoundedDict(REMEMBERED)
+        self._cancelled_early: BoundedDict[Key, tuple[float, Named]] = BoundedDict(REMEMBERED)
         self._failures: dict[str, tuple[float, str]] = {}
         self._ended: dict[str, tuple[float, str | None]] = {}
         """Requests that are over: the time at which they are forgotten, and their ``transfer_id``."""
@@ -206,8 +204,8 @@ class Registrations:
             self._arrivals.came(self._arrived.popleft())
 
     def went_elsewhere(self, request_id: str, rank: int, now: float) -> None:
-        """A request went to another data-parallel ``rank``. Decode engines that register it here, or do so soon, have
-        been given the wrong one.
+        """A request went to another data-parallel ``rank``. A decode engine that has registered it here, or does so
+        soon, has been given the wrong rank.
         """
         reason = f"the request went to data-parallel rank {rank} of the prefill engine"
         self._note_failure(self._names.base(request_id), now + ELSEWHERE_S, reason)
@@ -336,7 +334,7 @@ class Registrations:
                 self._cancelled_early.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
                 self._refuse(registration, NO_REQUEST, now)
 
-    def _withdraw(self, request_id: str | None, named: Registration | Decline | None) -> None:
+    def _withdraw(self, request_id: str | None, named: Named | None) -> None:
         self._take_arrivals()
         if request_id is None and named is not None:
             given = named.prefill_request_id
