@@ -101,12 +101,10 @@ class Session(Machine[State, Event, Action]):
         return self._ready_blocks.next_part
 
     def _on_planned(self, event: push_protocol.Planned, _: list[Action]) -> State:
+        if self.state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
+            return self.state
         chunk = event.chunk
-        state = self.state
-        if chunk.epoch != self.epoch and state not in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
-            state = self._restart(chunk.epoch)
-        if state in (S.NOTIFIED, S.ABANDONED, S.DRAINING):
-            return state
+        state = self.state if chunk.epoch == self.epoch else self._restart(chunk.epoch)
         self._ready_blocks.plan(chunk)
         return state
 

@@ -42,8 +42,7 @@ class ReadyBlocks:
         self._posted = [0] * len(self._layer_groups)
         self._fresh: set[int] = set()  # layers that may have unposted blocks; a set, since few do
         self._unready = 0
-        self.is_final = False
-        """Whether the newest chunk ends the prompt."""
+        self._is_final = False
         self.next_part = 0.0
         """The prompt's tokens after the newest chunk, divided by the tokens of that chunk; 1 at most."""
         self.planned_bytes = 0
@@ -59,7 +58,7 @@ class ReadyBlocks:
     @property
     def is_complete(self) -> bool:
         """Whether every layer of the whole prompt is in this engine's memory."""
-        return self.is_final and self._unready == 0
+        return self._is_final and self._unready == 0
 
     @property
     def has_whole_chunk(self) -> bool:
@@ -88,7 +87,7 @@ class ReadyBlocks:
         self._chunk_ends.append(tuple(part.end for part in chunk.groups))
         self._ready_layers.append(set())
         self._unready += len(self._layer_groups)
-        self.is_final = chunk.final
+        self._is_final = chunk.final
         self.next_part = min(1.0, max(0, chunk.prompt_tokens - chunk.end) / max(1, chunk.end - chunk.start))
         self._count_bytes()
 

@@ -75,7 +75,7 @@ class PromptProgress:
     epoch: int = 0
     chunks: int = 0
     planned_tokens: int = 0
-    planned_blocks: list[int] = field(default_factory=list)
+    planned_blocks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.planned_blocks = [0] * len(self.block_sizes)
