@@ -49,13 +49,13 @@ class DecodePeers:
     def answer(self, address: Address, message: Answer, now: float) -> None:
         """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
         engine_id = address.engine_id
-        end_unconnected = partial(self._ended_unconnected, address, message)
+        send_unconnected = partial(self._send_unconnected, address, message)
         if engine_id in self._closing or engine_id in self._lost:
             self._withheld.setdefault(engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
-        elif self._connections.is_connecting(engine_id) or not end_unconnected():
-            self._connections.broadcast(address, encode(message), now, end_unconnected)
+        elif self._connections.is_connecting(engine_id) or not send_unconnected():
+            self._connections.broadcast(address, encode(message), now, send_unconnected)
 
-    def _ended_unconnected(self, address: Address, message: Answer) -> bool:
+    def _send_unconnected(self, address: Address, message: Answer) -> bool:
         """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary.
 
         A contact may lead to any host. So ``allowed_hosts`` allows only contacts that D's side channel names.

@@ -220,7 +220,7 @@ class NixlTransport:
         """Whether nothing of a torn WRITE can land any more. Raises ``PeerLostError`` when its connection is gone."""
         if torn.fence is None and time.perf_counter() < torn.due:
             return False
-        state = self._raise_fence(torn) if torn.fence is None else self._look_at(torn.fence)
+        state = self._post_fence(torn) if torn.fence is None else self._look_at(torn.fence)
         if state is WriteState.PENDING:
             return False
         if torn.fence is not None:
@@ -231,7 +231,7 @@ class NixlTransport:
         torn.due = time.perf_counter() + FENCE_RETRY_S
         return state is WriteState.LANDED and torn.posted.descriptors < self._split_at
 
-    def _raise_fence(self, torn: _Torn) -> WriteState | TransportError:
+    def _post_fence(self, torn: _Torn) -> WriteState | TransportError:
         route = torn.posted.route
         try:
             torn.fence = self._prepare(route, torn.posted.local, torn.posted.remote)
