@@ -24,15 +24,14 @@ class PeerErrors:
     """Logs at most one line of a kind in ``quiet_s`` seconds. The line has the number of errors of its kind that were
     not logged since the line before.
 
-    Kinds beyond ``max_kinds`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one
+    Kinds beyond ``MAX_KINDS`` count as one kind, "other". A text may contain bytes from a peer: it is logged as one
     short line. One thread adds; any thread may read ``counts``.
     """
 
-    def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S, max_kinds: int = MAX_KINDS) -> None:
+    def __init__(self, logger: logging.Logger, quiet_s: float = QUIET_S) -> None:
         self.counts: Counter[str] = Counter()
         self._logger = logger
         self._quiet_s = quiet_s
-        self._max_kinds = max_kinds
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str, now: float) -> None:
@@ -41,7 +40,7 @@ class PeerErrors:
         ``now`` is in seconds on any clock that only goes forward.
         """
         if kind not in self._kinds:
-            if len(self._kinds) >= self._max_kinds:
+            if len(self._kinds) >= MAX_KINDS:
                 kind = OTHER
             self._kinds.setdefault(kind, _Kind())
         self.counts[kind] += 1

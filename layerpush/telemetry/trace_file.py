@@ -37,11 +37,10 @@ class TraceFile:
     ``SCHEDULER_RANK``. If ``directory`` is None, it writes nothing.
 
     ``dropped`` counts lost records: the queue was full, the disk refused them, the thread died, or it had no time for
-    them at the end. ``death`` is the error that the thread died of. All of it is logged, at most once a minute.
+    them at the end. All of it is logged, at most once a minute.
     """
 
     def __init__(self, directory: str | None, engine_id: str, rank: int) -> None:
-        self.death: str | None = None
         self._counts = _Counts()
         self._closing = False
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LIMIT)
@@ -104,9 +103,8 @@ class TraceFile:
         try:
             with contextlib.closing(lines):
                 self._write_to(lines)
-        except Exception as error:  # any defect: the engine continues without a trace, and logs it
+        except Exception:  # any defect: the engine continues without a trace, and logs it
             self._counts.lost_one()
-            self.death = f"{type(error).__name__}: {error}"
             logger.exception("layerpush: the thread of the trace %s has died: nothing more is recorded", self._path)
             self._drain()
 

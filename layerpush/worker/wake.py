@@ -33,11 +33,6 @@ class Waker:
         self._lock = lock or threading.Lock()
         self._lock.acquire()
 
-    @property
-    def is_set(self) -> bool:
-        """Whether the thread has been woken since ``clear``. Any thread."""
-        return self._is_set
-
     def wake(self) -> None:
         """There is work: end the wait, or the next one."""
         if not self._is_set:
@@ -64,14 +59,14 @@ class Waker:
         self._is_set = False
         self._lock.acquire(blocking=False)
 
-    def wait(self, poll_timeout: float | None = None, *, polls_layers: bool = False) -> bool:
+    def wait(self, poll_timeout: float, *, polls_layers: bool = False) -> bool:
         """Sleep until woken, at most ``poll_timeout`` seconds. Returns whether it was woken. Waiting thread.
 
         ``polls_layers``: the timeout is short enough for the layers of the running step, so ``wake_lazily`` leaves this
         wait alone. It does so in any case if the timeout is no longer than ``SHORTEST_S``.
         """
         if not self._is_set:
-            self._polls = polls_layers or (poll_timeout is not None and poll_timeout <= SHORTEST_S)
-            self._lock.acquire(timeout=-1 if poll_timeout is None else max(poll_timeout, 0.0))
+            self._polls = polls_layers or poll_timeout <= SHORTEST_S
+            self._lock.acquire(timeout=max(poll_timeout, 0.0))
             self._polls = False
         return self._is_set

@@ -42,8 +42,9 @@ def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> Non
     ]
 
 
-def test_kinds_without_end_become_one(lines: list[str]) -> None:
-    peer_errors = PeerErrors(LOGGER, max_kinds=3)
+def test_kinds_without_end_become_one(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerpush.telemetry.peer_errors.MAX_KINDS", 3)
+    peer_errors = PeerErrors(LOGGER)
     for number in range(100):
         peer_errors.add(f"kind {number}", "text", 0.0)
     peer_errors.add("kind 1", "text", 0.0)
