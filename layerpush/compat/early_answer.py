@@ -6,11 +6,11 @@ have, and an empty choice. The engine goes on computing. The router asks D, D re
 
 Two processes take part:
 
-- The front end. ``EarlyAnswers`` patches ``to_sampling_params`` of OpenAI requests, which notes that a router wants
-  nothing but the transfer, and ``AsyncLLM.generate``, which then answers, and marks the params for the engine core.
-- The engine core. The router's client can no longer abort P's request, so D's withdrawal has to. P's scheduler hears of
-  it from its workers. ``install`` wraps ``Scheduler.update_from_output``, which then aborts the request, and tells the
-  front end.
+- The front end. ``EarlyAnswers`` patches two methods. ``to_sampling_params`` of OpenAI requests notes that a router
+  wants the transfer only. ``AsyncLLM.generate`` then answers, and marks the params for the engine core.
+- The engine core. The router's client can no longer abort P's request, so D's withdrawal has to. P's workers report it
+  to the scheduler. ``install`` wraps ``Scheduler.update_from_output``, which then aborts the request, and reports the
+  abort to the front end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ from layerpush.compat.import_hook import ImportHook
 ENGINE = "vllm.v1.engine.async_llm"
 COMPLETIONS = "vllm.entrypoints.openai.completion.protocol"
 CHATS = "vllm.entrypoints.openai.chat_completion.protocol"
-_REQUESTS = {COMPLETIONS: "CompletionRequest", CHATS: "ChatCompletionRequest"}
+_PATCHED = {
+    ENGINE: ("AsyncLLM", "generate"),
+    COMPLETIONS: ("CompletionRequest", "to_sampling_params"),
+    CHATS: ("ChatCompletionRequest", "to_sampling_params"),
+}
+"""Module -> its class and method."""
 
 MARK = "layerpush_early"
-"""The key of P's ``kv_transfer_params`` that says that the request is answered. The front end sets or removes it."""
+"""A key of P's ``kv_transfer_params``: the front end has answered the request. It removes a client's own such key."""
 _ENOUGH = "layerpush_transfer_is_enough"
 """A key of ``extra_args`` between ``to_sampling_params`` and ``generate``."""
 
@@ -42,7 +47,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class EarlyAnswers(ImportHook):
     """Patches the front end. ``connector`` is the name of layerpush's connector in a `--kv-transfer-config`."""
 
-    names = frozenset({ENGINE, *_REQUESTS})
+    names = frozenset(_PATCHED)
 
     def __init__(self, connector: str) -> None:
         self._connector = connector
@@ -50,13 +55,13 @@ class EarlyAnswers(ImportHook):
         self._computing: set[asyncio.Task[None]] = set()
 
     def patch(self, module: ModuleType) -> None:
-        owner, name = ("AsyncLLM", "generate") if module.__name__ == ENGINE else ("", "to_sampling_params")
-        target: Any = getattr(module, owner or _REQUESTS[module.__name__], None)
+        owner, name = _PATCHED[module.__name__]
+        target: Any = getattr(module, owner, None)
         plain: Any = getattr(target, name, None)
         if plain is None:
             logger.warning("%s.%s does not exist in this vLLM: answer_early has no effect", module.__name__, name)
         elif not hasattr(plain, "answers_early"):
-            wrapped: Any = self._generate(plain) if owner else _marking(plain)
+            wrapped: Any = self._generate(plain) if module.__name__ == ENGINE else _marking(plain)
             wrapped.answers_early = True
             setattr(target, name, wrapped)
 
@@ -84,7 +89,7 @@ class EarlyAnswers(ImportHook):
     async def _answer(
         self, engine: Any, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """Errors of admission reach the client, as ``generate``'s do. Later ones only D hears of."""
+        """Errors of admission reach the client, as ``generate``'s do. Later ones reach D only."""
         from vllm.outputs import CompletionOutput, RequestOutput
 
         queue = await engine.add_request(request_id, prompt, sampling_params, **options)
@@ -114,7 +119,7 @@ def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wants_the_transfer_only(request: Any) -> bool:
-    """Whether nobody needs more of P's answer than its params: a choice without text is enough."""
+    """Whether the router needs only the params of P's answer: a choice without text is enough."""
     more = ("stream", "echo", "logprobs", "prompt_logprobs", "return_token_ids", "use_beam_search")
     wanted = [getattr(request, name, None) for name in more]
     if any(value is not None and value is not False for value in wanted) or (request.n or 1) > 1:
@@ -152,7 +157,7 @@ def _allows(vllm_config: Any, connector: str) -> bool:
 
 
 def _transfer_params(vllm_config: Any, request_id: str) -> dict[str, Any]:
-    """What vLLM's push connector answers at the end, as far as a D that pushes reads it."""
+    """The params of vLLM's own answer at the end of a request, without those that D does not read in push mode."""
     from vllm import envs
 
     parallel = vllm_config.parallel_config
@@ -176,7 +181,7 @@ async def _drain(queue: Any) -> None:
     try:
         while not (queue.get_nowait() or await queue.get()).finished:
             pass
-    except Exception as error:  # noqa: BLE001  the router has its answer: nobody is left to raise to
+    except Exception as error:  # noqa: BLE001  the router has its answer: no caller is left
         logger.info("layerpush: the answered request %s has ended: %s", queue.request_id, error)
     finally:
         queue.close()

@@ -1,9 +1,8 @@
-"""Tells P's other data-parallel ranks which rank has a request. A D that was given the wrong rank hears so at once.
+"""Reports to P's other data-parallel ranks which rank has a request, so that they refuse registrations for it at once.
 
 One API server may serve several ranks, and chooses one for each request. A router that asks P and D at the same time
-has to guess that rank, and D registers with the one that it guessed. So when the front end has sent a request to a
-rank, it calls a utility of vLLM's engine core on each other rank. There the connector's scheduler tells its workers:
-they refuse a registration for that request.
+has to guess that rank, and D registers with the guessed one. So when the front end has sent a request to a rank, it
+calls a utility of vLLM's engine core on each other rank. There the connector's scheduler reports it to its workers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -42,14 +40,14 @@ class OtherRanks(ImportHook):
         client: Any = getattr(module, "DPLBAsyncMPClient", None)
         plain: Any = getattr(client, "add_request_async", None)
         if plain is None:
-            logger.warning("%s.DPLBAsyncMPClient does not exist in this vLLM: ranks do not hear of requests", CLIENT)
+            logger.warning("%s.DPLBAsyncMPClient does not exist in this vLLM: ranks get no notice of requests", CLIENT)
             return
 
         @functools.wraps(plain)
         async def add_request_async(client: Any, request: Any) -> None:
             await plain(client, request)
             if streamed(request.sampling_params) is not None and self._is_ours(client):
-                self._tell(client, request.request_id)
+                self._notify(client, request.request_id)
 
         client.add_request_async = add_request_async
 
@@ -57,7 +55,7 @@ class OtherRanks(ImportHook):
         transfer = client.vllm_config.kv_transfer_config
         return transfer is not None and any(connectors_in(vars(transfer), self._connector))
 
-    def _tell(self, client: Any, request_id: str) -> None:
+    def _notify(self, client: Any, request_id: str) -> None:
         chosen = client.reqs_in_flight.get(request_id)
         if chosen is None:
             return  # it has ended
@@ -73,16 +71,13 @@ async def _call(client: Any, engine: Any, request_id: str, rank: int) -> None:
     try:
         await client._call_utility_async(UTILITY, request_id, rank, engine=engine)
     except Exception as error:  # noqa: BLE001  D then waits a little longer; the request itself is served
-        logger.debug("layerpush: a rank does not hear of request %s: %s", request_id, error)
+        logger.debug("layerpush: a rank got no notice of request %s: %s", request_id, error)
 
 
 def went_elsewhere(core: Any, request_id: str, rank: int) -> None:
     """A request was sent to the data-parallel ``rank`` of this engine, another one than this. Engine core's thread."""
-    for each in _connectors(core.scheduler.connector):
+    connector = core.scheduler.connector
+    for each in getattr(connector, "_connectors", (connector,)):
         note = getattr(getattr(each, "connector_scheduler", None), "went_elsewhere", None)
         if note is not None:
             note(request_id, rank)
-
-
-def _connectors(connector: Any) -> Iterator[Any]:
-    yield from getattr(connector, "_connectors", (connector,))

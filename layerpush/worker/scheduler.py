@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerpush.compat import early_answer, failed_loads
+from layerpush.compat import early_answer, failed_loads, first_tokens
 from layerpush.compat.facts import block_sizes, dropped_after, engine_fallback, tokens_to_load, transfer_tables
-from layerpush.compat.first_tokens import FirstTokens, engine_refusal, install
+from layerpush.compat.first_tokens import FirstTokens
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlConnectorMetadata
 from layerpush.compat.push_scheduler import (
@@ -113,8 +113,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         assert vllm_config.kv_transfer_config is not None
         if self._config.first_token == "decode" or not vllm_config.kv_transfer_config.is_kv_consumer:
             return None
-        install()
-        refusal = engine_refusal(vllm_config, self.prefill_backoff)
+        first_tokens.install()
+        refusal = first_tokens.engine_refusal(vllm_config, self.prefill_backoff)
         if refusal is not None:
             logger.warning("layerpush: this engine computes first tokens itself, although P could: %s", refusal)
         count = partial(self.metrics.recorder.count, FIRST_TOKENS)

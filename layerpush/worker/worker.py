@@ -85,7 +85,8 @@ class LayerwisePushWorker(VllmPushWorker):
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig, config: LayerPushConfig
     ) -> None:
-        self.metrics = Reporter(str(vllm_config.parallel_config.rank))
+        self._rank = vllm_config.parallel_config.rank
+        self.metrics = Reporter(str(self._rank))
         self._waker = Waker(self.metrics.lag.woken)
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
@@ -274,7 +275,7 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.writer.writes_in_flight(request_id)
 
     def measured(self, now: float) -> Tally | None:
-        """Metrics since the last call. Comes before ``report``: an abort that is reported here needs no more steps."""
+        """Metrics since the last call. vLLM calls ``report`` next. If no abort is pending now, neither lacks one."""
         self._settles = self._unreported_aborts.is_pending(now)
         return self.metrics.take(now)
 
@@ -350,10 +351,6 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def cleared(self, request_id: str) -> None:
         self._reports.append(DecodeReport(cleared={request_id: {self._rank}}, clock=self._clock))
-
-    @property
-    def _rank(self) -> int:
-        return int(self.vllm_config.parallel_config.rank)
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
         self._reports.append(DecodeReport(first_tokens={request_id: first_token}, clock=self._clock))
