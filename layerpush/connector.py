@@ -114,7 +114,7 @@ class LayerwisePushConnector(NixlPushConnector):
     def finish_forward(self) -> None:
         """The model's forward is issued; sampling follows. Engine's main thread; the V2 model runner only.
 
-        Layers that no hook reported need not wait for ``wait_for_save``, but those that a drafter is to compute.
+        Every layer that no hook reported counts as saved, except those that a drafter may compute later.
         """
         assert self.connector_worker is not None
         self.connector_worker.step_events.forward_ended()

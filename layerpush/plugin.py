@@ -22,11 +22,12 @@ class ConnectorNameError(RuntimeError):
 def register() -> None:
     """Register `"kv_connector": "LayerwisePushConnector"` with vLLM, and check requests in vLLM's front end.
 
-    P's front end may answer early (`early_answer`), and tells its data-parallel ranks of each other's requests
-    (`other_ranks`). V2 model runners tell the connector of preemptions early
-    (`early_revocation`).
-    Also patches busy waits if LAYERPUSH_CALM asks. Idempotent and lazy: the connector and NIXL are imported when vLLM
-    creates a connector of that name, and the front end is patched when vLLM imports it.
+    Other patches of vLLM: P's front end may answer early (`early_answer`), and reports each request to the other
+    data-parallel ranks (`other_ranks`). V2 model runners report preemptions to the connector before they use the blocks
+    (`early_revocation`). Busy waits are patched if LAYERPUSH_CALM asks.
+
+    Idempotent and lazy: the connector and NIXL are imported when vLLM creates a connector of that name, and the front
+    end is patched when vLLM imports it.
 
     vLLM only logs an entry point that cannot be imported, and later says `Unsupported connector type`. An error in this
     function stops the vLLM process instead. So this module must not fail at import.

@@ -71,15 +71,15 @@ class LayerwisePushBackend(NixlConnectorBackend):
         }
 
     def prepare_prefill_request(self, *, request: Any, peer: Mapping[str, Any] | None) -> Any:
-        """P's request: one token, which nobody reads.
+        """P's request: for one token, whose text is unused.
 
         ``request`` gets a new id, which P's and D's requests share: a client must not choose it.
 
         Raises:
-            ValueError: P's replica has not published who it is.
+            ValueError: P's replica has published no identity, or a bad one.
         """
         _identity(peer)
-        request.request_id = str(uuid.uuid4())  # which now counts as set, so Ray keeps it in both copies
+        request.request_id = str(uuid.uuid4())  # the field counts as set now, so Ray keeps it in both copies
         shaped = request.model_copy(deep=True, update={"kv_transfer_params": dict(TO_PREFILL)})
         clamp_request_to_single_token(shaped)
         shaped.min_tokens = 0
@@ -97,7 +97,7 @@ class LayerwisePushBackend(NixlConnectorBackend):
         ``prefill_response`` is None: P has not answered yet.
 
         Raises:
-            ValueError: P's replica has not published who it is.
+            ValueError: P's replica has published no identity, or a bad one.
         """
         remote = remote_request_id(request.request_id, is_chat=hasattr(request, "messages"))
         return request.model_copy(deep=True, update={"kv_transfer_params": _identity(peer).to_decode(remote)})
@@ -108,7 +108,7 @@ def _identity(peer: Mapping[str, Any] | None) -> Identity:
         return Identity.from_params(peer or {})
     except IdentityError as error:
         raise ValueError(
-            f"the prefill replica has not published who it is ({error}). It needs "
+            f"the prefill replica has published no usable identity ({error}). It needs "
             f'"kv_connector": "{CONNECTOR_NAME}", not inside of MultiConnector, and an application that '
             "layerpush.ray registered"
         ) from error

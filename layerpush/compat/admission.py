@@ -1,4 +1,4 @@
-"""vLLM's front end refuses a request with bad `kv_transfer_params` and tells its client the reason.
+"""vLLM's front end refuses a request with bad `kv_transfer_params`, and its client gets the reason.
 
 vLLM's NIXL connector is slow to import, and most vLLM processes have no front end. So this module imports neither the
 connector nor the front end: it patches the front end when vLLM imports it.

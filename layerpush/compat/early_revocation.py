@@ -1,4 +1,4 @@
-"""Tells P's worker about lost blocks before vLLM's V2 model runner overwrites them.
+"""Reports lost blocks to P's worker before vLLM's V2 model runner overwrites them.
 
 A step that preempts a request gives its blocks to others. The V2 runner starts kernels that zero new blocks, or copy
 into them, in ``update_requests``; it calls ``handle_preemptions`` only after that. In between a WRITE could read such a

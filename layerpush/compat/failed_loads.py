@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Have every scheduler of this process do so. Later calls do nothing."""
+    """Have every scheduler of this process move such requests. Later calls do nothing."""
     plain = Scheduler.schedule
     if hasattr(plain, "requeues_failed_loads"):
         return

@@ -42,7 +42,7 @@ Only classes whose source in vLLM 0.32 and 0.33 says so. They write on the strea
 def watch(
     vllm_config: VllmConfig, layer_saved: Callable[[str], None], written: Mapping[str, tuple[str, ...]] = WRITTEN
 ) -> list[str]:
-    """Has ``layer_saved`` called with the name of each known layer, once it is written. Returns these names.
+    """Have ``layer_saved`` called with the name of each known layer, once it is written. Returns these names.
 
     Call it after torch has compiled the model. The layers of a drafter are left out: it may write to them in code of
     its own.

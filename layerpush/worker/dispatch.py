@@ -46,9 +46,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Dispatcher:
-    """``unpacked`` takes the answers of decode ranks that unpack, ``heartbeat`` those notifications as they came.
+    """``unpacked`` gets each ``Unpacked`` and its sender, ``heartbeat`` the bytes of each heartbeat.
 
-    ``flush`` makes WRITEs visible to our device that landed before a notification: see ``transport.cuda``.
+    ``flush`` makes WRITEs that landed before a notification visible to our device: see ``transport.cuda``.
     """
 
     def __init__(

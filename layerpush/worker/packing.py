@@ -38,7 +38,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 WINDOWS = 8
 """Requests that a decode rank unpacks for at a time."""
 MIN_BYTES, MAX_BYTES = 64 << 20, 512 << 20
-"""Limits of a ring whose size nobody chose."""
+"""Limits of a ring whose size is not configured."""
 
 
 def default_bytes(layer: int) -> int:

@@ -38,7 +38,7 @@ RESTARTED = "the decode engine was restarted after it had registered"
 
 
 class WorkerHost:
-    """Makes the writer and the registrations, and is the ``Host`` of their pushes, which documents its methods. Writer
+    """Makes the writer and the registrations, and is the host of their pushes. ``Host`` documents the methods. Writer
     thread only.
 
     ``on_lost`` gets the id of a decode engine whose connection is gone.

@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 8 << 20
 MAX_PENDING = 256
 MAX_SEARCHING = 16
-"""No search is queued behind so many jobs, and so many probes at most overtake one."""
+"""Limit of queued jobs beyond which a new search is dropped, and the number of later probes that may overtake one."""
 NO_SUCH_RANK = b""
 """Our listener's answer for a rank that its engine does not have: an engine with more ranks was there before."""
 
@@ -50,7 +50,7 @@ def probe(
 
 
 def contact_of(host: str, port: int, tp_rank: int, pp_rank: int = 0, timeout_s: float = TIMEOUT_S) -> bytes | None:
-    """NIXL's description of the agent of a rank; None if there is none to be had. Otherwise as ``probe``."""
+    """NIXL's description of the agent of a rank; None if the side channel gives none. Otherwise as ``probe``."""
     answer = _query(host, port, tp_rank, pp_rank, timeout_s)
     return None if isinstance(answer, Verdict) else answer.description
 
@@ -188,7 +188,7 @@ class Prober:
             self._jobs.put_nowait((-1, 0, None))
 
     def _queue(self, job: Callable[[], None], after: int = 0) -> bool:
-        """Queue a job that so many later ones may overtake; False if the queue is full."""
+        """Queue a job that ``after`` later ones may overtake; False if the queue is full."""
         with self._lock:
             if self._closed:
                 return True

@@ -11,11 +11,12 @@ Other threads leave work in queues. The writer is the only reader of each, and e
 - ended requests, from the main thread: P's requests that were sent, or whose lease is over.
 - deferred pushes, from the handshake executor: vLLM's whole-request pushes whose handshake is over.
 - notifications, from NIXL: ``Dispatcher`` hands each to P's or D's side.
-- step events, from the main thread: steps, layers, finished requests, revoked blocks. Requests that have come are
-  queued before their first step, and ``Registrations`` takes them when it needs to know them.
+- step events, from the main thread: steps, layers, finished requests, revoked blocks. New requests are queued before
+  their first step, and ``Registrations`` takes them before it looks for a request.
 
-The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), heartbeats and
-completions (``pass_on``), parked and cleared loads (``LayerwisePushWorker.report``), metrics (``Reporter``).
+The writer leaves for the main thread: outcomes of loads (``VllmPushWorker.loaded``, ``failed``), ended pushes
+(``report_sent``), heartbeats and completions (``pass_on``), reports to the scheduler (``LayerwisePushWorker.report``),
+metrics (``Reporter``).
 
 Wake rules. A thread queues first and then wakes; the writer clears first, then empties the queues, then waits: so no
 wake-up is lost. ``Waker.wake`` announces work: a step, a sweep, a revocation, a task. ``wake_lazily`` announces a layer
@@ -23,7 +24,7 @@ before a step's last; the writer polls for those while it knows the time of a la
 every step. Nothing wakes the writer for a notification, a WRITE that has landed, a fence that has passed or a deadline:
 it finds them when it wakes up by itself, after ``_poll_timeout`` seconds, 50 ms at most.
 
-A failure in a turn is logged and ends the push that it belongs to. The thread goes on until ``stop``.
+A failed call is logged and ends its push, if it has one. A failed turn ends every push. The thread runs until ``stop``.
 """
 
 from __future__ import annotations
