@@ -31,7 +31,7 @@ YIELD_SECONDS, LONGEST_YIELD_SECONDS = 50e-6, 1e-3
 YIELD_SHARE = 0.05
 """Longest sleep as a share of the time waited so far."""
 NEW_WAIT_SECONDS = 1e-3
-"""A thread that has not slept for so long begins a new wait."""
+"""A thread that has not slept for this long begins a new wait."""
 EMPTY_STEP_SECONDS = 10e-3
 
 _YES = frozenset({"1", "true", "yes", "on"})

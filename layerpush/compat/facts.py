@@ -158,7 +158,7 @@ def is_drafted(name: str, layers: int) -> bool:
 
 
 def split_at(worker: NixlPushConnectorWorker, vllm_config: VllmConfig) -> float:
-    """NIXL may spread a WRITE of so many descriptors, or more, over several endpoints. ``inf``: it never does.
+    """The least number of descriptors of a WRITE that NIXL may spread over several endpoints. ``inf``: it never does.
 
     0 for another backend than UCX: the number is not known.
     """

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 
 GRACE_S = 1.0
-"""A lease that is due while a WRITE reads the blocks goes on for so many seconds."""
+"""A lease that is due while a WRITE reads the blocks goes on for this many seconds."""
 SLACK_S = 0.1
-"""vLLM reads the clock after us: a lease that ends within so many seconds counts as due."""
+"""vLLM reads the clock after us: a lease that ends within this many seconds counts as due."""
 
 Deadlines = dict[str, float]
 """vLLM's table: when the lease of each request ends, in seconds of ``time.perf_counter``. Main thread."""

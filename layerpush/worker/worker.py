@@ -275,7 +275,8 @@ class LayerwisePushWorker(VllmPushWorker):
         return self.writer.writes_in_flight(request_id)
 
     def measured(self, now: float) -> Tally | None:
-        """Metrics since the last call. vLLM calls ``report`` next. If no abort is pending now, neither lacks one."""
+        """Metrics since the last call. vLLM calls ``report`` next."""
+        # Asked first: if no abort is pending, these metrics and the report have the outcomes of all.
         self._settles = self._unreported_aborts.is_pending(now)
         return self.metrics.take(now)
 

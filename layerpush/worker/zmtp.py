@@ -24,7 +24,7 @@ class ZmtpError(Exception):
 def ask(connection: socket.socket, question: bytes, deadline: float, limit: int) -> list[bytes]:
     """The parts of the answer. At most ``limit`` bytes are read, and nothing after ``deadline`` (``time.monotonic``).
 
-    Raises ``ZmtpError`` or ``OSError``, of which ``TimeoutError`` is one.
+    Raises ``ZmtpError``, ``TimeoutError`` or another ``OSError``.
     """
     stream = _Stream(connection, deadline, limit)
     stream.write(GREETING)
