@@ -12,10 +12,10 @@ setup: ## make the pinned CPU environment in .venv (the other targets do it them
 demo: ## watch vLLM push KV layer by layer between two engines on this machine, no GPU needed (ARGS="--help" for options)
 	@scripts/demo $(ARGS)
 
-test: ## run check, then every test but the exhaustive ones: 19 minutes on two cores (ARGS="tests/unit -k config" chooses)
+test: ## run check, then all tests that are not exhaustive: 19 minutes on two cores (ARGS="tests/unit -k config" chooses)
 	@scripts/test $(ARGS)
 
-test-fast: ## only tests that start no engines, for while you work: 3 minutes
+test-fast: ## only tests that start no engines, for while you work: 2 minutes on two cores
 	@scripts/test --fast $(ARGS)
 
 test-all: ## run check, then all tests: 29 minutes on two cores
@@ -24,7 +24,7 @@ test-all: ## run check, then all tests: 29 minutes on two cores
 check: ## ruff, mypy --strict, import contracts
 	@scripts/check $(ARGS)
 
-bench: ## measure layer against chunk against whole-request push
+bench: ## measure auto, layer, chunk and whole-request push beside one engine without a transfer
 	@scripts/bench $(ARGS)
 
 soak: ## real engines under load and random faults for MINUTES=10; every answer and every pushed block is checked

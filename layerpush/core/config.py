@@ -75,8 +75,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Directory for one JSONL trace per worker: a line for each push on P and each load on D. "
-            "`null`: no trace.",
+            description="Directory for JSONL traces, one per worker and one for D's scheduler: a line for each push, "
+            "each load and each first token. `null`: no trace.",
         ),
     ] = None
     first_token: Annotated[
@@ -90,7 +90,7 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Seconds of a P's silence until D gives up the loads that it awaits from that P.",
+            description="On D: seconds of a P's silence until D cancels the loads that it awaits from that P.",
         ),
     ] = 20
     answer_early: Annotated[
@@ -105,12 +105,12 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             description="On P: seconds for which a registration waits for its request to come to P. Then P refuses it, "
-            "and D's load fails. A request in P's queue has come.",
+            "and D's load fails. A request that waits in P's queue has come.",
         ),
     ] = 30
     write_timeout_s: Annotated[
         int,
-        Meta(ge=1, description="Seconds that one WRITE may take until P gives up its push."),
+        Meta(ge=1, description="On P: seconds that one WRITE may take until P gives up its push."),
     ] = 60
     allowed_hosts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)], ...] | None,
