@@ -18,9 +18,9 @@ PROBE = "probe-"
 class Pushes:
     """Follows a ``trace_dir`` from its current end."""
 
-    def __init__(self, directory: Path, cancel_timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, directory: Path, patience_s: float = PATIENCE_S) -> None:
         self._directory = directory
-        self._cancel_timeout_s = cancel_timeout_s
+        self._patience_s = patience_s
         self._seen = {_key(push) for push in read_pushes(directory)}
 
     def new(self, requests: int) -> list[list[PushRecord]]:
@@ -29,7 +29,7 @@ class Pushes:
         P writes its trace at about the time when D begins to answer, so this waits a little for late records. It leaves
         out a proxy's probes.
         """
-        deadline = time.monotonic() + self._cancel_timeout_s
+        deadline = time.monotonic() + self._patience_s
         while True:
             fresh = [push for push in read_pushes(self._directory) if _key(push) not in self._seen]
             found: dict[str, list[PushRecord]] = {}

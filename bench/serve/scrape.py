@@ -6,12 +6,13 @@ import collections
 import contextlib
 import os
 import time
-import urllib.request
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from layerpush.apps.demo.engines import no_proxy
 
 PREFILL = "vllm:request_prefill_time_seconds"
 TRANSFER = "vllm:nixl_xfer_time_seconds"
@@ -21,8 +22,6 @@ FIRST_TOKENS = "vllm:layerpush_first_tokens"
 TIMEOUT_S = 10.0
 PATIENCE_S = 3.0
 LOOK_S = 0.1
-
-_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Histogram:
 
 def histograms(url: str, names: Collection[str]) -> dict[str, Histogram]:
     """The histograms ``names`` at ``url``/metrics; a missing one is empty. Raises ``OSError``."""
-    with _no_proxy.open(f"{url}/metrics", timeout=TIMEOUT_S) as response:
+    with no_proxy.open(f"{url}/metrics", timeout=TIMEOUT_S) as response:
         return parsed(response.read().decode(), names)
 
 
@@ -63,11 +62,11 @@ def parsed(text: str, names: Collection[str]) -> dict[str, Histogram]:
 class Meter:
     """Histograms at ``url`` from now on; none if ``url`` is None. The first of ``names`` counts requests."""
 
-    def __init__(self, url: str | None, names: Sequence[str], cancel_timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str | None, names: Sequence[str], patience_s: float = PATIENCE_S) -> None:
         self.problems: list[str] = []
         self._url = url
         self._names = names
-        self._cancel_timeout_s = cancel_timeout_s
+        self._patience_s = patience_s
         self._before = self._look()
 
     def since(self, requests: int) -> dict[str, Histogram]:
@@ -75,7 +74,7 @@ class Meter:
 
         Waits a little for ``requests`` observations, because engines report from time to time only.
         """
-        deadline = time.monotonic() + self._cancel_timeout_s
+        deadline = time.monotonic() + self._patience_s
         while self._before:
             now = self._look()
             since = {name: now[name].since(self._before[name]) for name in now}
@@ -101,16 +100,16 @@ class Meter:
 class Tally:
     """A counter at ``url``, by one label, from now on; nothing if ``url`` is None."""
 
-    def __init__(self, url: str | None, name: str, label: str, cancel_timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str | None, name: str, label: str, patience_s: float = PATIENCE_S) -> None:
         self._url = url
         self._name = name
         self._label = label
-        self._cancel_timeout_s = cancel_timeout_s
+        self._patience_s = patience_s
         self._before = self._look()
 
     def since(self, count: int) -> dict[str, int]:
         """Waits a little for ``count``, because engines report from time to time only. Raises ``OSError``."""
-        deadline = time.monotonic() + self._cancel_timeout_s
+        deadline = time.monotonic() + self._patience_s
         while True:
             found = self._look() - self._before
             if self._url is None or found.total() >= count or time.monotonic() > deadline:
@@ -120,7 +119,7 @@ class Tally:
     def _look(self) -> collections.Counter[str]:
         found: collections.Counter[str] = collections.Counter()
         if self._url is not None:
-            with _no_proxy.open(f"{self._url}/metrics", timeout=TIMEOUT_S) as response:
+            with no_proxy.open(f"{self._url}/metrics", timeout=TIMEOUT_S) as response:
                 families = text_string_to_metric_families(response.read().decode())
             for sample in (each for family in families if family.name == self._name for each in family.samples):
                 if sample.name.endswith("_total"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from bench.serve.lineup import Lineup, dispatch_of
 from bench.serve.plan import AGGREGATED, LOOPBACK, MODES, Setup
 from bench.serve.turns import Turns
 from layerpush.apps.demo.display import Display
-from layerpush.apps.demo.engines import Engine, EngineGroup, Place
+from layerpush.apps.demo.engines import Engine, EngineGroup, Place, no_proxy
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.workspace import places_of
 
@@ -240,9 +239,9 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     return None
 
 
-def check_dispatch(mode: str, proxy: str, cancel_timeout_s: float = DISPATCH_PATIENCE_S) -> None:
+def check_dispatch(mode: str, proxy: str, patience_s: float = DISPATCH_PATIENCE_S) -> None:
     """Wait until the proxy knows P and dispatches as the mode demands. Raises ``SiteError``."""
-    wanted, deadline = dispatch_of(mode), time.monotonic() + cancel_timeout_s
+    wanted, deadline = dispatch_of(mode), time.monotonic() + patience_s
     while (found := _dispatch(proxy)) != wanted:
         if time.monotonic() > deadline:
             raise SiteError(f"{mode}: the proxy asks P and D in {found} dispatch, not {wanted}; see its log")
@@ -250,7 +249,6 @@ def check_dispatch(mode: str, proxy: str, cancel_timeout_s: float = DISPATCH_PAT
 
 
 def _dispatch(proxy: str) -> str:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{proxy}/health", timeout=10) as response:
+    with no_proxy.open(f"{proxy}/health", timeout=10) as response:
         (found,) = {each["dispatch"] for each in json.load(response)["engines"] if each["role"] == "prefill"}
     return str(found)

@@ -206,11 +206,11 @@ def test_a_proxy_that_goes_about_it_in_another_way_is_refused() -> None:
     with served(health("concurrent")) as url:
         check_dispatch("layer", url)
         with pytest.raises(SiteError, match="pull: the proxy asks P and D in concurrent dispatch, not sequential"):
-            check_dispatch("pull", url, cancel_timeout_s=0)
+            check_dispatch("pull", url, patience_s=0)
     with served(health("sequential")) as url:
         check_dispatch("pull", url)
         with pytest.raises(SiteError, match="sequential dispatch, not concurrent"):
-            check_dispatch("push", url, cancel_timeout_s=0)
+            check_dispatch("push", url, patience_s=0)
 
 
 def metrics(total: float, count: int) -> str:
@@ -222,14 +222,14 @@ def metrics(total: float, count: int) -> str:
 def test_observations_that_come_late_are_waited_for() -> None:
     looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(4.0, 2), metrics(7.0, 3)])
     with served(lambda: next(looks)) as url:
-        meter = Meter(url, [PREFILL], cancel_timeout_s=60)
+        meter = Meter(url, [PREFILL], patience_s=60)
         assert meter.since(2) == {PREFILL: Histogram(6.0, 2)}
     assert meter.problems == []
 
 
 def test_observations_that_never_come_are_told() -> None:
     with served(lambda: metrics(1.0, 1)) as url:
-        meter = Meter(url, [PREFILL], cancel_timeout_s=0)
+        meter = Meter(url, [PREFILL], patience_s=0)
         assert meter.since(2)[PREFILL].mean is None
     assert meter.problems == [f"{url}/metrics counts 0 of 2 {PREFILL}"]
 
@@ -242,9 +242,9 @@ def first_tokens(prefill: int, late: int) -> str:
 def test_first_tokens_are_counted_by_origin_once_all_are_reported() -> None:
     looks = iter([first_tokens(5, 1), first_tokens(6, 1), first_tokens(7, 2)])
     with served(lambda: next(looks)) as url:
-        assert Tally(url, FIRST_TOKENS, "origin", cancel_timeout_s=60).since(3) == {"prefill": 2, "late": 1}
+        assert Tally(url, FIRST_TOKENS, "origin", patience_s=60).since(3) == {"prefill": 2, "late": 1}
     with served(lambda: first_tokens(5, 1)) as url:
-        assert Tally(url, FIRST_TOKENS, "origin", cancel_timeout_s=0).since(3) == {}
+        assert Tally(url, FIRST_TOKENS, "origin", patience_s=0).since(3) == {}
     assert Tally(None, FIRST_TOKENS, "origin").since(3) == {}
 
 
@@ -305,7 +305,7 @@ def trace(folder: Path, *pushes: PushRecord, pid: int = 1) -> None:
 
 def test_pushes_of_a_call_are_those_that_are_new(tmp_path: Path) -> None:
     trace(tmp_path, push("old"), pid=5)
-    pushes = Pushes(tmp_path, cancel_timeout_s=0)
+    pushes = Pushes(tmp_path, patience_s=0)
     trace(tmp_path, push("probe-1"), push("b", landed=3.0), push("a"), pid=1)
     assert [[each.t_last_landed for each in parts] for parts in pushes.new(2)] == [[2.0], [3.0]]
     assert pushes.new(1) == []

@@ -175,7 +175,7 @@ class Engine:
         """Whether ``/health`` of this server answers. Raises ``EngineFailedError`` when the server has ended."""
         self.check_alive()
         try:
-            with _no_proxy.open(f"{self.url}/health", timeout=2) as response:
+            with no_proxy.open(f"{self.url}/health", timeout=2) as response:
                 return response.status == 200 and self._listens()
         except (urllib.error.URLError, OSError):
             return False
@@ -332,7 +332,8 @@ class EngineGroup:
             self._fork_servers.popitem()[1].stop()
 
 
-_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine. The HTTP proxies of the environment do not apply."""
 
 
 def _listeners(process: Path, port: int) -> set[str]:
