@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from bench.serve.background import background
-from bench.serve.driver import arguments
+from bench.serve.driver import Driver, arguments
 from bench.serve.hand_overs import hand_overs
 from bench.serve.measured import Measured, measured
 from bench.serve.parts import Parts
 from bench.serve.plan import TOKEN, Call, Plan, Setup, seconds_left
 from bench.serve.pushes import Pushes, figures_of_ranks
+from bench.serve.report import Lines
 from bench.serve.results import Wrong, by_cell
 from bench.serve.scrape import BYTES, DESCRIPTORS, FIRST_TOKENS, PREFILL, TRANSFER, Meter, Tally, thread_cpu_s
 from bench.serve.site import Site, Target, Targets
@@ -31,31 +31,15 @@ class WrongAnswersError(Exception):
         self.wrong = wrong
 
 
-class Client(Protocol):
-    """Runs ``vllm bench serve``."""
-
-    def run(self, words: Sequence[str], name: str, watch: Callable[[], None]) -> dict[str, Any]: ...
-
-
-class Progress(Protocol):
-    """Gets each step of a run."""
-
-    def setup(self, setup: Setup, modes: Sequence[str], calls: int) -> None: ...
-
-    def warmed(self, mode: str) -> None: ...
-
-    def called(self, call: Call, result: Measured, left_s: float | None) -> None: ...
-
-
 @dataclass
 class Run:
     """A sweep over ``site``, without the calls that ``parts`` has already."""
 
     plan: Plan
     site: Site
-    client: Client
+    driver: Driver
     parts: Parts
-    progress: Progress
+    lines: Lines
 
     def __post_init__(self) -> None:
         self._done: list[tuple[Call, float]] = []
@@ -63,20 +47,20 @@ class Run:
         self._pushes: dict[str, Pushes] = {}
 
     def measure(self) -> None:
-        """Make all missing calls. Raises ``WrongAnswersError``, and the errors of site and client."""
+        """Make all missing calls. Raises ``WrongAnswersError``, and the errors of site and driver."""
         self.check_answers()
         for setup in self.plan.setups:
             waiting = self._missing(setup)
             if not waiting:
                 continue
             modes = [mode for mode in self.plan.modes if any(call.mode == mode for call in waiting)]
-            self.progress.setup(setup, modes, len(waiting))
+            self.lines.setup(setup, modes, len(waiting))
             began = time.monotonic()
             with self.site.up(setup, modes) as targets:
                 for mode in modes:
                     self.site.only(mode)
                     self._warm_up(setup, targets[mode])
-                    self.progress.warmed(mode)
+                    self.lines.warmed(mode)
                 self._start_s.append(time.monotonic() - began)
                 self._measure(waiting, targets)
             self.parts.starts += 1
@@ -95,7 +79,7 @@ class Run:
             result = self._call(call, targets[call.mode])
             self._done.append((call, time.monotonic() - began))
             self.parts.save(call.key, result)
-            self.progress.called(call, result, self._left_s())
+            self.lines.called(call, result, self._left_s())
             self.check_answers()
 
     def _warm_up(self, setup: Setup, target: Target) -> None:
@@ -104,7 +88,7 @@ class Run:
         requests = self.plan.streams + 1
         words = arguments(self.plan, call, target.url, self.site.model, requests)
         pushes = None if target.trace is None else Pushes(target.trace)
-        measured(call, words, 0, self.client.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
+        measured(call, words, 0, self.driver.run(words, f"warm-up-{setup.link}-{target.mode}", self.site.check))
         if pushes is not None:
             self._pushes[target.mode] = pushes
             pushes.new(requests)
@@ -117,7 +101,7 @@ class Run:
         cpu_s = thread_cpu_s(target.processes(), WRITER)
         words = arguments(self.plan, call, target.url, self.site.model)
         with background(target.decode or "", call.cell.load.background, self.site.check):
-            found = self.client.run(words, call.key, self.site.check)
+            found = self.driver.run(words, call.key, self.site.check)
         result = measured(call, [*map(unplaced, words)], self.parts.starts, found)
         result.add_prefills(prefills.since(requests).get(PREFILL))
         result.add_transfers(transfers.since(requests))

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-
-class Server(Protocol):
-    """A group of processes, which can be sent signals."""
-
-    def signal(self, signum: int) -> None: ...
+from layerpush.apps.demo.engines import Engine
 
 
 class Turns:
@@ -20,9 +15,9 @@ class Turns:
     engine that computes.
     """
 
-    def __init__(self, servers: Mapping[str, Sequence[Server]]) -> None:
+    def __init__(self, servers: Mapping[str, Sequence[Engine]]) -> None:
         self._servers = servers
-        self._suspended: list[Server] = []
+        self._suspended: list[Engine] = []
 
     def only(self, mode: str) -> None:
         """Suspend all servers but those of ``mode``."""
