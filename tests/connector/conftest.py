@@ -26,13 +26,14 @@ PORTS = PortAllocator(CONNECTOR_PORTS)
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from layerpush.apps.demo.model import build_model
+    from layerpush.apps.demo.model import ModelShape, write_model
     from tests.connector.engine import HEAD_SIZE, HEADS, LAYERS
 
-    return build_model(
-        tmp_path_factory.mktemp("model"), layers=LAYERS, hidden=64, heads=2, kv_heads=HEADS, head_dim=HEAD_SIZE,
-        intermediate=64, vocabulary=1024, max_positions=1024,
+    shape = ModelShape(
+        layers=LAYERS, hidden=64, heads=2, kv_heads=HEADS, head_dim=HEAD_SIZE, intermediate=64, vocabulary=1024,
+        max_positions=1024,
     )  # fmt: skip
+    return write_model(tmp_path_factory.mktemp("model"), shape)
 
 
 @pytest.fixture(scope="package")

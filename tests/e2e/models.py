@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from layerpush.apps.demo.model import build_model
+from layerpush.apps.demo.model import ModelShape, write_model
 from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
 
@@ -65,16 +65,10 @@ class ModelShelf:
 
     def path(self, name: ModelName) -> pathlib.Path:
         """The directory that vLLM loads."""
-        llama = build_model(
-            self._folder / "llama",
-            layers=LAYERS,
-            hidden=256,
-            heads=8,
-            kv_heads=2,
-            head_dim=32,
-            intermediate=512,
-            vocabulary=1024,
+        shape = ModelShape(
+            layers=LAYERS, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=512, vocabulary=1024
         )
+        llama = write_model(self._folder / "llama", shape)
         if name == "llama":
             return llama
         path = self._folder / name

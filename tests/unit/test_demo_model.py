@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from layerpush.apps.demo.model import ModelShape, build_model
+from layerpush.apps.demo.model import ModelShape, write_model
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocabulary": 128}
 
 
 def test_the_same_arguments_give_the_same_bits(tmp_path: Path):
-    one, two = (build_model(tmp_path / name, **SMALL) for name in ("one", "two"))
+    one, two = (write_model(tmp_path / name, ModelShape(**SMALL)) for name in ("one", "two"))
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
-    other = build_model(tmp_path / "three", **SMALL, seed=1)
+    other = write_model(tmp_path / "three", ModelShape(**SMALL, seed=1))
     assert (one / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
 
 def test_an_identical_model_is_kept_and_a_different_one_replaced(tmp_path: Path):
-    path = build_model(tmp_path / "model", **SMALL)
+    path = write_model(tmp_path / "model", ModelShape(**SMALL))
     written = (path / "model.safetensors").stat().st_mtime_ns
-    assert build_model(tmp_path / "model", **SMALL) == path
+    assert write_model(tmp_path / "model", ModelShape(**SMALL)) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == written
-    build_model(tmp_path / "model", **(SMALL | {"layers": 3}))
+    write_model(tmp_path / "model", ModelShape(**(SMALL | {"layers": 3})))
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 3
     assert sorted(tmp_path.iterdir()) == [path], "no half-written file stays"
 
@@ -33,12 +33,12 @@ def test_an_identical_model_is_kept_and_a_different_one_replaced(tmp_path: Path)
 def test_a_strangers_directory_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="another directory"):
-        build_model(tmp_path, **SMALL)
+        write_model(tmp_path, ModelShape(**SMALL))
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_config_and_weights_agree(tmp_path: Path):
-    path = build_model(tmp_path / "model", **SMALL)
+    path = write_model(tmp_path / "model", ModelShape(**SMALL))
     config = json.loads((path / "config.json").read_text())
     weights = load_file(path / "model.safetensors")
     layer = "model.layers.1.self_attn"

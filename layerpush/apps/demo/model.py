@@ -90,11 +90,6 @@ class ModelShape:
         yield "lm_head.weight", (self.vocabulary, self.hidden), fan_hidden
 
 
-def build_model(directory: Path | str, **shape: int) -> Path:
-    """:func:`write_model` with the fields of the shape as keywords."""
-    return write_model(directory, ModelShape(**shape))
-
-
 def write_model(directory: Path | str, shape: ModelShape) -> Path:
     """Write the model to ``directory`` and return that path; an identical model already there is left alone.
 
