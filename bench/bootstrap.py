@@ -21,6 +21,9 @@ class Ratio:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -71,27 +74,22 @@ class Interval:
     high: float
 
 
-def median_of_rounds(rounds: Sequence[Sequence[float]], seed: int = 0, resamples: int = ROUND_RESAMPLES) -> Interval:
+def median_of_rounds(rounds: Sequence[Sequence[float]]) -> Interval:
     """Median of all samples; the bootstrap draws whole rounds, whose samples share the same disturbances.
 
     Raises ``ValueError`` for rounds of unequal length, or empty ones.
     """
     samples = _equal_rounds(rounds)
-    low, high = np.percentile(_medians(samples, _draws(len(samples), seed, resamples)), [2.5, 97.5])
+    low, high = np.percentile(_medians(samples, _draws(len(samples))), [2.5, 97.5])
     return Interval(float(np.median(samples)), float(low), float(high))
 
 
-def ratio_over_rounds(
-    numerator: Sequence[Sequence[float]],
-    denominator: Sequence[Sequence[float]],
-    seed: int = 0,
-    resamples: int = ROUND_RESAMPLES,
-) -> Ratio:
+def ratio_over_rounds(numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]) -> Ratio:
     """As :func:`ratio_of_medians`, where a round has several samples of each."""
     above, below = _equal_rounds(numerator), _equal_rounds(denominator)
     if len(above) != len(below):
         raise ValueError(f"series of the same number of rounds are needed, not {len(above)} and {len(below)}")
-    draws = _draws(len(above), seed, resamples)
+    draws = _draws(len(above))
     low, high = np.percentile(_medians(above, draws) / _medians(below, draws), [2.5, 97.5])
     return Ratio(float(np.median(above) / np.median(below)), float(low), float(high))
 
@@ -102,8 +100,8 @@ def _equal_rounds(rounds: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     return np.asarray(rounds, dtype=float)
 
 
-def _draws(rounds: int, seed: int, resamples: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, rounds, size=(resamples, rounds))
+def _draws(rounds: int) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, rounds, size=(ROUND_RESAMPLES, rounds))
 
 
 def _medians(samples: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:

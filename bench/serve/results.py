@@ -164,13 +164,13 @@ class CellResult:
         missed = []
         first = None if self.best is None else self.ratio("ttft_ms", AUTO, self.best)
         if first is not None and first.low > TTFT_LIMIT:
-            missed.append(f"the first token of {AUTO} takes {_shown(first)} x the time of {self.best}'s")
+            missed.append(f"the first token of {AUTO} takes {first} x the time of {self.best}'s")
         prefill = self.ratio("prefill_ms", AUTO, "request")
         if prefill is not None and prefill.low > PREFILL_LIMIT:
-            missed.append(f"prefill of {AUTO} takes {_shown(prefill)} x the time of request's")
+            missed.append(f"prefill of {AUTO} takes {prefill} x the time of request's")
         against_one = self.ratio("ttft_ms", TOKEN, AGGREGATED)
         if self.cell.prompt_tokens >= TOKEN_LIMIT_FROM and against_one is not None and against_one.low > TOKEN_LIMIT:
-            missed.append(f"the first token of {TOKEN} takes {_shown(against_one)} x the time of one engine's")
+            missed.append(f"the first token of {TOKEN} takes {against_one} x the time of one engine's")
         longer = self.longer_after_prefill(TOKEN)
         if longer is not None and longer.low > AFTER_PREFILL_LIMIT_MS:
             missed.append(
@@ -264,10 +264,6 @@ def compared(results: Sequence[CellResult], reference_of: Callable[[str], str] =
 def _series(rounds: Sequence[Sequence[float] | None]) -> Series | None:
     there = [one for one in rounds if one]
     return Series(there) if len(there) == len(rounds) and len(set(map(len, there))) == 1 else None
-
-
-def _shown(ratio: Ratio) -> str:
-    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _short(text: str) -> str:
