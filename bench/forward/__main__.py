@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
-from bench import OUTPUT
 from bench.forward import report
-from bench.forward.cases import growing_cases, known_cases
+from bench.forward.cases import Growing, growing_cases, known_cases
 from bench.forward.cells import Cell
 from bench.forward.cores import of_this_machine, this_thread_on
-from bench.forward.growth import lines
+from bench.forward.growth import Line, lines
 from bench.forward.links import HELP, links, wire_of
 from bench.forward.models import BLOCK_TOKENS, MODELS
 from bench.forward.orders import Measure
@@ -191,13 +190,17 @@ def main(
     places = [*known[: len(cases)], *grown, *known[len(cases) :]]
     orders = [(link, case, Measure(case, tuple(wanted_modes), repeats)) for link, case in places]
     started_at = time.monotonic()
-    path = out or (preset.file and OUTPUT / preset.file)
+    path = command.path_of(out, preset.file)
 
-    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, object]:
+    def parts(answers: Sequence[Cell]) -> tuple[list[Cell], list[tuple[Growing, Cell]], list[Line]]:
+        """The known cases, the growing ones, and their lines once all cases are measured."""
         cells = [*answers[: len(cases)], *answers[len(cases) + len(grown) :]]
         of_lines = list(zip(growing, answers[len(cases) :], strict=False))
         points = [(each.what, each.value, cell) for each, cell in of_lines]
-        fitted = lines(points) if len(answers) == len(orders) else ()
+        return cells, of_lines, list(lines(points)) if len(answers) == len(orders) else []
+
+    def body(answers: Sequence[Cell], about: Mapping[str, object]) -> dict[str, object]:
+        cells, of_lines, fitted = parts(answers)
         return command.header(settings, repeats, about, started_at) | {
             "misses": report.missed(cells),
             "left_out": [asdict(case) | {"bytes": case.bytes, "memory_bytes": case.memory_bytes} for case in left_out],
@@ -206,12 +209,10 @@ def main(
             "grown": [{"what": each.what, "value": each.value, **cell.as_json()} for each, cell in of_lines],
         }
 
-    unfinished = Unfinished(path or None, body)
+    unfinished = Unfinished(path, body)
     with this_thread_on(cores.others if cores else ()):  # P and D begin there, too
         answers, about = sweep(console, "bench.forward", wire_of, orders, settings, report.line, unfinished)
-    cells: list[Cell] = answers[: len(cases)] + answers[len(cases) + len(grown) :]
-    of_lines = list(zip(growing, answers[len(cases) :], strict=False))
-    fitted = list(lines([(each.what, each.value, cell) for each, cell in of_lines]))
+    cells, _, fitted = parts(answers)
     console.print(*report.tables(cells), sep="\n")
     if fitted:
         console.print(report.growth(fitted))

@@ -120,8 +120,8 @@ def known_cases(
     return [case for case in every if case.bytes <= most], [case for case in every if case.bytes > most]
 
 
-def growing_cases(values: int, ids: str = "random") -> Iterator[Growing]:
-    """Lines of up to ``values`` cases each. All prompts are one chunk.
+def growing_cases(values: int) -> Iterator[Growing]:
+    """Lines of up to ``values`` cases each. All prompts are one chunk, with blocks in any order.
 
     A block has one KV head. Where ranks grow it has eight, so that up to eight of D's ranks can split them.
     """
@@ -131,7 +131,7 @@ def growing_cases(values: int, ids: str = "random") -> Iterator[Growing]:
             layers, length, requests = shape["layers"], shape["blocks"] * BLOCK_TOKENS, shape["requests"]
             size, ranks = HEADS_BLOCK if what == "ranks" else RANK_BLOCK, shape["ranks"]
             name = f"{layers} layers of {size >> 10} KiB" + (f" to {ranks} ranks" if ranks > 1 else "")
-            case = Case(name, layers, size, length, ids, requests, chunk_tokens=requests * length, ranks=ranks)
+            case = Case(name, layers, size, length, "random", requests, chunk_tokens=requests * length, ranks=ranks)
             yield Growing(what, value, case)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.forward.host import PairHost
 from bench.forward.queued import queued_s
+from bench.pair.meeting import NOTIFICATION_POLL_S
 from bench.pair.reach import DECODE, Reach
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration, Unpacked, read
@@ -31,8 +32,7 @@ from layerpush.worker.wake import Waker
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 50e-3
-NOTIFICATION_POLL_S = 1e-3
-"""Longest sleep of an engine's writer thread in seconds: idle, and while it awaits a message."""
+"""Longest sleep of an engine's idle writer thread in seconds."""
 STREAMS = {"auto": True, "layer": True, "chunk": True, "request": False}
 """The modes, and whether they push while prefill computes."""
 

@@ -97,6 +97,6 @@ def publish(
     console.print(f"Written: {', '.join(map(str, (path, *drawn)))}; {left_out} left out")
 
 
-def path_of(out: Path | None, quick: bool, name: str) -> Path | None:
-    """The file of the result; None: no file."""
-    return out or (None if quick else OUTPUT / name)
+def path_of(out: Path | None, name: str | None) -> Path | None:
+    """The file of the result: ``out``, else ``name`` in build/bench. None: no file."""
+    return out or (None if name is None else OUTPUT / name)

@@ -17,7 +17,7 @@ from layerpush.apps.demo.ucx import of_this_process
 from layerpush.core.wire import Unpack, read
 
 NOTIFICATION_POLL_S = 1e-3
-"""D's poll interval: that of a worker's writer thread that awaits a message."""
+"""Poll interval of a worker's writer thread that awaits a message, in seconds."""
 GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 
 

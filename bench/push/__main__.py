@@ -127,7 +127,7 @@ def main(
     repeats = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     orders = [(link, point, Measure(point, repeats)) for link in wanted_links for point in wanted]
     started_at = time.monotonic()
-    path = command.path_of(out, quick, "push.json")
+    path = command.path_of(out, None if quick else "push.json")
 
     def body(cells: Sequence[Cell], about: Mapping[str, object]) -> dict[str, Any]:
         return command.header(settings, repeats, about, started_at) | {

@@ -70,7 +70,7 @@ def main(
         "calls": calls,
     }
     console.print(table(result), markup=False)
-    path = command.path_of(out, quick, "writer.json")
+    path = command.path_of(out, None if quick else "writer.json")
     if path is not None:
         write(path, result)
         console.print(f"Written: {path}")
