@@ -18,15 +18,14 @@ from rich.console import Console
 from bench import OUTPUT, write
 from bench.bootstrap import Ratio, ratio_of_medians
 from bench.contention import Contention, Rival
+from bench.kernelpage import DIRECTIONS, OURS
 from bench.pair.unfinished import Unfinished
 from bench.plot.canvas import figure
 from layerpush.apps.demo.provenance import provenance
 from layerpush_kernels import FULL_DEVICE_PROGRAMS, gather_blocks, scatter_blocks
 from layerpush_kernels.reference import gather_reference, scatter_reference
 
-COPY, OURS = "copy", "layerpush"
-DIRECTIONS = ("gather", "scatter")
-TORCH = {"gather": "index_select", "scatter": "index_copy_"}
+COPY = "copy"
 POOL_FACTOR = 2  # a cache has twice the blocks that are moved
 POISON = 0xFF
 # More than caches hold. While a GPU writes them, the CPU prepares the timed launch.
@@ -162,12 +161,12 @@ class Bench:
         gathers: dict[str, Way] = {
             COPY: lambda: packed.copy_(piece),
             OURS: lambda: gather_blocks(cache, ids, packed, max_programs=most),
-            TORCH["gather"]: lambda: torch.index_select(cache, 0, ids, out=packed),
+            DIRECTIONS["gather"]: lambda: torch.index_select(cache, 0, ids, out=packed),
         }
         scatters: dict[str, Way] = {
             COPY: lambda: piece.copy_(packed),
             OURS: lambda: scatter_blocks(packed, ids, cache, max_programs=most),
-            TORCH["scatter"]: lambda: cache.index_copy_(0, ids, packed),
+            DIRECTIONS["scatter"]: lambda: cache.index_copy_(0, ids, packed),
         }
         if (swap := self.swap) is not None:
             row, block_bytes = torch.arange(len(host_ids)), packed[0].nbytes
@@ -314,7 +313,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
             here = [cell for cell in cells if (cell.direction, cell.case.ids) == (direction, pattern)]
             for shade, count in enumerate(counts):
                 of_count = [cell for cell in here if cell.case.blocks == count]
-                for way, style in ((OURS, "o-"), (TORCH[direction], "x:")):
+                for way, style in ((OURS, "o-"), (DIRECTIONS[direction], "x:")):
                     shares = [(cell.case.block_bytes / 1024, cell.of_copy(way).ratio) for cell in of_count]
                     panel.plot(*zip(*shares, strict=True), style, color=f"C{shade}", label=f"{way}, {count} blocks")
             panel.set_xscale("log", base=2)

@@ -24,16 +24,16 @@ class HostError(RuntimeError):
     """This host lacks something; the text names it and the cure."""
 
 
-def gpu_mib(tool: str = "nvidia-smi") -> int:
+def gpu_mib() -> int:
     """Memory of the first GPU in MiB. Raises ``HostError`` without a GPU that torch can use."""
     gpus = machine().get("gpus")
     if not isinstance(gpus, list) or not gpus:
-        raise HostError(f"no GPU here: {tool} is not there, or shows none. scripts/gpu-bench needs one NVIDIA GPU.")
+        raise HostError("no GPU here: nvidia-smi is not there, or shows none. scripts/gpu-bench needs one NVIDIA GPU.")
     import torch
 
     if not torch.cuda.is_available():
         raise HostError(
-            f"{tool} shows {gpus[0]['name']}, but torch {torch.__version__} cannot use it: PYTHON=... chooses an "
+            f"nvidia-smi shows {gpus[0]['name']}, but torch {torch.__version__} cannot use it: PYTHON=... chooses an "
             "interpreter with a CUDA build of torch that fits the driver"
         )
     return int(gpus[0]["memory_mib"])
