@@ -26,8 +26,9 @@ class Register:
 
 @dataclass(frozen=True)
 class Check:
-    """To D: were these requests completed, and do their blocks hold the KV of forward ``turn``, one request after the
-    other? They are poisoned then. A ``Checked`` comes back.
+    """To D: check that these requests were completed, and that their blocks hold the KV of forward ``turn``.
+
+    The KV is that of one request after the other. D then poisons the blocks. A ``Checked`` comes back.
     """
 
     turn: int
@@ -44,6 +45,6 @@ class Checked:
 
 @dataclass(frozen=True)
 class CheckCeiling:
-    """To D: does the ring begin with the first ``size`` bytes of the noise? It is poisoned then."""
+    """To D: check that the ring begins with the first ``size`` bytes of the noise. D then poisons these bytes."""
 
     size: int

@@ -68,7 +68,8 @@ class Choices:
         """Raises ``ValueError`` for options that exclude each other. Starts and writes nothing."""
         if self.shape and self.model:
             raise ValueError(f"--shape {self.shape}: --model names another model")
-        given(self.at) if self.at else None
+        if self.at:
+            given(self.at)
         self.plan()
         if unknown := self.extra.keys() - set(self.all_modes):
             raise ValueError(f"--config {unknown.pop()}: is none of the measured modes, {', '.join(self.all_modes)}")

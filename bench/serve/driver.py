@@ -55,7 +55,6 @@ class Driver:
         self._log = logs / "bench-serve.log"
         self._results = logs / "bench-serve"
         self._client = client
-
         self._ready = False
         self._busy = False
 

@@ -17,7 +17,7 @@ SETTINGS = "settings.json"
 
 
 class PartsError(RuntimeError):
-    """An unfinished run exists without --resume. Or with it: none exists, or it has other settings."""
+    """Without --resume: an unfinished run exists. With it: there is none, or it has other settings."""
 
 
 class Parts:
