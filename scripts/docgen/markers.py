@@ -11,13 +11,9 @@ class MarkerError(ValueError):
 
 def fill(page: str, name: str, content: str) -> str:
     """The page with ``content`` between the markers of ``name``. Raises ``MarkerError``."""
-    found = _find(page, name)
-    return f"{page[: found.end(1)]}\n\n{content.strip()}\n\n{page[found.start(3) :]}"
-
-
-def _find(page: str, name: str) -> re.Match[str]:
     pattern = rf"^(<!-- {re.escape(name)} -->)$(.*?)^(<!-- /{re.escape(name)} -->)$"
     matches = list(re.finditer(pattern, page, re.MULTILINE | re.DOTALL))
     if len(matches) != 1:
         raise MarkerError(f"found {len(matches)} times, wanted once: <!-- {name} --> ... <!-- /{name} -->")
-    return matches[0]
+    (found,) = matches
+    return f"{page[: found.end(1)]}\n\n{content.strip()}\n\n{page[found.start(3) :]}"
