@@ -10,8 +10,7 @@ from bench.serve.hand_overs import hand_overs
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.apps.tracing.hand_over import CLIENT, PARTS, HandOver
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, PushRecord, clock_name
-from tests.unit.test_trace_tools import first_token, load, process, push
-from tests.unit.trace_rig import write
+from tests.unit.trace_rig import first_token, load, process, push, write
 
 NAMES = ("a", "b", "c")
 ARRIVED = (11.0, 22.0, 33.0)

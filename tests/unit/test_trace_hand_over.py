@@ -11,8 +11,7 @@ from layerpush.apps.tracing.hand_over import CLIENT, LATE, PARTS, HandOver, hand
 from layerpush.apps.tracing.requests import RequestTrace, TraceSet, read_traces
 from layerpush.telemetry.trace_records import SCHEDULER_RANK
 from tests.unit.test_trace_breakdown import LOAD, PUSH, TOKEN
-from tests.unit.test_trace_tools import first_token, load, process, push
-from tests.unit.trace_rig import write
+from tests.unit.trace_rig import first_token, load, process, push, write
 
 ARRIVED = 12.0
 

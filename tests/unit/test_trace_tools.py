@@ -17,49 +17,13 @@ from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import (
     SCHEDULER_RANK,
     DropRecord,
-    FirstTokenRecord,
-    LoadRecord,
-    ProcessRecord,
     PushRecord,
     WriteRecord,
 )
-from tests.unit.trace_rig import Host, TwoHosts, write
+from tests.unit.trace_rig import Host, TwoHosts, first_token, load, process, push, write
 
 ROUNDING = 1e-9
 """The precision of sums of times of a few thousand seconds."""
-
-
-def process(engine: str, clock: str, t: float = 0.0, unix: float = 0.0, rank: int = 0) -> ProcessRecord:
-    return ProcessRecord(engine_id=engine, rank=rank, pid=1, host=clock, clock=clock, t=t, unix=unix)
-
-
-def push(name: str = "r", **fields: Any) -> PushRecord:
-    known: dict[str, Any] = {
-        "request_id": f"cmpl-{name}-0-aaaaaaaa",
-        "decode_request_id": f"cmpl-{name}-0-bbbbbbbb",
-        "engine_id": "P",
-        "decode_engine_id": "D",
-        "rank": 0,
-        "mode": "layer",
-        "outcome": "completed",
-    }
-    return PushRecord(**known | fields)
-
-
-def load(name: str = "r", **fields: Any) -> LoadRecord:
-    known: dict[str, Any] = {
-        "request_id": f"cmpl-{name}-0-bbbbbbbb",
-        "engine_id": "D",
-        "prefill_engine_id": "P",
-        "outcome": "completed",
-        "t_awaited": 1.0,
-    }
-    return LoadRecord(**known | fields)
-
-
-def first_token(name: str = "r", **fields: Any) -> FirstTokenRecord:
-    known: dict[str, Any] = {"request_id": f"cmpl-{name}-0-bbbbbbbb", "engine_id": "D", "t_told": 2.0}
-    return FirstTokenRecord(**known | fields)
 
 
 # Reading.

@@ -1,10 +1,11 @@
-"""Trace files of two hosts: a real writer and real loads play requests, each by a clock of its own."""
+"""Trace records and files, made by hand, or of two hosts: a real writer and real loads play requests by two clocks."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,39 @@ from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 16
 WALL = 1_700_000_000.0
+
+
+def process(engine: str, clock: str, t: float = 0.0, unix: float = 0.0, rank: int = 0) -> ProcessRecord:
+    return ProcessRecord(engine_id=engine, rank=rank, pid=1, host=clock, clock=clock, t=t, unix=unix)
+
+
+def push(name: str = "r", **fields: Any) -> PushRecord:
+    known: dict[str, Any] = {
+        "request_id": f"cmpl-{name}-0-aaaaaaaa",
+        "decode_request_id": f"cmpl-{name}-0-bbbbbbbb",
+        "engine_id": "P",
+        "decode_engine_id": "D",
+        "rank": 0,
+        "mode": "layer",
+        "outcome": "completed",
+    }
+    return PushRecord(**known | fields)
+
+
+def load(name: str = "r", **fields: Any) -> LoadRecord:
+    known: dict[str, Any] = {
+        "request_id": f"cmpl-{name}-0-bbbbbbbb",
+        "engine_id": "D",
+        "prefill_engine_id": "P",
+        "outcome": "completed",
+        "t_awaited": 1.0,
+    }
+    return LoadRecord(**known | fields)
+
+
+def first_token(name: str = "r", **fields: Any) -> FirstTokenRecord:
+    known: dict[str, Any] = {"request_id": f"cmpl-{name}-0-bbbbbbbb", "engine_id": "D", "t_told": 2.0}
+    return FirstTokenRecord(**known | fields)
 
 
 @dataclass
