@@ -1,9 +1,10 @@
-"""The file that a push leaves behind."""
+"""The trace file of a worker: its lines, and the disks, pipes and folders that fail under it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from layerpush.apps.tracing.folder import read_folders
 from layerpush.telemetry import trace_file, trace_records
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
@@ -30,12 +32,15 @@ def record(name: str = "p-1") -> PushRecord:
     return PushRecord(request_id=name, engine_id="eng", rank=1, mode="layer")
 
 
-def lines(folder: Path) -> list[dict[str, object]]:
-    """The lines of the one file, without the first."""
+def path_of(folder: Path) -> Path:
+    """The path of the file of engine ``eng``, rank 0."""
+    return folder / f"eng-rank0-{os.getpid()}.jsonl"
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the one file. The first one describes the process."""
     (path,) = folder.iterdir()
-    first, *rest = [json.loads(line) for line in path.read_text().splitlines() if line]
-    assert first["kind"] == "process"
-    return rest
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_one_line_for_a_push(tmp_path: Path) -> None:
@@ -49,8 +54,8 @@ def test_one_line_for_a_push(tmp_path: Path) -> None:
     file.add(push)
     file.close()
 
-    (line,) = lines(tmp_path)
-    assert line["kind"] == "push"
+    process, line = lines(tmp_path)
+    assert (process["kind"], line["kind"]) == ("process", "push")
     assert (line["request_id"], line["engine_id"], line["rank"], line["mode"]) == ("p-1", "eng", 1, "layer")
     assert line["chunks"] == [{"start_block": 0, "end_block": 2, "t_planned": 1.0, "cached": False}]
     assert line["ready"] == [[0, 0, 1.5, True], [0, 1, 1.75, False]]
@@ -121,7 +126,7 @@ def test_many_records_keep_their_order(tmp_path: Path) -> None:
     for number in range(500):
         file.add(record(f"p-{number}"))
     file.close()
-    assert [line["request_id"] for line in lines(tmp_path)] == [f"p-{number}" for number in range(500)]
+    assert [line["request_id"] for line in lines(tmp_path)[1:]] == [f"p-{number}" for number in range(500)]
 
 
 SOMETHING = os.open(os.devnull, os.O_RDONLY)
@@ -235,7 +240,7 @@ def test_a_record_that_is_no_json_costs_itself_only(tmp_path: Path) -> None:
     file.add(record("\ud800"))
     file.add(record("after"))
     file.close()
-    assert [line.get("request_id") for line in lines(tmp_path)] == [None, "after"]
+    assert [line["kind"] for line in lines(tmp_path)] == ["process", "dropped", "push"]
     assert file.dropped == 1
 
 
@@ -263,7 +268,7 @@ def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
     load.settled("failed", "P is gone", 2.0)
     file.add(load)
     file.close()
-    (line,) = lines(tmp_path)
+    _, line = lines(tmp_path)
     assert (line["kind"], line["request_id"], line["outcome"], line["reason"]) == ("load", "d-1", "failed", "P is gone")
     assert (line["t_awaited"], line["t_settled"], line["t_reported"]) == (1.0, 2.0, None)
 
@@ -280,3 +285,143 @@ def test_rows_are_kept_only_where_there_is_a_file_for_them() -> None:
     push = record()
     push.ready_at(0, 0, 1.0, True, keep=False)
     assert (push.ready, push.hooked_layers, push.t_last_ready) == ([], 1, 1.0)
+
+
+IMPATIENT_S = 0.1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "QUEUE_LIMIT", 2)
+    monkeypatch.setattr(trace_file, "CLOSE_S", IMPATIENT_S)
+
+
+def long_push(rows: int) -> PushRecord:
+    push = record()
+    for layer in range(rows):
+        push.ready_at(0, layer, 1.0, True)
+    return push
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_pipe_that_nobody_reads_costs_records_and_never_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(path_of(tmp_path))
+    file = TraceFile(str(tmp_path), "eng", 0)
+    waits = []
+    for number in range(5):
+        before = time.perf_counter()
+        file.add(record(f"p-{number}"))
+        waits.append(time.perf_counter() - before)
+    assert max(waits) < IMPATIENT_S
+    before = time.monotonic()
+    file.close()
+    assert time.monotonic() - before < 10 * IMPATIENT_S
+    assert file.dropped == 5
+    assert "lacks 5 records" in caplog.records[-1].message
+    os.close(os.open(path_of(tmp_path), os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
+
+
+def test_a_process_ends_although_its_trace_is_stuck(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from layerpush.telemetry import trace_file\n"
+        "from layerpush.telemetry.trace_records import PushRecord\n"
+        "trace_file.CLOSE_S = 0.1\n"
+        "os.mkfifo(f'{sys.argv[1]}/eng-rank0-{os.getpid()}.jsonl')\n"
+        "file = trace_file.TraceFile(sys.argv[1], 'eng', 0)\n"
+        "file.add(PushRecord(request_id='r', engine_id='eng', rank=0, mode='layer'))\n"
+        "file.close(); print(file.dropped)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "1\n"
+
+
+def test_a_reader_that_leaves_costs_what_comes_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(path_of(tmp_path))
+    file = TraceFile(str(tmp_path), "eng", 0)
+    reader = os.open(path_of(tmp_path), os.O_RDONLY)
+    assert b"process" in os.read(reader, 1 << 16)
+    os.close(reader)
+    file.add(record())
+    until(lambda: file.dropped == 1)
+    file.close()
+    assert "has died" not in caplog.text
+
+
+def test_half_a_line_of_a_process_before_spoils_no_first_line(tmp_path: Path) -> None:
+    """In a container the next engine has the same name and the same pid."""
+    path_of(tmp_path).write_bytes(b'{"kind":"push","requ')
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record())
+    file.close()
+    (source,) = read_folders([tmp_path])
+    assert (source.process is not None, len(source.pushes), source.unreadable) == (True, 1, 1)
+
+
+@pytest.mark.parametrize("what", ["the folder", "the file"])
+def test_a_deleted_file_or_folder_comes_back(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "trace"
+    file = TraceFile(str(folder), "eng", 0)
+    file.add(record("deleted"))
+    until(lambda: path_of(folder).exists() and len(lines(folder)) == 2)
+    if what == "the folder":
+        shutil.rmtree(folder)
+    else:
+        path_of(folder).unlink()
+    file.add(record("after"))
+    file.close()
+    first, second = lines(folder)
+    assert (first["kind"], second["request_id"]) == ("process", "after")
+    assert file.dropped == 0
+
+
+def test_a_folder_that_cannot_come_back_costs_records_until_it_can(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    file = TraceFile(str(folder), "eng", 0)
+    until(path_of(folder).exists)
+    shutil.rmtree(folder)
+    folder.write_text("in its place")
+    file.add(record("lost"))
+    until(lambda: file.dropped == 1)
+    folder.unlink()
+    file.add(record("after"))
+    file.close()
+    assert [line["kind"] for line in lines(folder)] == ["process", "dropped", "push"]
+
+
+def test_a_disk_that_is_full_at_first_costs_no_first_line(tmp_path: Path, disk: Disk) -> None:
+    """Without the first line, the process behind the times is unknown."""
+    disk.takes = full
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.add(record("lost"))
+    until(lambda: file.dropped == 1)
+    disk.takes = len
+    file.add(record("after"))
+    file.close()
+    assert [line["kind"] for line in disk.records] == ["process", "dropped", "push"]
+
+
+def test_records_that_wait_are_bounded_in_memory(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt of a hundred thousand tokens has thousands of rows; a thousand such records would be a gigabyte."""
+    monkeypatch.setattr(trace_file, "ROWS_LIMIT", 100)
+    goes_on = threading.Event()
+    disk.takes = lambda line: goes_on.wait(20) and len(line)
+    file = TraceFile(str(tmp_path), "eng", 0)
+    for rows, dropped in ((500, 0), (1, 1), (98, 2)):
+        file.add(long_push(rows - 1))
+        assert file.dropped == dropped, "a record that is too large by itself is taken if no other waits"
+    goes_on.set()
+    until(lambda: file._counts.rows_waiting == 0)
+    goes_on.clear()
+    for rows, dropped in ((60, 2), (40, 2), (1, 3)):
+        file.add(long_push(rows - 1))
+        assert file.dropped == dropped
+    goes_on.set()
+    file.close()
+    assert file.dropped == 3
+    assert [line.message for line in caplog.records if "rows behind: this one is dropped" in line.message] != []
