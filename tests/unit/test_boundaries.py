@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.quotes import package
 
 PACKAGE = Path(__file__).parents[2] / "layerpush"
 NIXL_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -89,10 +90,7 @@ def members(scope: ast.ClassDef) -> set[str]:
 
 def private_names_of_vllm() -> frozenset[str]:
     """Private names that the NIXL connector and the base classes of its package define, functions and constants too."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    v1 = Path(spec.origin).parent.joinpath(*NIXL_CONNECTOR.split(".")[1:-1])
+    v1 = package("vllm").joinpath(*NIXL_CONNECTOR.split(".")[1:-1])
     found = set()
     for file in [*(v1 / "nixl").glob("*.py"), v1 / "base.py", v1 / "metrics.py"]:
         tree = ast.parse(file.read_text())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from layerpush.core.config import UPSTREAM_KEYS, ConfigError, LayerPushConfig, documentation_rows, documentation_table
+from tests.quotes import package
 
 OWN_KEYS = {
     "layerwise",
@@ -175,10 +175,7 @@ def test_documentation_covers_every_key() -> None:
 
 def test_upstream_keys_are_all_that_vllms_nixl_connectors_read() -> None:
     """A missing key would make us refuse an option of vLLM's."""
-    vllm = find_spec("vllm")
-    assert vllm is not None
-    assert vllm.origin is not None
-    folder = Path(vllm.origin).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
+    folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}
     assert read == UPSTREAM_KEYS
 

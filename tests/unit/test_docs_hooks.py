@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from scripts.docgen.hooks import Source
+from tests.quotes import package
 
 BASE = "model_executor/layers/attention"
 MODULES = {
@@ -98,9 +98,6 @@ def test_layers_that_another_module_defines_are_named_where_they_are_made(tmp_pa
 
 
 def test_vllms_own_layers_are_told_apart() -> None:
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    names = {layer.node.name for layer in Source(Path(found.origin).parent).unhooked()}
+    names = {layer.node.name for layer in Source(package("vllm")).unhooked()}
     assert names >= {"DeepseekV32Attention", "DeepseekV32IndexerCache", "DeepseekV4Attention", "InklingAttention"}
     assert not names & {"Attention", "MLAAttention", "ChunkedLocalAttention", "MambaMixer2", "CacheOnlyAttentionLayer"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,7 @@ from vllm.distributed import kv_transfer
 
 from layerpush.compat.early_revocation import EarlyRevocation
 from layerpush.compat.metadata import LayerwiseMetadata
+from tests.quotes import package
 
 
 class Connector:
@@ -62,10 +61,7 @@ def test_engines_without_our_connector_are_left_alone(metadata: Any, monkeypatch
 
 def test_vllm_calls_it_before_it_zeroes_and_copies_blocks() -> None:
     """Checks the source of the installed vLLM: the runner itself needs a GPU."""
-    found = importlib.util.find_spec("vllm.v1.worker.gpu.model_runner")
-    assert found is not None
-    assert found.origin is not None
-    tree = ast.parse(Path(found.origin).read_text())
+    tree = ast.parse((package("vllm") / "v1/worker/gpu/model_runner.py").read_text())
     functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
     lines = {called: _line(functions["execute_model"], called) for called in ("finish_requests", "update_requests")}
     assert lines["finish_requests"] < lines["update_requests"] < _line(functions["execute_model"], "pre_forward")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 from layerpush.compat.facts import drafted
 from layerpush.compat.module_hooks import MLA, WRITTEN, watch
 from scripts.docgen.hooks import Source
+from tests.quotes import package
 
 LAYERS = 2
 
@@ -134,10 +133,7 @@ def test_neither_a_trace_nor_a_capture_saves_a_layer(
 
 
 def test_vllm_has_each_class_and_calls_no_hook_for_its_layers() -> None:
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    unhooked = {layer.name: layer for layer in Source(Path(found.origin).parent).unhooked()}
+    unhooked = {layer.name: layer for layer in Source(package("vllm")).unhooked()}
     written = {name for names in WRITTEN.values() for name in names}
     assert written <= set(unhooked)
     assert set(WRITTEN) - set(unhooked) == {MLA}
