@@ -14,9 +14,10 @@ NAME = "LayerwisePushConnector"
 
 
 def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> Any:
-    ours = {"kv_connector": NAME, "kv_role": role, "kv_connector_extra_config": extra}
+    inner = {"kv_connector": NAME, "kv_role": role, "kv_connector_extra_config": extra}
+    ours = inner | {"kv_connector": connector}
     if connector == "MultiConnector":
-        ours = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": {"connectors": [ours]}}
+        ours["kv_connector_extra_config"] = {"connectors": [inner]}
     transfer = SimpleNamespace(**({"kv_connector_module_path": None} | ours))
     return SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))
 
@@ -28,14 +29,12 @@ def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> An
         (engine("kv_both", answer_early=True), True),
         (engine(), False),
         (engine("kv_consumer", answer_early=True), False),
-        (engine(connector="NixlConnector"), False),
+        (engine(connector="NixlConnector", answer_early=True), False),
         (SimpleNamespace(kv_transfer_config=None), False),
     ],
     ids=["asked for", "both roles", "not asked for", "a decode engine", "another connector", "no connector"],
 )
 def test_only_prefill_engines_that_ask_for_it(config: Any, allows: bool) -> None:
-    if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == "NixlConnector":
-        config.kv_transfer_config.kv_connector_extra_config = {}
     assert _allows(config, NAME) is allows
 
 
@@ -85,5 +84,5 @@ def test_a_mark_of_a_client_counts_for_nothing(field: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_who_wants_more_than_the_transfer_waits_for_the_answer(request_fields: dict[str, Any], wants: bool) -> None:
+def test_a_request_for_more_than_the_transfer_gets_no_early_answer(request_fields: dict[str, Any], wants: bool) -> None:
     assert _wants_the_transfer_only(SimpleNamespace(**({"n": None} | request_fields))) is wants
