@@ -1,4 +1,4 @@
-"""Starts benchmarks as users do, and looks for their processes."""
+"""Starts benchmarks as users do, and looks for their children."""
 
 from __future__ import annotations
 
@@ -28,7 +28,3 @@ def children(pid: int, count: int) -> list[int] | None:
     """The child processes if there are ``count``, else None."""
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return found if len(found) == count else None
-
-
-def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/root").exists()

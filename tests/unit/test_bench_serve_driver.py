@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve.driver import Driver, DriverError
+from tests.support.processes import is_running
 
 CLIENT = """
 import json, os, sys, time
@@ -35,13 +36,6 @@ def driver(logs: Path) -> Driver:
     return Driver(logs, [sys.executable, "-c", CLIENT])
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def nothing() -> None:
     pass
 
@@ -54,7 +48,7 @@ def test_one_process_makes_all_calls_and_ends_with_the_block(tmp_path: Path) -> 
     assert first["words"][:2] == ["--model", "M"]
     assert {"--save-result", "--save-detailed"} <= set(first["words"])
     assert sorted(path.name for path in (tmp_path / "bench-serve").iterdir()) == ["first.json", "second.json"]
-    assert not alive(first["pid"])
+    assert not is_running(first["pid"])
 
 
 def test_a_call_that_fails_is_told_and_others_can_follow(tmp_path: Path) -> None:
@@ -70,7 +64,7 @@ def test_a_process_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> 
     assert "the reason" in str(caught.value)
 
 
-def test_who_watches_can_end_a_call_and_the_process_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_watch_that_raises_ends_the_call_and_the_process(tmp_path: Path) -> None:
     def watch() -> None:
         raise RuntimeError("an engine has died")
 
@@ -78,4 +72,4 @@ def test_who_watches_can_end_a_call_and_the_process_is_not_waited_for(tmp_path: 
         pid = this.run(["go"], "first", nothing)["pid"]
         with pytest.raises(RuntimeError, match="an engine has died"):
             this.run(["hang"], "second", watch)
-    assert not alive(pid)
+    assert not is_running(pid)

@@ -18,6 +18,7 @@ from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSp
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.ports import PortAllocator
 from tests.support.ports import ALLOCATOR_PORTS
+from tests.support.processes import is_running
 from tests.support.waiting import until
 
 # A server with a child that ignores SIGTERM, like a worker stuck in native code.
@@ -65,14 +66,6 @@ def is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
 def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path):
     ready = []
     with servers(tmp_path, stop_timeout_s=0.5) as group:
@@ -83,7 +76,7 @@ def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path
         assert len(members) == 2
         assert not is_free(engine.port)
     assert [name for name, _ in ready] == ["scripted"]
-    assert not any(alive(pid) for pid in members)
+    assert not any(is_running(pid) for pid in members)
     assert is_free(engine.port)
 
 
@@ -144,10 +137,10 @@ def test_a_signal_and_an_impatient_second_one_leave_nothing_behind(tmp_path: Pat
         port, *members = (int(word) for word in process.stdout.readline().split())
         assert members
         process.send_signal(signum)
-        until(lambda: not alive(members[0]), "the server goes first, its stubborn child later", pause_s=0.02)
+        until(lambda: not is_running(members[0]), "the server goes first, its stubborn child later", pause_s=0.02)
         process.send_signal(signum)
         assert process.wait(timeout=30) == 128 + signum
-        assert not any(alive(pid) for pid in members)
+        assert not any(is_running(pid) for pid in members)
         assert is_free(port)
     finally:
         process.kill()
