@@ -26,7 +26,7 @@ def test_a_binding_inside_has_no_effect_outside(cores: list[int]) -> None:
     assert os.sched_getaffinity(0) == set(cores)
 
 
-def test_nor_if_what_is_inside_fails(cores: list[int]) -> None:
+def test_nor_after_an_error_inside(cores: list[int]) -> None:
     with pytest.raises(RuntimeError, match="no device"):
         _bind_and_fail(cores[-1])
     assert os.sched_getaffinity(0) == set(cores)

@@ -86,7 +86,7 @@ def test_troubleshooting_quotes_what_is_said() -> None:
         "| UCX's: `unused environment variance` | a | b |",
     ],
 )
-def test_what_nobody_says_is_found(line: str) -> None:
+def test_a_line_that_no_program_logs_is_found(line: str) -> None:
     assert wrong_quotes(line, lines_quoted(line)) != []
 
 

@@ -93,7 +93,7 @@ def test_each_attempt_has_a_new_id(ours: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("peer", [None, {}, {"mori_zmq_address": "host:10.0.0.7"}, {"remote_engine_id": "p"}])
-def test_a_p_that_has_not_published_who_it_is_fails_the_request(ours: ModuleType, peer: dict[str, Any] | None) -> None:
+def test_a_p_without_a_published_identity_fails_the_request(ours: ModuleType, peer: dict[str, Any] | None) -> None:
     made = backend(ours)
     with pytest.raises(ValueError, match=r"'remote_\w+' is missing.*not inside of MultiConnector"):
         made.prepare_prefill_request(request=Completion(), peer=peer)

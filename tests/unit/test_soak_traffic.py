@@ -121,7 +121,7 @@ def test_an_error_from_the_engine_is_a_clean_failure():
     assert world.done[0].outcome is Outcome.FAILED
 
 
-def test_what_was_on_a_dead_engine_is_lost_and_the_other_side_goes_on():
+def test_requests_of_a_dead_engine_are_lost_and_the_other_side_goes_on():
     world = World()
     world.send()
     world.traffic.lose(world.seats["D1"])  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_what_was_on_a_dead_engine_is_lost_and_the_other_side_goes_on():
     assert world.done[0].p.state is State.FINISHED
 
 
-def test_words_of_an_engine_that_came_back_are_not_taken_for_the_old_ones():
+def test_an_answer_of_a_replaced_engine_is_not_taken_for_the_old_ones():
     world = World()
     world.send()
     world.seats["D1"].incarnation = 2

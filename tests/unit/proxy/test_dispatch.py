@@ -141,7 +141,7 @@ async def test_chat_ids_and_limits() -> None:
 
 
 @asynchronous
-async def test_what_only_a_router_may_set_is_taken_from_clients() -> None:
+async def test_fields_of_routers_are_removed_from_clients_requests() -> None:
     async with world() as here:
         reply = await here.post(
             headers={"X-Request-Id": "mine", "X-data-parallel-rank": "3", "Authorization": "Bearer k", "Cookie": "c"},
@@ -224,7 +224,7 @@ async def test_d_alone_where_p_cannot_help() -> None:
 
 
 @asynchronous
-async def test_p_is_asked_who_it_is_at_the_start() -> None:
+async def test_p_is_asked_for_its_identity_at_the_start() -> None:
     async with world(api_key="secret") as here:
         (probe,) = here.p.probes
         assert probe.headers["Authorization"] == "Bearer secret"
@@ -289,7 +289,7 @@ async def test_a_restart_that_a_check_has_seen_is_followed_by_a_probe() -> None:
 
 
 @asynchronous
-async def test_a_p_that_is_busy_at_the_start_is_asked_first_until_it_has_said_who_it_is() -> None:
+async def test_a_busy_p_is_asked_first_until_its_identity_is_known() -> None:
     held = asyncio.Event()
     async with world(p0={"hold_probes": held}, health_check_timeout_s=0.1) as here:
         assert (await here.post()).status == 200

@@ -131,14 +131,17 @@ async def test_a_p_that_fails_after_ds_first_token_is_no_matter(fault: Fault) ->
         assert await here.metric('layerpush_proxy_requests_total{endpoint="completions",outcome="ok"}') == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("role", "stream"), [("prefill", False), ("prefill", True), ("decode", True)])
 @asynchronous
-async def test_both_hang(stream: bool) -> None:
+async def test_an_engine_that_hangs(role: str, stream: bool) -> None:
+    """While P hangs, D waits for it."""
     async with world(first_token_timeout_s=0.2, retry_max_retries=0) as here:
-        here.p.faults.append("hang")
+        (here.p if role == "prefill" else here.d).faults.append("hang")
         reply = await here.post(stream=stream)
         assert reply.status == 504
-        await until(lambda: here.p.cancelled and here.d.cancelled, "both legs are cancelled")
+        assert role == "prefill" or b"--first-token-timeout-secs" in reply.body
+        cancelled = (role == "prefill", True)
+        await until(lambda: (here.p.cancelled, here.d.cancelled) == cancelled, "both legs are over")
         await until(lambda: not here.proxy.gate.under_way, "its place is free")
 
 
@@ -295,16 +298,6 @@ async def test_all_of_a_role_gone_is_said() -> None:
 
 
 @asynchronous
-async def test_no_token_in_time() -> None:
-    async with world(first_token_timeout_s=0.2, retry_max_retries=0) as here:
-        here.d.faults.append("hang")
-        reply = await here.post(stream=True)
-        assert reply.status == 504
-        assert b"--first-token-timeout-secs" in reply.body
-        await until(lambda: here.d.cancelled, "D's request is aborted")
-
-
-@asynchronous
 async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token() -> None:
     async with world(first_token_timeout_s=0.2) as here:
         here.d.hold = asyncio.Event()
@@ -358,7 +351,7 @@ async def test_the_queue_has_a_time_out() -> None:
 
 
 @asynchronous
-async def test_engines_send_nobody_elsewhere() -> None:
+async def test_the_proxy_follows_no_redirect() -> None:
     async with world() as here:
         here.d.faults.append("redirect")
         async with here.session.post(f"{here.url}/v1/completions", json=BODY, allow_redirects=False) as response:
@@ -366,7 +359,7 @@ async def test_engines_send_nobody_elsewhere() -> None:
 
 
 @asynchronous
-async def test_bodies_that_are_none() -> None:
+async def test_bad_bodies_are_refused() -> None:
     async with world(max_payload_size=1000) as here:
         for data, status in ((b"{", 400), (b"[1]", 400), (b"\xff", 400), (b"x" * 1001, 413)):
             async with here.session.post(f"{here.url}/v1/completions", data=data) as response:
@@ -391,7 +384,7 @@ async def test_a_client_that_leaves_while_it_sends_its_body(capfd: pytest.Captur
 
 
 @asynchronous
-async def test_what_is_not_served_is_said() -> None:
+async def test_other_paths_and_methods_are_refused() -> None:
     async with world() as here:
         reply = await here.get("/v1/embeddings")
         assert reply.status == 404

@@ -49,7 +49,7 @@ async def test_a_body_that_never_ends_is_given_up() -> None:
 
 
 @asynchronous
-async def test_nobody_is_read_who_could_not_wait() -> None:
+async def test_a_request_beyond_the_queue_is_refused_unread() -> None:
     async with world(max_concurrent_requests=1, queue_size=0) as here:
         async with here.proxy.gate.entered():
             reader, writer = await raw(here, head(100))
@@ -161,7 +161,7 @@ async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyP
 
 
 @asynchronous
-async def test_to_have_run_out_of_files_is_held_against_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_engine_counts_as_ill_when_the_proxy_runs_out_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(health_failure_threshold=1, retry_max_retries=0) as here:
         refused = 0
 

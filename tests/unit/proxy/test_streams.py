@@ -40,9 +40,8 @@ async def test_whatever_the_pieces() -> None:
 async def test_each_token_is_passed_on_when_it_comes() -> None:
     async with world() as here:
         here.d.step = asyncio.Semaphore(0)
-        body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
         here.d.step.release()
-        async with here.session.post(f"{here.url}/v1/completions", json=body) as response:
+        async with here.stream() as response:
             for index in range(3):
                 assert f"t{index} ".encode() in await response.content.readuntil(b"\n\n")
                 here.d.step.release()
@@ -73,8 +72,7 @@ async def test_comments_reach_the_client_before_the_first_token() -> None:
     async with world() as here:
         here.d.pieces = [b": keep-alive\n\n", b"data: 1\n\n"]
         here.d.step = asyncio.Semaphore(1)
-        body = {"model": "stub", "prompt": "x", "stream": True}
-        async with here.session.post(f"{here.url}/v1/completions", json=body) as response:
+        async with here.stream() as response:
             assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
             here.d.step.release()
             assert await response.content.read() == b"data: 1\n\n"
@@ -88,8 +86,7 @@ async def test_another_attempt_can_follow_comments() -> None:
         failing.step = asyncio.Semaphore(1)
         other.pieces = [b"data: 1\n\n"]
         while not failing.seen:
-            body = {"model": "stub", "prompt": "x", "stream": True}
-            async with here.session.post(f"{here.url}/v1/completions", json=body) as response:
+            async with here.stream() as response:
                 first = await response.content.readuntil(b"\n\n")
                 failing.step.release()
                 rest = await response.content.read()
@@ -186,8 +183,7 @@ async def test_a_slow_reader_slows_d_down() -> None:
     async with world() as here:
         here.d.pieces = [b"data: " + b"x" * 65536 + b"\n\n"] * 1000
         written = here.d.sent
-        body = {"model": "stub", "prompt": "x", "stream": True}
-        async with here.session.post(f"{here.url}/v1/completions", json=body) as response:
+        async with here.stream() as response:
             await response.content.readany()
             size = -1
             while size != (size := sum(map(len, written.values()))):

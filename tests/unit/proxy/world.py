@@ -85,6 +85,11 @@ class World:
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             return Reply(response.status, response.headers, await response.read())
 
+    def stream(self) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """A streamed answer of three tokens, while it comes."""
+        body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 3}
+        return self.session.post(f"{self.url}/v1/completions", json=body)
+
     async def get(self, path: str) -> Reply:
         async with self.session.get(self.url + path) as response:
             return Reply(response.status, response.headers, await response.read())
