@@ -147,15 +147,16 @@ def test_a_calm_progress_thread_leaves_the_core_alone() -> None:
 import time, nixl
 from layerpush.compat import busy_wait
 
-def seconds_used():
+def seconds_used(within_s):
     agent = nixl.nixl_agent(f"calm-test-{busy_wait.applied()}")
-    before = time.process_time()
-    time.sleep(1.0)  # the measured interval
-    return time.process_time() - before
+    before, end = time.process_time(), time.monotonic() + within_s
+    while (used := time.process_time() - before) < 0.3 and time.monotonic() < end:
+        time.sleep(0.05)
+    return used
 
-spinning = seconds_used()  # its agent is gone when this returns
-busy_wait.apply()
-print("SECONDS", spinning, seconds_used())
+spinning = seconds_used(60.0)  # on a busy machine a thread that spins gets little of a second
+busy_wait.apply()  # the first agent is gone
+print("SECONDS", spinning, seconds_used(1.0))
 """,
         UCX_TLS="tcp,self",
         UCX_NET_DEVICES="lo",
@@ -182,7 +183,7 @@ class Clock:
         self.now += seconds
 
 
-def test_who_waits_long_sleeps_long_but_never_later_than_a_share_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_has_long_sleeps_but_none_beyond_a_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(busy_wait, "time", clock)
     rest, start = busy_wait.Rest(), clock.now
