@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -55,6 +54,7 @@ def choices(**changes: object) -> Choices:
         (["--at", "aggregated=http://a:1", "--links", "1gbit"], "--links is for engines that are started here"),
         (["--at", "aggregated=http://a:1", "--lengths", "max"], "--lengths max"),
         (["--out", "a.json", "--resume", "b.json"], "different files"),
+        (["--resume", "/nothing/serve.json"], "nothing to go on with"),
         (["--model", "/nothing"], "config.json"),
     ],
 )
@@ -62,12 +62,6 @@ def test_wrong_arguments_are_named(arguments: list[str], said: str) -> None:
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 2
     assert said in result.output
-
-
-def test_resume_needs_something_to_go_on_with(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["--resume", str(tmp_path / "serve.json")])
-    assert result.exit_code == 2
-    assert "nothing to go on with" in result.output
 
 
 def test_settings_can_be_compared_and_written() -> None:

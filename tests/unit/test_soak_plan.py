@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.faults.soak.kinds import KINDS, UnknownNameError, chosen
+from tests.faults.soak.kinds import KINDS
 from tests.faults.soak.plan import FaultPlan, RequestPlan
 from tests.faults.soak.soak import HANG_S
 from tests.faults.soak.specs import LEASE_S, MAX_MODEL_LEN, PEER_TIMEOUT_S, REGISTRATION_TIMEOUT_S, WRITE_TIMEOUT_S
@@ -42,11 +40,6 @@ def test_prompts_fit_the_engines_and_some_share_a_prefix():
     assert len(set(starts)) < len(starts)
     odd = [request.token_ids[:32] for request in requests if request.fault == "unequal"]
     assert all(starts.count(start) <= 1 for start in odd), "a prefix in D's cache would hide the number of blocks"
-
-
-def test_an_unknown_kind_is_named_and_the_likely_one_offered():
-    with pytest.raises(UnknownNameError, match=r"'kil-p'; did you mean kill-p\? choose from: abort-p, "):
-        chosen(["abort-d", "kil-p"], KINDS, "fault kind")
 
 
 def test_every_deadline_ends_before_a_request_counts_as_hung():
