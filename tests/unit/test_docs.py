@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -248,37 +246,6 @@ def test_the_readme_is_readable_outside_of_the_repository() -> None:
     named = re.findall(r"`((?:docs/)?[\w/-]+\.(?:md|png))`", text)
     assert len(named) > 15
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_the_curl_example_sends_both_legs(tmp_path: Path) -> None:
-    """Runs the contract's concurrent example with a `curl` that records its arguments."""
-    page = (ROOT / "docs/kv-transfer-params.md").read_text()
-    script, _sequential = re.findall(r"```bash\n(id=.*?)```", page, re.DOTALL)
-    curl = tmp_path / "curl"
-    curl.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"$OUT/$$"\n')
-    curl.chmod(0o755)
-    (tmp_path / "out").mkdir()
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-    subprocess.run(["bash", "-euc", script], env=environment, check=True, timeout=20)
-    legs = [file.read_text().split("\0") for file in (tmp_path / "out").iterdir()]
-    ids = {argument.removeprefix("X-Request-Id: ") for leg in legs for argument in leg if "X-Request-Id" in argument}
-    assert len(legs) == 2
-    assert len(ids) == 1
-    to_d, to_p = sorted(
-        (json.loads(leg[leg.index("-d") + 1]) for leg in legs), key=lambda body: body["max_tokens"] == 1
-    )
-    assert to_d["prompt"] == to_p["prompt"]
-    assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
-    assert to_d["kv_transfer_params"] == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "prefill-0",
-        "remote_request_id": f"cmpl-{ids.pop()}-0",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-        "pp_size": 1,
-    }
 
 
 def test_links_anchors_and_navigation_are_good(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ README_RUN, BY_HAND, DEPLOYED = (
     f"{E2E}::{name}"
     for name in ("test_the_readme_and_the_contract", "test_the_quickstart_by_hand", "test_the_deployment")
 )
-PROXY_PAGE = "tests/unit/proxy/test_pages.py::test_the_commands_start_a_proxy"
+PROXY_PAGE, CURL_EXAMPLES = (
+    f"tests/unit/proxy/test_pages.py::{name}"
+    for name in ("test_the_commands_start_a_proxy", "test_the_curl_examples_send_what_the_engines_take")
+)
 DRAWN = "tests/unit/test_bench_plot.py::test_the_committed_results_have_pictures"
 
 RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -42,7 +45,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("bench/README.md", "python -m bench.plot"): (DRAWN,),
     (BENCHMARKS, "make demo"): (f"{E2E}::test_the_demo",),
     (BENCHMARKS, "python -m bench.plot"): (DRAWN,),
-    (CONTRACT, "id="): (README_RUN, "tests/unit/test_docs.py::test_the_curl_example_sends_both_legs"),
+    (CONTRACT, "id="): (README_RUN, CURL_EXAMPLES),
     ("docs/configuration.md", "vllm serve MODEL --kv-transfer-config"): (f"{E2E}::test_the_configuration",),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1"): (DEPLOYED,),
     (DEPLOYMENT, "export VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.2"): (DEPLOYED,),

@@ -130,4 +130,7 @@ def test_the_curl_examples_send_what_the_engines_take(flow: int) -> None:
     assert to_p["max_tokens"] == 1
     check_params(to_p["kv_transfer_params"], "kv_producer", LayerPushConfig())
     check_params(to_d["kv_transfer_params"], "kv_consumer", LayerPushConfig())
-    assert to_d["kv_transfer_params"]["remote_request_id"].startswith(f"cmpl-{p_id}-0")
+    assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    suffix = ("", "-suffix")[flow]
+    expected = Identity("prefill-0", "10.0.0.1", 5600, 1).to_decode(f"cmpl-{p_id}-0{suffix}")
+    assert {"dcp_size": 1} | to_d["kv_transfer_params"] == expected
