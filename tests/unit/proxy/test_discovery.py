@@ -160,16 +160,20 @@ def test_a_broken_file_is_described(name: str, text: str, message: str, tmp_path
     assert message in str(raised.value)
 
 
-def test_while_a_file_is_broken_its_last_lists_stay(tmp_path: Path) -> None:
+def test_a_file_is_read_again_and_while_it_is_broken_its_last_lists_stay(tmp_path: Path) -> None:
     path = tmp_path / "engines.json"
     source = EnginesFile(path)
     assert source.read().urls == {"prefill": (), "decode": ()}
     path.write_text(json.dumps(GOOD))
     good = source.read()
+    assert good == Listing({"prefill": ["http://p:1", "http://p:2"], "decode": ["http://d:1"]}, [])
     path.write_text("{")
     broken = source.read()
     assert broken.urls == good.urls
+    assert broken.problems[0].startswith(f"{path}: ")
     assert broken.problems[0].endswith("; the list of engines stays as it was")
+    path.write_text(json.dumps(GOOD | {"decode": ["http://d:2"]}))
+    assert source.read().urls["decode"] == ["http://d:2"]
 
 
 def test_a_file_may_list_no_engine_yet(tmp_path: Path) -> None:
@@ -211,12 +215,6 @@ class Made:
         return self.source
 
 
-def streamed(here: World) -> Any:
-    """A streamed answer of three tokens; a context manager."""
-    body = {"model": "stub", "prompt": "x", "stream": True, "max_tokens": 3}
-    return here.session.post(f"{here.url}/v1/completions", json=body)
-
-
 async def ready(here: World, engines: int = 2) -> None:
     fleet = here.proxy.fleet
     await until(lambda: len(list(fleet)) == engines and all(each.healthy for each in fleet), "all engines healthy")
@@ -250,7 +248,7 @@ async def test_an_engine_that_disappears_ends_its_requests_and_gets_no_more() ->
     async with world(1, 2, listed=made, wait=False) as here:
         await ready(here)
         here.d.step = asyncio.Semaphore(1)
-        async with streamed(here) as response:
+        async with here.stream() as response:
             first = await response.content.readuntil(b"\n\n")
             made.source.decode = [here.decode[1]]
             await unlisted(here, here.d)
@@ -288,7 +286,7 @@ async def test_a_failure_of_an_engine_that_has_disappeared_ends_its_request_only
         await ready(here)
         here.d.step = asyncio.Semaphore(1)
         here.d.faults.append("cut")
-        async with streamed(here) as response:
+        async with here.stream() as response:
             await response.content.readuntil(b"\n\n")
             made.source.decode = [here.decode[1]]
             await unlisted(here, here.d)
@@ -396,35 +394,6 @@ async def test_a_slow_resolution_delays_no_request() -> None:
             assert (await here.post()).status == 200
         finally:
             answer.set()
-
-
-@asynchronous
-async def test_a_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "engines.json"
-
-    def replace(text: str) -> None:
-        new = tmp_path / "new"
-        new.write_text(text)
-        new.rename(path)
-
-    def write(prefill: Sequence[Stub], decode: Sequence[Stub]) -> None:
-        replace(json.dumps({"prefill": [each.url for each in prefill], "decode": [each.url for each in decode]}))
-
-    def from_file(prefill: list[Stub], decode: list[Stub]) -> Source:
-        write(prefill, decode[:1])
-        return EnginesFile(path)
-
-    with caplog.at_level(logging.WARNING, "layerpush.proxy"):
-        async with world(1, 2, listed=from_file, wait=False) as here:
-            await ready(here)
-            write(here.prefill, here.decode)
-            await ready(here, 3)
-            replace("{")
-            await until(lambda: str(path) in caplog.text, "it says that the file is broken")
-            assert (await here.post()).status == 200
-            write(here.prefill, here.decode[1:])
-            await unlisted(here, here.d)
-    assert len([each for each in caplog.messages if str(path) in each]) == 1
 
 
 @asynchronous

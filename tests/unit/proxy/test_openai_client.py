@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.unit.proxy.stub import MODEL
-from tests.unit.proxy.world import World, asynchronous, until, world
+from tests.unit.proxy.world import World, asynchronous, world
 
 
 @contextlib.asynccontextmanager
@@ -70,13 +70,3 @@ async def test_errors_are_the_clients_own_kinds() -> None:
         async with here.proxy.gate.entered():
             with pytest.raises(openai.RateLimitError, match="--max-concurrent-requests"):
                 await client.completions.create(model=MODEL, prompt="x")
-
-
-@asynchronous
-async def test_leaving_a_stream_aborts_ds_request() -> None:
-    async with client_and_world() as (client, here):
-        stream = await client.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=1000)
-        async for _ in stream:
-            break
-        await stream.close()
-        await until(lambda: not here.d.active, "D's request has ended")
