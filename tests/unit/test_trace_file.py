@@ -95,13 +95,6 @@ def test_without_a_directory_nothing_is_kept_and_no_thread_runs() -> None:
     file.close()
 
 
-def test_a_record_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
-    file = TraceFile(str(tmp_path), "eng", 0)
-    file.add(record())
-    until(lambda: any(b'"push"' in path.read_bytes() for path in tmp_path.iterdir()))
-    file.close()
-
-
 def test_the_first_line_says_whose_times_these_are(tmp_path: Path) -> None:
     before = time.perf_counter(), time.time()
     file = TraceFile(str(tmp_path), "eng", 2)
@@ -287,40 +280,11 @@ def test_rows_are_kept_only_where_there_is_a_file_for_them() -> None:
     assert (push.ready, push.hooked_layers, push.t_last_ready) == ([], 1, 1.0)
 
 
-IMPATIENT_S = 0.1
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "QUEUE_LIMIT", 2)
-    monkeypatch.setattr(trace_file, "CLOSE_S", IMPATIENT_S)
-
-
 def long_push(rows: int) -> PushRecord:
     push = record()
     for layer in range(rows):
         push.ready_at(0, layer, 1.0, True)
     return push
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_pipe_that_nobody_reads_costs_records_and_never_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    os.mkfifo(path_of(tmp_path))
-    file = TraceFile(str(tmp_path), "eng", 0)
-    waits = []
-    for number in range(5):
-        before = time.perf_counter()
-        file.add(record(f"p-{number}"))
-        waits.append(time.perf_counter() - before)
-    assert max(waits) < IMPATIENT_S
-    before = time.monotonic()
-    file.close()
-    assert time.monotonic() - before < 10 * IMPATIENT_S
-    assert file.dropped == 5
-    assert "lacks 5 records" in caplog.records[-1].message
-    os.close(os.open(path_of(tmp_path), os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
 
 
 def test_a_process_ends_although_its_trace_is_stuck(tmp_path: Path) -> None:
