@@ -120,13 +120,9 @@ def test_an_unknown_field_of_a_manifest_is_found() -> None:
 @pytest.mark.parametrize(
     ("name", "path", "value"),
     [
-        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoint"), []),
         ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoints", 0, "intervall"), "15s"),
-        ("kubernetes/pod-monitor.yaml", ("spec", "podMetricsEndpoints", 0, "interval"), "15"),
-        ("kubernetes/pod-monitor.yaml", ("spec", "selector"), None),
         (RULE, ("spec", "groups", 0, "rules", 0, "expression"), "up"),
         (RULE, ("spec", "groups", 0, "rules", 0, "for"), "ten minutes"),
-        (RULE, ("spec", "groups", 0, "name"), ""),
     ],
 )
 def test_a_bad_field_of_the_prometheus_operators_resources_is_found(
