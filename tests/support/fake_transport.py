@@ -20,10 +20,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
-from tests.support.ownership import Bytes, Descriptors, Owners, OwnershipError, Violation, common_owners
+from tests.support.ownership import Bytes, Descriptors, Owners, Violation, common_owners
 from tests.support.transport_faults import Faults
 
-__all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "Faults", "OwnershipError", "Violation"]
+__all__ = ["Bytes", "Descriptors", "FakeFabric", "FakeTransport", "FakeWrite", "Faults", "Violation"]
 
 
 @dataclass(eq=False)
@@ -81,14 +81,12 @@ class _Notification:
 class FakeFabric:
     """The endpoints, the faults, and a record of all events. Any thread may use its endpoints.
 
-    Deterministic: the same calls with the same ``seed`` and faults give the same landings. When ``strict``, the first
-    violation raises ``OwnershipError`` where it happens, and again from every later call: no ``except`` hides it.
+    Deterministic: the same calls with the same ``seed`` and faults give the same landings.
     """
 
-    def __init__(self, faults: Faults | None = None, seed: int = 0, *, strict: bool = False) -> None:
+    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
         self.faults = faults or Faults()
         self.random = random.Random(seed)
-        self.strict = strict
         self.writes: list[FakeWrite] = []
         """Every WRITE that was posted, in order."""
         self.violations: list[Violation] = []
@@ -99,8 +97,8 @@ class FakeFabric:
         self._lingering: list[FakeWrite] = []
 
     def endpoint(self, name: str) -> FakeTransport:
-        """A new process of this name, in the place of a dead one and without its descriptors."""
-        if name in self._endpoints and self._endpoints[name].alive:
+        """A new process. As in NIXL, no other one ever has its name."""
+        if name in self._endpoints:
             raise ValueError(f"endpoint {name!r} exists")
         self._endpoints[name] = FakeTransport(self, name)
         return self._endpoints[name]
@@ -118,11 +116,6 @@ class FakeFabric:
                     write.lingers = lingers
                     self._lingering.append(write)
 
-    def restart(self, name: str) -> FakeTransport:
-        """The process dies, and another one takes its name. Peers must ``forget`` the old one to reach it."""
-        self.kill(name)
-        return self.endpoint(name)
-
     def freeze(self, name: str) -> None:
         """The process stops, or its link is cut: WRITEs to it stay ``PENDING``, and no peer gets a message."""
         self._endpoints[name].frozen = True
@@ -133,7 +126,6 @@ class FakeFabric:
     def settle(self) -> None:
         """Land every WRITE that was released too early, as a network would in the end."""
         with self.lock:
-            self.require_sound()
             for endpoint in self._endpoints.values():
                 if endpoint.alive:
                     endpoint.progress_released(to_the_end=True)
@@ -154,15 +146,6 @@ class FakeFabric:
             action(self)
         return number
 
-    def accuse(self, violation: Violation) -> None:
-        self.violations.append(violation)
-        self.require_sound()
-
-    def require_sound(self) -> None:
-        """Raise the first violation, on a strict fabric. Call it at the end of a test."""
-        if self.strict and self.violations:
-            raise OwnershipError(self.violations[0])
-
     def progress_lingering(self, target: FakeTransport) -> None:
         for write in self._lingering:
             if write.target is target:
@@ -178,7 +161,6 @@ class FakeTransport:
         self.fabric, self.name = fabric, name
         self.alive, self.frozen = True, False
         self.descriptors: dict[Hashable, Descriptors] = {}
-        self._connections: dict[str, FakeTransport] = {}
         self._live: set[FakeWrite] = set()
         self._released: list[FakeWrite] = []
         self._inbox: list[_Notification] = []
@@ -193,7 +175,7 @@ class FakeTransport:
         with fabric.lock:
             self._require_running()
             number = fabric.reach("post")
-            target = self._peer(route.agent)
+            target = fabric.peer(route.agent)
             ours, theirs = self._pick(route.local_descriptors, local), target._pick(route.remote_descriptors, remote)
             if len(local) != len(remote) or ours.length != theirs.length:
                 raise TransportError("the two sides of a WRITE differ in count or in length")
@@ -236,7 +218,7 @@ class FakeTransport:
         with self.fabric.lock:
             self._require_running()
             number, faults = self.fabric.reach("notify"), self.fabric.faults
-            inbox = self._peer(agent)._inbox
+            inbox = self.fabric.peer(agent)._inbox
             looks_in_vain = faults.delay_notifications.get(number, 0)
             copies = 0 if number in faults.drop_notifications else 2 if number in faults.duplicate_notifications else 1
             place = 0 if number in faults.reorder_notifications else len(inbox)
@@ -258,10 +240,6 @@ class FakeTransport:
             for note in self._inbox:
                 note.looks_in_vain -= 1
             return arrived
-
-    def forget(self, agent: str) -> None:
-        """Drop the connection to a peer, as `remove_remote_agent` does. The next call goes to the name's new owner."""
-        self._connections.pop(agent, None)
 
     def touch(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> Bytes:
         """A piece of memory that a WRITE reads or lands in. A violation if the WRITE may no longer touch it."""
@@ -291,16 +269,7 @@ class FakeTransport:
 
     def _accuse(self, key: Hashable, index: int, meant_for: Owners, deed: str) -> None:
         owners = self.descriptors[key].owners(index)
-        self.fabric.accuse(Violation(self.name, key, index, deed, meant_for, owners))
-
-    def _peer(self, name: str) -> FakeTransport:
-        """The process that had this name at the first call: a new process of that name is a stranger."""
-        if name not in self._connections:
-            self._connections[name] = self.fabric.peer(name)
-        peer = self._connections[name]
-        if not peer.alive:
-            raise PeerLostError(f"endpoint {name!r} is dead")
-        return peer
+        self.fabric.violations.append(Violation(self.name, key, index, deed, meant_for, owners))
 
     def _pick(self, key: Hashable, ids: DescriptorIds) -> Descriptors:
         if key not in self.descriptors:
@@ -310,7 +279,6 @@ class FakeTransport:
         return self.descriptors[key]
 
     def _require_running(self) -> None:
-        self.fabric.require_sound()
         if not self.alive:
             raise RuntimeError(f"endpoint {self.name!r} is dead: it makes no calls")
 

@@ -83,14 +83,6 @@ class Violation:
         )
 
 
-class OwnershipError(AssertionError):
-    """The first violation on a strict fabric."""
-
-    def __init__(self, violation: Violation) -> None:
-        super().__init__(str(violation))
-        self.violation = violation
-
-
 def common_owners(source: Owners, target: Owners) -> Owners:
     """The owners of a WRITE from one piece to another. Empty: such a WRITE must not be posted."""
     if ANYONE in source:

@@ -1,4 +1,4 @@
-"""Engines to connect to, as the desks see them: tests end the handshakes and read the messages."""
+"""Engines to connect to, without a network: tests end the handshakes and read the messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain
 
 from layerpush.core.liveness import Verdict
 from layerpush.core.wire import Message, read
-from layerpush.transport.base import DescriptorIds, PeerLostError, Route, TransportError, WriteHandle, WriteState
+from layerpush.transport.base import PeerLostError, TransportError
 from layerpush.transport.connections import Address, Connections, Handshake, Rank
 
 
@@ -95,9 +95,6 @@ class FakeMail:
             raise PeerLostError(f"agent {agent} is dead")
         self.sent.append((agent, payload))
 
-    def contact(self) -> bytes:
-        raise NotImplementedError
-
     def meet(self, contact: bytes) -> str:
         if not contact.startswith(b"contact of "):
             raise TransportError("garbage")
@@ -109,18 +106,6 @@ class FakeMail:
         """The messages since the last call."""
         sent, self.sent = self.sent, []
         return [(agent, read(payload)) for agent, payload in sent]
-
-    def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
-        raise NotImplementedError
-
-    def poll(self, handle: WriteHandle) -> WriteState:
-        raise NotImplementedError
-
-    def release(self, handle: WriteHandle) -> None:
-        raise NotImplementedError
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        raise NotImplementedError
 
 
 @dataclass

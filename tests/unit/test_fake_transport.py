@@ -215,56 +215,6 @@ def test_death_at_a_scripted_moment() -> None:
     assert pair.landed() == landed
 
 
-def test_a_restarted_peer_is_a_stranger() -> None:
-    pair = Pair(Faults(hold_writes={0: 9, 1: 9}))
-    held, released = pair.post(ALL[:4], ALL[:4]), pair.post(ALL[4:], ALL[4:])
-    assert pair.p.poll(held) is WriteState.PENDING
-    pair.p.release(released)
-    landed = pair.landed()
-    reborn = pair.fabric.restart("D")
-    reborn.describe("kv", pair.target.reshape(-1), range(0, COUNT * SIZE, SIZE), SIZE)
-
-    for call in (lambda: pair.p.poll(held), pair.post, lambda: pair.p.notify("D", b"x")):
-        with pytest.raises(PeerLostError):
-            call()
-    pair.fabric.settle()
-    assert reborn.notifications() == []
-    assert pair.landed() == landed
-
-
-def test_a_restarted_peer_is_reached_once_the_old_one_is_forgotten() -> None:
-    pair = Pair(Faults(hold_writes={0: 9}))
-    old = pair.post()
-    reborn = pair.fabric.restart("D")
-    pair.p.forget("D")
-    pair.p.notify("D", b"hello")
-    assert reborn.notifications() == [("P", b"hello")]
-    with pytest.raises(TransportError, match="descriptor list"):
-        pair.post()
-
-    reborn.describe("kv", pair.target.reshape(-1), range(0, COUNT * SIZE, SIZE), SIZE)
-    polls_until_landed(pair.p, pair.post(ALL[:1], ALL[:1]))
-    with pytest.raises(PeerLostError):
-        pair.p.poll(old)
-    assert pair.landed() == {0}
-
-
-def test_a_restarted_source_knows_nothing_of_what_the_old_one_posted() -> None:
-    pair = Pair(Faults(hold_writes={0: 9, 1: 9}))
-    held, released = pair.post(ALL[:4], ALL[:4]), pair.post(ALL[4:], ALL[4:])
-    pair.p.release(released)
-    reborn = pair.fabric.restart("P")
-    with pytest.raises(TransportError, match="no WRITE of this transport"):
-        reborn.poll(held)
-    with pytest.raises(RuntimeError, match="makes no calls"):
-        pair.p.poll(held)
-    for _ in range(20):
-        pair.d.notifications()
-        reborn.notifications()
-    pair.fabric.settle()
-    assert pair.landed() == set()
-
-
 def test_the_dead_make_no_calls() -> None:
     pair = Pair()
     handle = pair.post()
@@ -300,17 +250,6 @@ def test_only_bytes_of_the_dead_move_unpolled_and_only_when_their_target_looks()
     for _ in range(20):
         pair.d.notifications()
     assert pair.landed() == set(range(8))
-
-
-def test_bytes_of_the_dead_do_not_outlive_their_target() -> None:
-    pair = Pair(Faults(hold_writes={0: 7}))
-    pair.post()
-    pair.fabric.kill("P", lingers=3)
-    reborn = pair.fabric.restart("D")
-    reborn.describe("kv", pair.target.reshape(-1), range(0, COUNT * SIZE, SIZE), SIZE)
-    for _ in range(5):
-        reborn.notifications()
-    assert pair.landed() == set()
 
 
 def test_a_frozen_peer_gets_it_after_the_thaw() -> None:

@@ -141,8 +141,7 @@ class Process:
         return self.addresses.get(engine_id) if engine_id in self.connected else None
 
     def disconnect(self, engine_id: str) -> None:
-        for agent in self.connected.pop(engine_id, ()):
-            self.transport.forget(agent)
+        self.connected.pop(engine_id, None)
 
     def task(self, task: Callable[[], None]) -> None:
         self.tasks.append(task)
