@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from layerpush.core.load_session import RETRY_S
 from layerpush.core.wire import Accepted, Cancelled, Completion, Fail
+from layerpush.telemetry.metrics.catalog import LOADS
 from layerpush.telemetry.trace_records import LoadRecord
+from tests.support.measured import measured
 from tests.unit.test_loads import PATIENCE_S, World, registration
 
 
@@ -35,14 +37,16 @@ def test_a_load_that_completes() -> None:
     assert (record.t_parked, record.t_cleared) == (None, None)
 
 
-def test_a_load_is_recorded_before_the_engine_can_report_it() -> None:
-    """The engine's main thread may take the load at once, and its report has the record's times."""
+def test_a_load_is_recorded_and_counted_before_the_engine_can_report_it() -> None:
+    """The engine's main thread may take the load at once, and its report has the record's times. The engine may stop
+    stepping then, and so its reports.
+    """
     world = RecordedWorld()
-    recorded: list[int] = []
-    world.engine.on_told = lambda _, __: recorded.append(len(world.records))
+    noted: list[tuple[int, int]] = []
+    world.engine.on_told = lambda _, __: noted.append((len(world.records), measured(world.recorder).counted(LOADS)))
     world.awaits()
     world.hears(Completion("r", 1))
-    assert recorded == [1]
+    assert noted == [(1, 1)]
 
 
 def test_the_registration_is_dated_when_it_is_sent() -> None:

@@ -1013,16 +1013,6 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
     assert tally.observed(LOAD).total == pytest.approx(3.0)
 
 
-def test_a_load_is_counted_before_the_engine_hears_of_it() -> None:
-    """The engine may stop stepping then, and so its reports."""
-    world = World()
-    seen: list[int] = []
-    world.engine.on_told = lambda _, __: seen.append(measured(world.recorder).counted(LOADS))
-    world.awaiting()
-    world.hears(Completion("r", 1))
-    assert seen == [1]
-
-
 def test_loads_that_come_to_nothing_are_told_apart() -> None:
     world = World()
     world.awaiting("p-0", request_id="failed")

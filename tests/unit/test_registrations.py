@@ -527,26 +527,21 @@ def test_what_no_request_came_for_is_refused_in_the_end() -> None:
     assert world.takes() is None
 
 
-def test_a_request_that_waits_in_the_queue_is_waited_for() -> None:
-    world, wanted = World(), asks()
-    world.registrations.came({"a/p": None, "b/p": None})
-    world.says(wanted)
+@pytest.mark.parametrize(
+    ("request_id", "transfer"), [("a/p", None), ("cmpl-p-0/p", "t")], ids=["by name", "by transfer"]
+)
+def test_a_request_in_the_queue_is_waited_for_until_it_leaves(request_id: str, transfer: str | None) -> None:
+    """It leaves when it was pushed to another decode engine."""
+    world = World()
+    world.registrations.came({request_id: transfer, "b/p": None})
+    world.says(asks(transfer=transfer))
     world.tick(2 * UNKNOWN_S)
     world.tick(2 * UNKNOWN_S)
     assert world.heard() == [Accepted("a/d")]
-    assert world.takes() == wanted
-
-
-def test_a_request_that_has_left_is_waited_for_no_more() -> None:
-    """It was pushed to another decode engine."""
-    world = World()
-    world.registrations.came({"a/p": None})
-    world.says(asks())
-    world.tick(UNKNOWN_S)
-    world.ends("a/p", None)
-    world.tick(UNKNOWN_S)
+    assert world.registrations.pending == 1
+    world.ends(request_id, None)
     world.tick(2.0)
-    assert world.heard() == [Accepted("a/d"), UNKNOWN]
+    assert world.heard() == [UNKNOWN]
 
 
 def test_a_request_that_was_aborted_at_once_is_not_here() -> None:
@@ -623,12 +618,26 @@ def test_without_a_transfer_id_on_both_sides_names_decide(ours: str | None) -> N
     assert world.pushes == {"a/p": "a/d"}
 
 
-def test_prompts_of_one_transfer_are_told_apart_by_their_numbers() -> None:
+@pytest.mark.parametrize(
+    ("begun", "registered", "pushes"),
+    [
+        (["p_0", "p_1"], ["cmpl-d-1/d", "cmpl-d-0/d"], {"cmpl-p-1/p": "cmpl-d-1/d", "cmpl-p-0/p": "cmpl-d-0/d"}),
+        (["p_0"], ["chatcmpl-d/d"], {"cmpl-p-0/p": "chatcmpl-d/d"}),
+        (["p_0"], ["1_cmpl-d-0/d", "0_cmpl-d-0/d"], {"cmpl-p-0/p": "0_cmpl-d-0/d"}),
+    ],
+    ids=["prompts by their numbers", "a completion and a chat", "the first of several answers"],
+)
+def test_requests_of_one_transfer_find_each_other(
+    begun: list[str], registered: list[str], pushes: dict[str, str]
+) -> None:
     world = World()
-    world.begins(p_0="t", p_1="t")
-    for number in (1, 0):
-        world.says(asks(f"cmpl-d-{number}/d", transfer="t"))
-    assert world.pushes == {"cmpl-p-1/p": "cmpl-d-1/d", "cmpl-p-0/p": "cmpl-d-0/d"}
+    world.begins(**dict.fromkeys(begun, "t"))
+    for request_id in registered:
+        world.says(asks(request_id, transfer="t"))
+    assert world.pushes == pushes
+    refused = [message for message in world.heard() if isinstance(message, Fail)]
+    spare = [request_id for request_id in registered if request_id not in pushes.values()]
+    assert refused == [failure(SPARE_ANSWER, request_id=request_id, epoch=0) for request_id in spare]
 
 
 def test_a_transfer_id_pairs_no_different_prompts() -> None:
@@ -651,34 +660,6 @@ def test_what_became_of_a_transfer_is_known_for_a_while(why: str) -> None:
     world.registrations.came({"cmpl-q-0/p": "t"})
     world.says(asks("cmpl-e-0/d", transfer="t"))
     assert world.heard() == [Accepted("cmpl-e-0/d")], "it came again"
-
-
-def test_a_chat_and_a_completion_of_one_transfer_are_a_pair() -> None:
-    world = World()
-    world.begins(p_0="t")
-    world.says(asks("chatcmpl-d/d", transfer="t"))
-    assert world.pushes == {"cmpl-p-0/p": "chatcmpl-d/d"}
-
-
-def test_the_first_of_several_answers_gets_the_push_of_a_transfer() -> None:
-    world = World()
-    world.begins(p_0="t")
-    for number in (1, 0):
-        world.says(asks(f"{number}_cmpl-d-0/d", transfer="t"))
-    assert world.pushes == {"cmpl-p-0/p": "0_cmpl-d-0/d"}
-    assert failure(SPARE_ANSWER, request_id="1_cmpl-d-0/d", epoch=0) in world.heard()
-
-
-def test_a_request_of_the_same_transfer_in_the_queue_is_waited_for() -> None:
-    world = World()
-    world.registrations.came({"cmpl-p-0/p": "t"})
-    world.says(asks("cmpl-d-0/d", transfer="t"))
-    world.tick(2 * UNKNOWN_S)
-    world.tick(2 * UNKNOWN_S)
-    assert world.heard() == [Accepted("cmpl-d-0/d")]
-    world.ends("cmpl-p-0/p", None)
-    world.tick(2.0)
-    assert world.heard() == [failure(UNKNOWN.reason, request_id="cmpl-d-0/d", epoch=0)]
 
 
 # A request that went to another data-parallel rank of the prefill engine.
