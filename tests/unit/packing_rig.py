@@ -20,20 +20,10 @@ from layerpush.transport.packing.unpacker import Unpacker, UnpackReply
 from layerpush.transport.packing.windows import Windows
 from tests.support.fake_transport import Faults
 from tests.unit.builders import layout_of
-from tests.unit.staging_rig import NumpyStaging
+from tests.unit.staging_rig import BrokenCopy, NumpyStaging
 from tests.unit.writer_rig import BLOCK_BYTES, D_BLOCKS, Decoder, Prompt, Rig
 
 WINDOW_PIECES = 4
-
-
-class BrokenCopy:
-    """A copy that fails."""
-
-    def is_over(self) -> bool:
-        raise RuntimeError("an error of the device")
-
-    def device_s(self) -> float:
-        return 0.0
 
 
 class FallibleStaging(NumpyStaging):

@@ -33,6 +33,16 @@ class HeldCopy:
         return self._device_s
 
 
+class BrokenCopy:
+    """A copy that fails."""
+
+    def is_over(self) -> bool:
+        raise RuntimeError("an error of the device")
+
+    def device_s(self) -> float:
+        return 0.0
+
+
 class NumpyStaging:
     """A `Staging` over ``cache``, flat bytes with region after region. The next copies need ``looks`` looks each.
     Each reports ``device_s`` seconds of its device.

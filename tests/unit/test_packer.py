@@ -22,7 +22,7 @@ from layerpush.transport.packing.unpacker import Unpacker, UnpackError, UnpackRe
 from layerpush.transport.packing.windows import Windows
 from tests.support.fake_transport import Bytes, FakeFabric, Faults
 from tests.unit.builders import layout_of, registration
-from tests.unit.staging_rig import NumpyStaging
+from tests.unit.staging_rig import BrokenCopy, NumpyStaging
 
 LAYERS, BLOCKS, BLOCK_BYTES, PIECES = 3, 16, 1024, 8
 SOURCE, TARGET = (7, 2, 9, 4), (3, 8, 1, 6)
@@ -351,14 +351,6 @@ def test_what_is_scattered_is_not_refused_meanwhile() -> None:
     assert pair.unpacker.on_message("P", message, None) == UnpackReply("P", Unpacked(1, True))
 
 
-class Broken:
-    def is_over(self) -> bool:
-        raise RuntimeError("an error of the device")
-
-    def device_s(self) -> float:
-        return 0.0
-
-
 def fails_second(copy: Callable[..., Any], how: str) -> Callable[..., Any]:
     """The second copy fails: at once, or later."""
     calls = itertools.count()
@@ -368,7 +360,7 @@ def fails_second(copy: Callable[..., Any], how: str) -> Callable[..., Any]:
             return copy(*args)
         if how == "at once":
             raise RuntimeError("no memory")
-        return Broken()
+        return BrokenCopy()
 
     return failing
 
