@@ -62,15 +62,15 @@ class PushWorld:
     gone: bool = False
     """The scheduler has aborted or evicted the request: nothing more comes from it."""
     disturbed: bool = False
-    tells: int = 0
-    told: bool = False
+    completions: int = 0
+    notified: bool = False
     delegates: list[Registration | None] = field(default_factory=list)
     upstream_busy: bool = False
     """Upstream's whole-request WRITE is on the wire."""
     upstream_posts: int = 0
     delivered: bool = False
     cancelled: bool = False
-    retracts: list[push_protocol.ReportFailure] = field(default_factory=list)
+    failures: list[push_protocol.ReportFailure] = field(default_factory=list)
     releases: int = 0
     tokens: int = 0
     outcome: Outcome = "pending"
@@ -124,8 +124,8 @@ class PushWorld:
         return not self.gone
 
     @property
-    def drained_retracts(self) -> int:
-        return sum(retract.drained for retract in self.retracts)
+    def drained_failures(self) -> int:
+        return sum(failure.drained for failure in self.failures)
 
     @property
     def prompt_ready(self) -> bool:
@@ -161,17 +161,17 @@ class PushWorld:
                 assert self.state is State.STREAMING
                 self._check_post(action.write)
             elif isinstance(action, push_protocol.Notify):
-                self._check_tell(action)
+                self._check_completion(action)
             elif isinstance(action, push_protocol.Delegate):
                 assert self.finished
                 assert not self.ever_posted, "a request that has streamed is never delegated"
                 assert action.registration == (self.registration if self.registered else None)
                 self.delegates.append(action.registration)
             elif isinstance(action, push_protocol.ReportFailure):
-                self._check_retract(action)
+                self._check_failure(action)
             elif isinstance(action, push_protocol.SendFirstToken):
                 assert self.finished
-                assert not self.drained_retracts
+                assert not self.drained_failures
                 assert action == push_protocol.SendFirstToken(self.registration, SAMPLED.token)
                 self.tokens += 1
             elif isinstance(action, push_protocol.Release):
@@ -179,12 +179,12 @@ class PushWorld:
                 assert not self.gone
                 assert not self.in_flight
                 assert not self.upstream_busy, "released under upstream's WRITE"
-                assert self.told or self.delivered or self.session.failure is not None
+                assert self.notified or self.delivered or self.session.failure is not None
                 self.releases += 1
         if isinstance(event, push_protocol.PostReady):
             self._check_left(event)
         assert (self.session.outcome, self.session.failure) == (self.outcome, self.failure)
-        assert self.tells <= 1
+        assert self.completions <= 1
         assert len(self.delegates) == len(set(self.delegates))
         assert self.releases <= 1
         assert self.tokens <= 1
@@ -195,8 +195,8 @@ class PushWorld:
         if self.state in (State.CLOSED, State.ABANDONED, State.NOTIFYING, State.NOTIFIED):
             assert not self.in_flight
         if self.state in (State.CLOSED, State.ABANDONED):
-            completed = self.told or self.delivered
-            assert self.drained_retracts == (self.registered and not completed), "a push completes or fails, and once"
+            completed = self.notified or self.delivered
+            assert self.drained_failures == (self.registered and not completed), "a push completes or fails, and once"
         if self.state in (State.DRAINING, State.REWINDING):
             assert self.in_flight or self.upstream_busy, "no WRITE to wait for"
         if self.state is State.CLOSED:
@@ -245,7 +245,7 @@ class PushWorld:
         self.computed, self.chunks, self.unready = 0, [], set()
         self.ready, self.posted, self.landed = set(), set(), set()
         if self.state is State.NOTIFYING:
-            self.tells -= 1  # the completion is cancelled before it is sent
+            self.completions -= 1  # the completion is cancelled before it is sent
         if announced:
             self.send(push_protocol.Preempted())
 
@@ -283,15 +283,15 @@ class PushWorld:
         is_news = self.outcome == "pending"
         self._ends("failed", event.reason)
         self.send(event)
-        assert not is_news or not self.registered or self.retracts, "D gets the failure at once"
+        assert not is_news or not self.registered or self.failures, "D gets the failure at once"
 
     def _ends(self, outcome: Outcome, failure: str | None = None) -> None:
         """The first outcome stands."""
         if self.outcome == "pending" and self.state is not State.CLOSED:
             self.outcome, self.failure = outcome, failure
 
-    def confirm_tell(self) -> None:
-        self.told = True
+    def confirm_completion(self) -> None:
+        self.notified = True
         self._ends("completed")
         self.send(push_protocol.Notified())
 
@@ -362,32 +362,32 @@ class PushWorld:
         assert list(zip(part.source, part.target, strict=True)) == [pair for pair in whole if pair[0] != 0]
         assert 0 not in part.source + part.target
 
-    def _check_tell(self, action: push_protocol.Notify) -> None:
+    def _check_completion(self, action: push_protocol.Notify) -> None:
         assert self.state is State.NOTIFYING
         assert action.registration == self.registration
         assert self.prompt_ready
         assert self.landed == self.wanted, "completed although something is missing"
         assert not self.in_flight
-        assert not self.retracts, "completed after a reported failure"
+        assert not self.failures, "completed after a reported failure"
         assert not self.cancelled
-        self.tells += 1
+        self.completions += 1
 
-    def _check_retract(self, action: push_protocol.ReportFailure) -> None:
+    def _check_failure(self, action: push_protocol.ReportFailure) -> None:
         assert self.registered
         assert action.registration == self.registration
-        assert not self.told, "failure reported after the completion"
+        assert not self.notified, "failure reported after the completion"
         assert not self.delivered
-        assert not self.drained_retracts, "a drained failure is the last report"
+        assert not self.drained_failures, "a drained failure is the last report"
         if action.drained:
             assert not self.in_flight, "reported as drained with a WRITE on the wire"
             assert not self.upstream_busy
         else:
             assert self.in_flight or self.upstream_busy, "no WRITE to warn of"
-            assert not self.retracts
+            assert not self.failures
             assert not self.cancelled, "D cancelled the push, and waits for its end"
         assert (action.reason, action.cancelled) == (self.failure, self.cancelled)
         assert action.epoch == self.session.epoch
-        self.retracts.append(action)
+        self.failures.append(action)
 
     def drive_home(self) -> None:
         """Let everything end as well as it still can. No push needs the end of its lease for that."""
@@ -397,7 +397,7 @@ class PushWorld:
             if self.state is State.CLOSED:
                 break
             if self.state is State.NOTIFYING:
-                self.confirm_tell()
+                self.confirm_completion()
             elif self.state is State.CONNECTING:
                 self.send(push_protocol.Connected())
             elif self.in_flight:
@@ -420,9 +420,9 @@ class PushWorld:
         assert not self.session.in_flight
         assert self.releases or self.gone
         if not self.disturbed:
-            assert self.told + self.delivered == 1
-            assert self.tells + self.upstream_posts == 1
-            assert not self.retracts
+            assert self.notified + self.delivered == 1
+            assert self.completions + self.upstream_posts == 1
+            assert not self.failures
 
 
 def cells_of(write: Write) -> set[Cell]:

@@ -1,6 +1,7 @@
 """Both engines against each other, through a network that drops, delays, duplicates and reorders, and through deaths.
 
-`tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, desks and writers. After every step:
+`tests.unit.both_sides` plays vLLM, NIXL and fate around the real sessions, registrations, loads and writers. After
+every step:
 
 - no WRITE is posted for, lands in or is on its way into blocks that the decode engine gave away;
 - no WRITE is posted from blocks that the prefill engine gave away, and no gather reads them;
@@ -12,7 +13,7 @@
 - a load that asked for P's first token, and no other, is reported with the token or with the reason for its absence:
   the token belongs to the load's own prompt, sampled with its own parameters.
 
-When faults stop, both sides end: nothing is left in a table, on the wire or in quarantine.
+When faults stop, both sides end: nothing is left in a table or on the wire, and no block is held.
 
 `MUTANTS` shows that this can fail: each removes one guard, and each is found.
 """

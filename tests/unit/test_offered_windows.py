@@ -47,7 +47,7 @@ class Packing:
         return RING
 
 
-class Desk:
+class FakeRegistrations:
     """Agent ``d-0`` registers."""
 
     def window(self, registration: Registration, agent: str) -> Window | None:
@@ -56,9 +56,9 @@ class Desk:
 
 
 def host(packs: bool = True) -> WorkerHost:
-    nothing, desk = cast("Any", SimpleNamespace(fail=None)), cast("Any", Desk())
+    nothing, registrations = cast("Any", SimpleNamespace(fail=None)), cast("Any", FakeRegistrations())
     packing = cast("Any", Packing("auto" if packs else None))
-    return WorkerHost(nothing, nothing, packing, LAYOUT, nothing, lambda _: nothing, lambda _: desk)
+    return WorkerHost(nothing, nothing, packing, LAYOUT, nothing, lambda _: nothing, lambda _: registrations)
 
 
 def offering(**changes: Any) -> Registration:

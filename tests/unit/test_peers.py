@@ -333,7 +333,7 @@ def test_a_handshake_that_others_wait_for_too_is_a_try_of_each() -> None:
 
 
 def test_what_follows_may_ask_again() -> None:
-    """The callback of one ``reach`` starts another: a desk that finds a dead connection does."""
+    """The callback of one ``reach`` starts another, as a load does that finds a dead connection."""
     town, outcomes = Town(), Outcomes()
 
     def again(error: str | None, now: float) -> None:

@@ -17,7 +17,7 @@ def has_base(registration: Registration, request_id: str) -> bool:
     return request_id.partition("/")[0] in {name.partition("/")[0] for name in names}
 
 
-def ledger_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> PendingRegistrations:
+def pending_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> PendingRegistrations:
     pending = PendingRegistrations(has_base, kept=kept, kept_s=kept_s)
     for one in registrations:
         pending.add(one, 0.0)
@@ -25,7 +25,7 @@ def ledger_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.
 
 
 def test_the_exact_id_goes_before_the_base_id() -> None:
-    pending = ledger_of(*map(registration, ("a/1", "a/2", "b/1")))
+    pending = pending_of(*map(registration, ("a/1", "a/2", "b/1")))
     assert pending.take("a/1", 0.0) == registration("a/1")
     assert pending.take("b/7", 0.0) == registration("b/1")
     assert pending.take("c/1", 0.0) is None
@@ -35,14 +35,14 @@ def test_the_exact_id_goes_before_the_base_id() -> None:
 
 def test_the_id_that_the_prefill_engine_gave_is_exact_too() -> None:
     named = registration("a/d", prefill="a/p7")
-    pending = ledger_of(named, registration("a/new"))
+    pending = pending_of(named, registration("a/new"))
     assert pending.take("a/p7", 0.0) == named
     other = registration("x/d", prefill="a/p7")
-    assert ledger_of(other).take("a/p7", 0.0) == other
+    assert pending_of(other).take("a/p7", 0.0) == other
 
 
 def test_of_one_base_id_the_newest_is_meant() -> None:
-    pending = ledger_of(*map(registration, ("a/old", "a/older", "a/new")))
+    pending = pending_of(*map(registration, ("a/old", "a/older", "a/new")))
     assert pending.take("a/x", 1.0) == registration("a/new")
     assert pending.take("a/y", 1.0) == registration("a/older")
 
@@ -50,7 +50,7 @@ def test_of_one_base_id_the_newest_is_meant() -> None:
 def test_older_ones_of_stock_engines_end_with_it() -> None:
     """A stock engine never cancels a registration that a router left behind for a new try; others do."""
     ours = registration("a/ours")
-    pending = ledger_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
+    pending = pending_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
     pending.add(registration("a/new"), 0.0)
     assert pending.take("a/x", 1.0) == registration("a/new")
     assert ("D", "a/stock") not in pending
@@ -59,7 +59,7 @@ def test_older_ones_of_stock_engines_end_with_it() -> None:
 
 
 def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
-    pending = ledger_of(registration("a/1"))
+    pending = pending_of(registration("a/1"))
     pending.add(registration("a/2"), 5.0)
     pending.add(registration("a/3"), 6.0)
     assert [one.request_id for one in pending.matching("a/x", 9.0)] == ["a/1", "a/2", "a/3"]
@@ -68,21 +68,21 @@ def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
 
 
 def test_engines_that_use_the_same_id_are_told_apart() -> None:
-    pending = ledger_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
+    pending = pending_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
     assert len(pending) == 2
     pending.drop(("D", "a/1"))
     assert pending.take("a/1", 0.0) == registration("a/1", engine="E")
 
 
 def test_an_engine_that_has_ended_takes_its_own_with_it() -> None:
-    pending = ledger_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
+    pending = pending_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
     pending.drop_if(lambda entry: entry.decode_engine_id == "D")
     assert len(pending) == 1
     assert ("E", "a/1") in pending
 
 
 def test_a_second_copy_replaces_the_first_and_counts_as_new() -> None:
-    pending = ledger_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
+    pending = pending_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
     assert pending.take("a/x", 0.0) == registration("a/1", block=5)
 
 

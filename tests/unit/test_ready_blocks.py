@@ -9,7 +9,7 @@ LAYERS = 96
 BLOCKS = tuple(range(5, 9))
 
 
-def supply() -> ReadyBlocks:
+def four_blocks() -> ReadyBlocks:
     """One chunk of four blocks, known on both sides."""
     made = ReadyBlocks([0] * LAYERS, [64] * LAYERS, by_layer=True)
     made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, (GroupSlice(0, BLOCKS, len(BLOCKS)),), streams=True))
@@ -18,14 +18,14 @@ def supply() -> ReadyBlocks:
 
 
 def test_layers_come_in_the_models_order_however_they_became_ready() -> None:
-    made = supply()
+    made = four_blocks()
     for layer in (80, 3, 81, 64, 4):
         made.ready(0, layer)
     assert [(part.layers.start, part.layers.stop) for part in made.pending()] == [(3, 5), (64, 65), (80, 82)]
 
 
 def test_what_was_taken_does_not_come_again() -> None:
-    made = supply()
+    made = four_blocks()
     made.ready(0, 3)
     made.take()
     made.ready(0, 3)
@@ -44,6 +44,6 @@ def test_bytes_are_those_of_the_groups_that_have_layers() -> None:
 
 
 def test_what_is_not_taken_stays() -> None:
-    made = supply()
+    made = four_blocks()
     made.ready(0, 3)
     assert made.pending() == made.pending() != ()

@@ -136,7 +136,7 @@ def test_whatever_the_chunks_the_whole_request_goes(shape: Shape, seed: int) -> 
             preempts_at = None
             world.preempt(announced=world.state is State.NOTIFYING or random.random() < 0.5)
     world.drive_home()
-    assert world.told or world.delivered
+    assert world.notified or world.delivered
 
 
 def finished(sampling: str | None, sampled: Sampled | None, *, first: bool) -> list[push_protocol.Action]:

@@ -49,7 +49,7 @@ PRECAUTIONS: set[Triple] = {
 def moves(world: PushWorld) -> Iterator[Move]:
     """The possible next moves."""
     if world.state is State.NOTIFYING:
-        yield PushWorld.confirm_tell
+        yield PushWorld.confirm_completion
         yield PushWorld.fail
     if world.running and not world.unready and world.computed < world.shape.tokens:
         yield lambda w: w.plan(4)
@@ -103,12 +103,12 @@ def replan(world: PushWorld) -> None:
 def likeness(world: PushWorld) -> str:
     """Equal for worlds with the same future; the reason of a failure does not count."""
     inner = vars(world.session) | {"failure": world.session.failure is None}
-    supply = {name: value for name, value in vars(world.session._ready_blocks).items() if name != "_pairs"}
-    outer = vars(world) | {"retracts": [retract.drained for retract in world.retracts], "failure": None}
+    ready = {name: value for name, value in vars(world.session._ready_blocks).items() if name != "_pairs"}
+    outer = vars(world) | {"failures": [failure.drained for failure in world.failures], "failure": None}
     inner = {name: value for name, value in inner.items() if name not in ("registration", "_coverage", "_ready_blocks")}
     outer = {name: value for name, value in outer.items() if name not in ("session", "registration", "shape")}
     outer = {name: sorted(value) if isinstance(value, set) else value for name, value in outer.items()}
-    return f"{inner}{supply}{outer}"
+    return f"{inner}{ready}{outer}"
 
 
 def explore(shape: Shape) -> tuple[set[Triple], list[PushWorld]]:

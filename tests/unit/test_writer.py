@@ -39,7 +39,7 @@ def test_registered_first_layers_land_while_prefill_runs() -> None:
     assert rig.host.released == []
     rig.finish(prompt)
     assert rig.host.released == ["p-1"]
-    assert rig.host.retracted == []
+    assert rig.host.failures == []
     assert rig.host.endings == {"p-1": [None]}
     rig.assert_clean()
 
@@ -252,7 +252,7 @@ def test_registered_after_prefill_it_goes_whole() -> None:
 
     assert decoder.holds(prompt, wanted, rig.layers)
     assert (rig.host.released, rig.host.whole_writes_ended) == (["p-1"], [("p-1", True)])
-    assert rig.host.retracted == []
+    assert rig.host.failures == []
     assert rig.host.endings == {"p-1": [None]}
     rig.assert_clean()
     (record,) = rig.trace.records

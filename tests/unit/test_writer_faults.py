@@ -59,7 +59,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
 
     assert told(rig) == [[]] * ranks
     assert rig.host.released == ["p-1"], "no D will ask for its blocks any more"
-    assert len(rig.host.retracted) == len(warnings) + 1
+    assert len(rig.host.failures) == len(warnings) + 1
     assert rig.host.endings == {"p-1": [reason]}
     assert len(rig.fabric.writes) == posted
     rig.assert_clean()
@@ -227,7 +227,7 @@ def test_aborted_and_sent_again_it_is_pushed() -> None:
 
 
 @pytest.mark.parametrize("told_first", [True, False])
-def test_only_an_unfinished_push_is_retracted(told_first: bool) -> None:
+def test_only_an_unfinished_push_is_reported_as_failed(told_first: bool) -> None:
     rig, prompt = story(None if told_first else Faults(hold_writes={2: 20}))
     rig.step((prompt, TOKENS))
     if told_first:
@@ -270,7 +270,7 @@ def test_cancelled_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     rig.settle()
 
     assert told(rig) == [[]]
-    assert len(rig.host.retracted) == 1
+    assert len(rig.host.failures) == 1
     assert len(rig.fabric.writes) == posted
     assert rig.host.released == ["p-1"]
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
@@ -285,7 +285,7 @@ def test_cancelled_before_the_request_was_there_it_is_released_when_prefill_is_o
     assert rig.host.released == []
     rig.finish(prompt)
     rig.settle()
-    assert (rig.host.released, rig.host.retracted, rig.fabric.writes) == (["p-1"], [], [])
+    assert (rig.host.released, rig.host.failures, rig.fabric.writes) == (["p-1"], [], [])
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
     rig.assert_clean()
 
@@ -325,7 +325,7 @@ def test_a_cancellation_of_something_else_disturbs_no_push(request_id: str, key:
     rig.step((prompt, 13))
     rig.settle()
     assert told(rig) == [[b"d-p-1:1"]]
-    assert rig.host.retracted == []
+    assert rig.host.failures == []
 
 
 def test_a_cancellation_after_the_end_finds_nothing_on_the_wire() -> None:
@@ -335,7 +335,7 @@ def test_a_cancellation_after_the_end_finds_nothing_on_the_wire() -> None:
     assert rig.writer.cancel("p-1", KEY)
     rig.finish(prompt)
     assert rig.writer.cancel("p-1", KEY)
-    assert (rig.host.retracted, rig.host.released) == ([], ["p-1"])
+    assert (rig.host.failures, rig.host.released) == ([], ["p-1"])
     assert told(rig) == [[b"d-p-1:1"]]
     rig.assert_clean()
 
@@ -346,7 +346,7 @@ def test_cancelled_under_upstreams_write_it_waits_for_it() -> None:
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.cancel("p-1", KEY)
     assert not rig.writer.is_delegated("p-1")
-    assert (rig.host.retracted, rig.host.released) == ([], [])
+    assert (rig.host.failures, rig.host.released) == ([], [])
     rig.settle()
     assert [(drained, cancelled) for _, drained, cancelled in rig.host.reported_failures()] == [(True, True)]
     assert rig.host.released == ["p-1"]
@@ -433,7 +433,7 @@ def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks(whole: bool) -> 
     posted = len(rig.fabric.writes)
     while rig.writer.writes_in_flight("p-1"):
         assert rig.host.released == []
-        assert len(rig.host.retracted) == 1
+        assert len(rig.host.failures) == 1
         rig.writer.turn()
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
     assert rig.host.released == ["p-1"]
@@ -600,7 +600,7 @@ def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
     rig.writer.turn()
     assert rig.writer.writes_in_flight("p-1")
     assert not rig.writer.cancel("p-1", KEY)
-    assert rig.host.retracted == [], "the decode engine's blocks are still written to"
+    assert rig.host.failures == [], "the decode engine's blocks are still written to"
     rig.settle()
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
     rig.assert_clean()

@@ -176,7 +176,7 @@ class ScriptedHost:
         """Whether ``delegate`` finds the decode engine connected."""
         self.released: list[str] = []
         self.unwanted: set[str] = set()
-        self.retracted: list[ReportFailure] = []
+        self.failures: list[ReportFailure] = []
         self.first_tokens: list[SendFirstToken] = []
         self.connecting: dict[str, Push] = {}
         self.endings: dict[str, list[str | None]] = {}
@@ -191,7 +191,7 @@ class ScriptedHost:
         """``(reason, drained, cancelled)`` of each failure that was reported to D about a prompt."""
         return [
             (one.reason, one.drained, one.cancelled)
-            for one in self.retracted
+            for one in self.failures
             if one.registration.request_id == f"d-{name}"
         ]
 
@@ -211,19 +211,19 @@ class ScriptedHost:
     def take_registration(self, request_id: str) -> Registration | None:
         return self.pending.pop(request_id, None)
 
-    def report_failure(self, retraction: ReportFailure) -> None:
+    def report_failure(self, report: ReportFailure) -> None:
         """A decode engine with a drained failure uses its blocks for other requests at once."""
-        self.retracted.append(retraction)
-        decoder = self.rig.decoders[retraction.registration.decode_engine_id]
-        if not retraction.drained:
+        self.failures.append(report)
+        decoder = self.rig.decoders[report.registration.decode_engine_id]
+        if not report.drained:
             return
         if not all(end.alive for end in decoder.ends) and decoder.name not in self.lost:
-            self.wrongs.append(f"said to have drained before the connection is known to be lost: {retraction}")
-        if decoder.is_written(retraction.registration):
-            self.wrongs.append(f"said to have drained with a WRITE on the wire: {retraction}")
-        if sum(one.drained and one.registration == retraction.registration for one in self.retracted) > 1:
-            self.wrongs.append(f"drained twice: {retraction}")
-        decoder.reuse(retraction.registration)
+            self.wrongs.append(f"said to have drained before the connection is known to be lost: {report}")
+        if decoder.is_written(report.registration):
+            self.wrongs.append(f"said to have drained with a WRITE on the wire: {report}")
+        if sum(one.drained and one.registration == report.registration for one in self.failures) > 1:
+            self.wrongs.append(f"drained twice: {report}")
+        decoder.reuse(report.registration)
 
     def send_first_token(self, action: SendFirstToken) -> None:
         self.first_tokens.append(action)
@@ -347,8 +347,7 @@ class Rig:
         """
         found = [(prompt, prompt.cached(tokens)) for prompt, tokens in cached]
         for prompt, chunk in found:
-            for layer in range(self.layers):
-                self._compute(prompt, chunk, layer)
+            self.compute(prompt, chunk)
         chunks = [(prompt, prompt.chunk(tokens)) for prompt, tokens in work]
         plans = tuple(chunk for _, chunk in found + chunks)
         self.capture.arm(StepPlan(plans, tuple(prompt.name for prompt in preempted)))
@@ -380,6 +379,11 @@ class Rig:
         """Let the wire run empty."""
         for _ in range(turns):
             self.writer.turn()
+
+    def compute(self, prompt: Prompt, chunk: ChunkPlan) -> None:
+        """Fill the chunk's blocks of all layers."""
+        for layer in range(self.layers):
+            self._compute(prompt, chunk, layer)
 
     def _compute(self, prompt: Prompt, chunk: ChunkPlan, layer: int) -> None:
         part = chunk.groups[0]

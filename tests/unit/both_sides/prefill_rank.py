@@ -39,7 +39,7 @@ from tests.unit.both_sides.process import (
     Process,
     base_id,
 )
-from tests.unit.both_sides.rings import MixedStager, PrefillStaging
+from tests.unit.both_sides.rings import MixedStrategy, PrefillStaging
 from tests.unit.builders import layout_of, upstream_pairs, wait_at_random
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class PrefillRank(Process):
             return None
         if packing.plan != "mixed":
             return PackingStrategy(self.packer, self.layout, packing.plan, Costs())  # type: ignore[arg-type]
-        strategy = MixedStager(self.packer, self.layout, "packed", Costs())
+        strategy = MixedStrategy(self.packer, self.layout, "packed", Costs())
         strategy.draw = random.Random(packing.seed)
         return strategy
 

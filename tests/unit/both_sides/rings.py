@@ -297,7 +297,7 @@ class OwnedWindows(Windows):
         return None if window is None else window.offset
 
 
-class MixedStager(PackingStrategy):
+class MixedStrategy(PackingStrategy):
     """Chooses any possible plan."""
 
     draw: random.Random

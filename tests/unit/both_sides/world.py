@@ -1,7 +1,7 @@
 """Prefill and decode engines against each other on one fake network: their moves, and the rules that always hold.
 
-Everything between the engines is the real thing: sessions, desks, writers, peers, the watch, the bytes on the wire.
-The world plays vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
+Everything between the engines is the real thing: sessions, registrations, loads, writers, peers, the watch, the bytes
+on the wire. The world plays vLLM (schedulers that give blocks out and take them back, a forward pass), NIXL
 (`tests.support.fake_transport`), handshakes, side channels and the clock.
 """
 
