@@ -65,7 +65,7 @@ def test_the_page_names_every_policy_and_its_bounds() -> None:
     assert set(re.findall(r"^\| `(\w+)` \| [a-z]", text.split("## Policies")[1].split("## Options")[0], re.M)) == set(
         get_args(Policy)
     )
-    assert f"{FAIR_SHARE:g} times the mean to do and {SLACK_TOKENS:,} tokens more" in text
+    assert f"more tokens to compute than {FAIR_SHARE:g} times the mean plus {SLACK_TOKENS:,}" in text
 
 
 @pytest.mark.parametrize("command", [each for each in blocks(PROXY) if "layerpush proxy" in each])
