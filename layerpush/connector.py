@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from layerpush.decode.report import DecodeReport
+    from layerpush.compat.worker_report import WorkerReport
 
 
 class LayerwisePushConnector(NixlPushConnector):
@@ -82,7 +82,7 @@ class LayerwisePushConnector(NixlPushConnector):
         """Registers every metric. Front end's process."""
         return LayerPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def build_connector_worker_meta(self) -> DecodeReport | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         """The worker's report to the scheduler. Main thread, after ``get_transfer_results``."""
         assert self.connector_worker is not None
         return self.connector_worker.report()

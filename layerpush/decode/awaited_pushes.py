@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.block_holds import BlockHolds, BlockPool
-from layerpush.decode.report import ABORTED, DecodeReport
+
+ABORTED = "aborted"
+"""The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
 
 
 class AwaitedPushes:
@@ -57,8 +60,8 @@ class AwaitedPushes:
         taken, self._cancelled = self._cancelled, {}
         return taken
 
-    def reported(self, received: Iterable[str], report: DecodeReport | None) -> None:
-        """``received``: requests whose loads are over on all ranks. ``report``: the ranks' ``DecodeReport``."""
+    def reported(self, received: Iterable[str], report: WorkerReport | None) -> None:
+        """``received``: requests whose loads are over on all ranks. ``report``: the ranks' ``WorkerReport``."""
         if report is not None:
             for request_id, ranks in report.parked.items():
                 self.block_holds.parked(request_id, ranks)

@@ -21,6 +21,7 @@ from layerpush.compat.push_scheduler import (
     name_prefill_request,
 )
 from layerpush.compat.spans import traces_requests
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.last_window import LastWindows
@@ -31,7 +32,6 @@ from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.decode.awaited_pushes import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
-from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.catalog import EARLY_ANSWERS, FIRST_TOKENS
 from layerpush.telemetry.metrics.endings import Endings
 from layerpush.telemetry.metrics.reporter import Reporter
@@ -227,7 +227,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         """Take the reports of the workers on a step."""
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
-        assert report is None or isinstance(report, DecodeReport)
+        assert report is None or isinstance(report, WorkerReport)
         for request_id in connector_output.finished_sending or ():
             self.last_windows.release(request_id)
         received, now = connector_output.finished_recving or (), time.perf_counter()

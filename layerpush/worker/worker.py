@@ -29,6 +29,7 @@ from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.compat.push_worker import VllmPushWorker
 from layerpush.compat.spans import REQUEST_ID, emit_span
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Missing
 from layerpush.core.layout import CacheLayout, LayoutError
@@ -36,9 +37,9 @@ from layerpush.core.liveness import PeerWatch, Verdict
 from layerpush.core.push_policy import Policy
 from layerpush.core.unreported_aborts import UnreportedAborts
 from layerpush.core.wire import Decline, Registration, WireError, encode_quietly
+from layerpush.decode.awaited_pushes import ABORTED
 from layerpush.decode.loads import Loads
 from layerpush.decode.prefill_peers import PrefillPeers
-from layerpush.decode.report import ABORTED, DecodeReport
 from layerpush.decode.unpacking import NoUnpacking
 from layerpush.prefill.fences import fences_for
 from layerpush.prefill.host import Host, Identity
@@ -91,7 +92,7 @@ class LayerwisePushWorker(VllmPushWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config, self._waker)
         self._config = config
         self._digests: dict[str, str] = {}
-        self._reports: deque[DecodeReport] = deque()
+        self._reports: deque[WorkerReport] = deque()
         self._clock = clock_name()
         self._unreported_aborts, self._settles = UnreportedAborts(), False
         self._prober = Prober()
@@ -280,14 +281,14 @@ class LayerwisePushWorker(VllmPushWorker):
         self._settles = self._unreported_aborts.is_pending(now)
         return self.metrics.take(now)
 
-    def report(self) -> DecodeReport | None:
+    def report(self) -> WorkerReport | None:
         """Loads that were completed, parked or cleared since the last report, their first tokens, ended pushes and
         loads, and whether pushes of aborted requests still run.
         """
         endings = self.metrics.recorder.endings()
         if not self._reports and not self._settles and not endings:
             return None
-        report = DecodeReport(settling=self._settles, clock=self._clock, endings=endings)
+        report = WorkerReport(settling=self._settles, clock=self._clock, endings=endings)
         while self._reports:
             report = report.aggregate(self._reports.popleft())
         return report
@@ -345,20 +346,20 @@ class LayerwisePushWorker(VllmPushWorker):
         self.registrations.went_elsewhere(request_id, rank, time.perf_counter())
 
     def _withdrawn(self, request_id: str) -> None:
-        self._reports.append(DecodeReport(withdrawn=frozenset({request_id}), clock=self._clock))
+        self._reports.append(WorkerReport(withdrawn=frozenset({request_id}), clock=self._clock))
 
     def parked(self, request_id: str) -> None:
-        self._reports.append(DecodeReport(parked={request_id: {self._rank}}, clock=self._clock))
+        self._reports.append(WorkerReport(parked={request_id: {self._rank}}, clock=self._clock))
 
     def cleared(self, request_id: str) -> None:
-        self._reports.append(DecodeReport(cleared={request_id: {self._rank}}, clock=self._clock))
+        self._reports.append(WorkerReport(cleared={request_id: {self._rank}}, clock=self._clock))
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
-        self._reports.append(DecodeReport(first_tokens={request_id: first_token}, clock=self._clock))
+        self._reports.append(WorkerReport(first_tokens={request_id: first_token}, clock=self._clock))
 
     def keep_load(self, record: LoadRecord) -> None:
         if record.outcome == "completed" and record.t_settled is not None:
-            self._reports.append(DecodeReport(completed={record.request_id: record.t_settled}, clock=self._clock))
+            self._reports.append(WorkerReport(completed={record.request_id: record.t_settled}, clock=self._clock))
         record.rank = self.tp_rank
         if record.prefill_engine_id is not None:
             record.clock_offset = self.clock_offset(record.prefill_engine_id)

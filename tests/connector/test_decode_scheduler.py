@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import pytest
 
-from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.compat.worker_report import WorkerReport
+from layerpush.decode.awaited_pushes import ABORTED
 from layerpush.worker.scheduler import LayerwisePushScheduler
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, HEAD_SIZE, HEADS, NAMES, cache_config, config_of
@@ -106,7 +107,7 @@ class Decode:
         self,
         *received: str,
         failed: tuple[str, ...] = (),
-        report: DecodeReport | None = None,
+        report: WorkerReport | None = None,
         sent: tuple[str, ...] = (),
     ) -> Any:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -226,9 +227,9 @@ def waiting(request: pytest.FixtureRequest, decode: Build, policy: str) -> tuple
     return d, registered
 
 
-def test_a_parked_loads_blocks_go_to_nobody(waiting: tuple[Decode, set[int]], policy: str) -> None:
+def test_no_request_gets_the_blocks_of_a_parked_load(waiting: tuple[Decode, set[int]], policy: str) -> None:
     d, registered = waiting
-    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
     for _ in range(12):
         d.crowd()
         d.step()
@@ -239,7 +240,7 @@ def test_a_parked_loads_blocks_go_to_nobody(waiting: tuple[Decode, set[int]], po
     assert d.free_blocks == IDLE - len(registered)
     assert d.scheduler.has_requests(), "the engine must step until the workers clear the load"
 
-    d.step(report=DecodeReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport(cleared={"r": {0}}))
     assert d.free_blocks == IDLE
     d.step()
     assert not d.scheduler.has_requests()
@@ -250,7 +251,7 @@ def test_recomputing_takes_other_blocks(decode: Build) -> None:
     d.decode("r")
     d.step()
     registered = d.registered()
-    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
     d.step()
     assert d.requests["r"].status.name == "RUNNING"
     assert len(d.owned()) == 7
@@ -288,7 +289,7 @@ def test_a_failed_load_does_not_hold_up_complete_ones(decode: Build) -> None:
     d.step()
     assert d.free_blocks < 7
     first, *others = names
-    d.step(report=DecodeReport(parked={first: {0}}), failed=(first,))
+    d.step(report=WorkerReport(parked={first: {0}}), failed=(first,))
     d.step(*others)
     d.finish()
     assert set(d.reasons) == set(names)
@@ -309,26 +310,26 @@ def test_failed_loads_reserve_no_blocks_that_they_do_not_hold(decode: Build) -> 
     assert set(d.reasons) == {"r0", "r1", "urgent"}
 
 
-def test_every_rank_that_parked_must_clear(decode: Build) -> None:
+def test_parked_blocks_stay_until_every_rank_has_cleared(decode: Build) -> None:
     """Ranks report in different steps. The failure reaches the engine with the last rank's report."""
     d = decode(policy="fail")
     d.decode("r")
     d.step()
-    d.step(report=DecodeReport(parked={"r": {1}}))
-    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport(parked={"r": {1}}))
+    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
     assert d.reasons["r"] == "error"
-    d.step(report=DecodeReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport(cleared={"r": {0}}))
     assert d.free_blocks == IDLE - 7
-    d.step(report=DecodeReport(cleared={"r": {1}}))
+    d.step(report=WorkerReport(cleared={"r": {1}}))
     assert d.free_blocks == IDLE
 
 
-def test_a_rank_may_clear_before_the_last_one_gives_up(decode: Build) -> None:
+def test_a_rank_may_clear_before_the_last_rank_fails(decode: Build) -> None:
     d = decode(policy="fail")
     d.decode("r")
     d.step()
-    d.step(report=DecodeReport(parked={"r": {1}}))
-    d.step(report=DecodeReport(cleared={"r": {1}}))
+    d.step(report=WorkerReport(parked={"r": {1}}))
+    d.step(report=WorkerReport(cleared={"r": {1}}))
     assert d.free_blocks == IDLE - 7
     d.step(failed=("r",))
     assert d.free_blocks == IDLE
@@ -354,28 +355,28 @@ def test_an_aborted_requests_blocks_stay_until_the_workers_report(waiting: tuple
 
 def test_an_aborted_request_may_be_parked_too(waiting: tuple[Decode, set[int]]) -> None:
     d, registered = waiting
-    d.step(report=DecodeReport(parked={"r": {0}}))
+    d.step(report=WorkerReport(parked={"r": {0}}))
     d.abort("r")
     d.step(failed=("r",))
     assert d.free_blocks == IDLE - len(registered)
     assert "r" not in d.scheduler.requests
-    d.step(report=DecodeReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport(cleared={"r": {0}}))
     assert d.free_blocks == IDLE
 
 
-def test_aborted_after_the_load_failed_before_it_runs_again(decode: Build) -> None:
+def test_an_abort_after_a_failed_load_cancels_nothing(decode: Build) -> None:
     d = decode()
     d.decode("r")
     d.step()
-    d.step(report=DecodeReport(parked={"r": {0}}), failed=("r",))
+    d.step(report=WorkerReport(parked={"r": {0}}), failed=("r",))
     d.abort("r")
     assert d.free_blocks == IDLE - 7
-    d.step(report=DecodeReport(cleared={"r": {0}}))
+    d.step(report=WorkerReport(cleared={"r": {0}}))
     assert d.metadata.cancelled == {}, "the workers have reported the failure themselves"
     assert d.free_blocks == IDLE
 
 
-def test_no_push_in_time(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_without_a_push_is_cancelled_after_the_timeout(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
     d = decode({"push_registration_timeout": 0})
     with caplog.at_level(logging.WARNING, "vllm"):
         d.decode("r")
@@ -390,7 +391,7 @@ def test_no_push_in_time(decode: Build, caplog: pytest.LogCaptureFixture) -> Non
     assert d.reasons["r"] == "length"
 
 
-def test_the_usual_time_is_upstreams(decode: Build) -> None:
+def test_the_default_registration_timeout_is_upstreams(decode: Build) -> None:
     d = decode()
     assert d.scheduler.connector.connector_scheduler._push_registration_timeout == 480
     d.decode("r")
@@ -398,7 +399,7 @@ def test_the_usual_time_is_upstreams(decode: Build) -> None:
     assert d.metadata.cancelled == {}
 
 
-def test_failed_by_policy_it_is_not_cancelled_as_well(decode: Build) -> None:
+def test_a_load_failed_by_policy_is_not_cancelled_as_well(decode: Build) -> None:
     """The scheduler finishes the request before the connector gets the workers' report."""
     d = decode(policy="fail")
     d.decode("r")
@@ -409,7 +410,7 @@ def test_failed_by_policy_it_is_not_cancelled_as_well(decode: Build) -> None:
     assert not d.scheduler.has_requests()
 
 
-def test_aborted_before_it_was_scheduled_nobody_awaits_it(decode: Build) -> None:
+def test_a_request_aborted_before_its_first_step_registers_nothing(decode: Build) -> None:
     d = decode()
     d.decode("r")
     d.abort("r")
@@ -420,7 +421,7 @@ def test_aborted_before_it_was_scheduled_nobody_awaits_it(decode: Build) -> None
     assert not d.scheduler.has_requests()
 
 
-def test_a_failed_load_is_never_named_by_its_blocks(engine: Callable[..., Any]) -> None:
+def test_a_failed_load_is_never_reported_by_block_ids(engine: Callable[..., Any]) -> None:
     """Another request may have the blocks by then, and vLLM would count that request's tokens as lost."""
     d = engine("kv_consumer")
     d.worker.connector_worker._invalid_block_ids.put({1, 2})
@@ -428,7 +429,7 @@ def test_a_failed_load_is_never_named_by_its_blocks(engine: Callable[..., Any]) 
     assert d.worker.connector_worker._invalid_block_ids.empty()
 
 
-def test_the_registration_says_whose_it_is(decode: Build) -> None:
+def test_a_registration_has_ps_request_id_and_the_prompt_digest(decode: Build) -> None:
     d = decode()
     for name, tokens in (("a", 100), ("b", 100), ("c", 101)):
         d.decode(name, tokens)
@@ -442,7 +443,7 @@ def test_the_registration_says_whose_it_is(decode: Build) -> None:
 
 
 @pytest.mark.parametrize("backoff", [0, 1, 3])
-def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.MonkeyPatch, backoff: int) -> None:
+def test_p_and_d_compute_the_same_prompt_digest(decode: Build, monkeypatch: pytest.MonkeyPatch, backoff: int) -> None:
     """Also where vLLM's P drops the last tokens of a prompt."""
     monkeypatch.setattr(LayerwisePushScheduler, "_prefill_backoff", lambda scheduler: backoff)
     p = decode(role="kv_producer")
@@ -463,7 +464,7 @@ def test_both_sides_digest_a_prompt_alike(decode: Build, monkeypatch: pytest.Mon
     assert p.metadata.prompt_digests == {}
 
 
-def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> None:
+def test_a_paused_p_reports_its_queued_requests(decode: Build) -> None:
     """Else P's workers would refuse the registrations: no step schedules the requests, and no later step comes."""
     from vllm.v1.core.sched.interface import PauseState
 
@@ -489,7 +490,7 @@ def test_a_paused_p_names_the_requests_that_wait_in_its_queue(decode: Build) -> 
     ],
 )
 @pytest.mark.parametrize("first_token", [None, 9])
-def test_the_last_token_finds_all_that_it_attends_to(
+def test_d_registers_all_blocks_that_the_last_token_attends_to(
     decode: Build, attention: Attention, tokens: int, first: int, first_token: int | None
 ) -> None:
     """D may compute the last token again. This attends to tokens from ``first`` on, so D registers their blocks."""
@@ -499,7 +500,7 @@ def test_the_last_token_finds_all_that_it_attends_to(
     (registration,) = d.metadata.push_registrations.values()
     end = -(-tokens // BLOCK_SIZE)
     assert list(map(len, registration["local_block_ids"])) == [end, end - first // BLOCK_SIZE]
-    d.step("r", report=DecodeReport(first_tokens={} if first_token is None else {"r": first_token}))
+    d.step("r", report=WorkerReport(first_tokens={} if first_token is None else {"r": first_token}))
     scheduled = d.step().scheduled_new_reqs[0]
     assert scheduled.num_computed_tokens == (tokens - 1 if first_token is None else tokens)
     if first_token is None:
@@ -507,7 +508,7 @@ def test_the_last_token_finds_all_that_it_attends_to(
     d.run("r")
 
 
-def test_a_prompt_whose_blocks_p_would_count_differently_is_computed(decode: Build) -> None:
+def test_d_computes_a_prompt_if_p_would_count_its_blocks_differently(decode: Build) -> None:
     """The last token's window begins a block before the next token's. The last token has a block for itself."""
     d = decode(attention="window", window=WINDOW + 2)
     d.decode("r", 3 * BLOCK_SIZE + 1)
@@ -518,7 +519,7 @@ def test_a_prompt_whose_blocks_p_would_count_differently_is_computed(decode: Bui
 
 
 @pytest.mark.parametrize(("attention", "tokens", "first"), [("chunk", 256, 192), ("window", 95, 0)])
-def test_p_keeps_all_that_the_last_token_attends_to(
+def test_p_keeps_all_blocks_that_the_last_token_attends_to(
     decode: Build, attention: Attention, tokens: int, first: int
 ) -> None:
     """vLLM drops blocks that the next token does not need. D has registered them for the last token."""
@@ -536,7 +537,7 @@ def test_p_keeps_all_that_the_last_token_attends_to(
     assert len(p.scheduler.connector.connector_scheduler.last_windows) == 0
 
 
-def test_p_lets_go_of_a_last_window_with_its_request(decode: Build) -> None:
+def test_an_abort_frees_the_last_windows_blocks_on_p(decode: Build) -> None:
     p = decode(role="kv_producer", attention="chunk")
     p.add("r", list(range(3, 259)), {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=2)
     p.step()
@@ -547,7 +548,7 @@ def test_p_lets_go_of_a_last_window_with_its_request(decode: Build) -> None:
     assert len(p.scheduler.connector.connector_scheduler.last_windows) == 0
 
 
-def test_a_prompt_that_is_computed_here_is_declined(decode: Build) -> None:
+def test_d_declines_the_push_of_a_prompt_that_it_computes(decode: Build) -> None:
     """P's lease gets no heartbeat either."""
     d = decode()
     request = d.decode("r")
@@ -563,7 +564,7 @@ def test_a_prompt_that_is_computed_here_is_declined(decode: Build) -> None:
     d.run("r")
 
 
-def test_a_request_that_is_aborted_in_the_queue_is_declined(decode: Build) -> None:
+def test_d_declines_the_push_of_a_request_aborted_in_the_queue(decode: Build) -> None:
     d = decode()
     d.decode("r")
     d.abort("r")

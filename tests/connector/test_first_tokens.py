@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.first_token import Missing
-from layerpush.decode.report import DecodeReport
 from tests.connector.conftest import PORTS
 from tests.connector.engine import BLOCK_SIZE, BLOCKS, cache_config, config_of
 
@@ -162,7 +162,7 @@ class Decode:
             finished_sending=set(),
             finished_recving={*received, *failed},
             failed_recving=set(failed),
-            kv_connector_worker_meta=DecodeReport(first_tokens=first_tokens) if first_tokens else None,
+            kv_connector_worker_meta=WorkerReport(first_tokens=first_tokens) if first_tokens else None,
         )
         self._results.append((output, self._runner.run(output, report)))
         while len(self._results) > self._ahead:
@@ -259,7 +259,7 @@ def test_prompts_up_to_the_end_of_a_block(decode: Build, tokens: int) -> None:
     assert d.origins == {"prefill": 1}
 
 
-def test_what_follows_an_answer_finds_it_in_the_prefix_cache(decode: Build) -> None:
+def test_a_follow_up_prompt_hits_the_answer_in_the_prefix_cache(decode: Build) -> None:
     """P's token is in the hash of its block, as any other token."""
     d = decode(enable_prefix_caching=True)
     prompt = d.ask(tokens=190)
@@ -272,7 +272,7 @@ def test_what_follows_an_answer_finds_it_in_the_prefix_cache(decode: Build) -> N
     assert d.outputs["again"][0].prefill_stats.num_cached_tokens == 192
 
 
-def test_without_the_setting_nothing_is_asked(decode: Build) -> None:
+def test_without_the_setting_d_requests_no_first_token(decode: Build) -> None:
     d = decode("decode")
     prompt = d.ask()
     d.step()
@@ -283,7 +283,7 @@ def test_without_the_setting_nothing_is_asked(decode: Build) -> None:
     assert d.origins == {}
 
 
-def test_answers_that_are_preempted_are_computed_again(decode: Build) -> None:
+def test_preempted_answers_are_computed_again(decode: Build) -> None:
     """The scheduler then has P's token as any other. No runner forgets the token or counts it twice."""
     d = decode()
     prompts = {name: d.ask(name, tokens=330 + number, max_tokens=150) for number, name in enumerate("abc")}
@@ -296,7 +296,7 @@ def test_answers_that_are_preempted_are_computed_again(decode: Build) -> None:
     assert d.origins == {"prefill": 3}
 
 
-def test_the_second_runner_gets_every_token_of_a_new_request(decode: Build) -> None:
+def test_the_v2_runner_gets_every_token_of_a_new_request(decode: Build) -> None:
     d = decode()
     prompt = d.ask()
     d.step()
@@ -324,7 +324,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("reason", "sampling"), REFUSED, ids=str)
-def test_requests_that_cannot_start_with_p_s_token(decode: Build, reason: str, sampling: dict[str, Any]) -> None:
+def test_d_computes_the_first_token_for_some_sampling_params(
+    decode: Build, reason: str, sampling: dict[str, Any]
+) -> None:
     d = decode()
     d.ask(**sampling)
     d.step()
@@ -336,14 +338,14 @@ def test_requests_that_cannot_start_with_p_s_token(decode: Build, reason: str, s
     assert len(d.tokens("r")) == sampling.get("max_tokens", 6)
 
 
-def test_one_of_several_answers(decode: Build) -> None:
+def test_one_of_several_answers_does_not_use_p_s_token(decode: Build) -> None:
     d = decode()
     d.ask("1_cmpl-7")
     d.step()
     assert d.origins == {"n": 1}
 
 
-def test_a_grammar_has_to_see_the_token(decode: Build) -> None:
+def test_a_request_with_a_grammar_does_not_use_p_s_token(decode: Build) -> None:
     from layerpush.compat import first_tokens
 
     d = decode()
@@ -352,14 +354,14 @@ def test_a_grammar_has_to_see_the_token(decode: Build) -> None:
     assert first_tokens._refusal(d.requests["r"], 512) == "structured_output"
 
 
-def test_a_greedy_request_has_no_use_for_its_seed(decode: Build) -> None:
+def test_a_greedy_request_with_a_seed_uses_p_s_token(decode: Build) -> None:
     d = decode()
     d.ask(temperature=0, seed=7)
     d.step()
     assert d.registrations["r"]["sampling"] is not None
 
 
-def test_the_end_of_the_context(decode: Build) -> None:
+def test_a_prompt_that_fills_the_context_does_not_use_p_s_token(decode: Build) -> None:
     d = decode()
     d.ask(tokens=511)
     d.step()
@@ -370,7 +372,7 @@ def test_the_end_of_the_context(decode: Build) -> None:
 
 
 @pytest.mark.parametrize("missing", ["not_promised", "late", "other_sampling"])
-def test_no_token(decode: Build, missing: Missing) -> None:
+def test_d_computes_a_missing_first_token(decode: Build, missing: Missing) -> None:
     d = decode()
     prompt = d.ask()
     d.step()
@@ -384,7 +386,7 @@ def test_no_token(decode: Build, missing: Missing) -> None:
 @pytest.mark.parametrize(
     ("token", "reason"), [(EOS, "ends"), (900, "ends"), (VOCABULARY, "invalid"), (2**31 - 1, "invalid")]
 )
-def test_a_token_that_cannot_be_taken(decode: Build, token: int, reason: str) -> None:
+def test_d_computes_the_first_token_if_p_s_token_is_unusable(decode: Build, token: int, reason: str) -> None:
     d = decode()
     prompt = d.ask(stop_token_ids=[900])
     d.step()
@@ -395,7 +397,7 @@ def test_a_token_that_cannot_be_taken(decode: Build, token: int, reason: str) ->
     assert d.tokens("r") == answer(prompt, 6)
 
 
-def test_a_stop_token_that_is_ignored(decode: Build) -> None:
+def test_p_s_stop_token_is_used_if_the_request_ignores_eos(decode: Build) -> None:
     d = decode()
     d.ask(ignore_eos=True)
     d.step()
@@ -403,7 +405,7 @@ def test_a_stop_token_that_is_ignored(decode: Build) -> None:
     assert d.tokens("r") == [EOS]
 
 
-def test_a_load_that_fails(decode: Build) -> None:
+def test_a_failed_load_does_not_use_p_s_token(decode: Build) -> None:
     """One rank has loaded everything and has the token, another one has failed."""
     d = decode()
     prompt = d.ask()
@@ -417,7 +419,7 @@ def test_a_load_that_fails(decode: Build) -> None:
     assert d.tokens("r") == answer(prompt, 6)
 
 
-def test_a_request_that_is_aborted(decode: Build) -> None:
+def test_an_aborted_request_leaves_no_first_token_behind(decode: Build) -> None:
     from vllm.v1.request import RequestStatus
 
     d = decode()
@@ -437,7 +439,7 @@ def test_a_request_that_is_aborted(decode: Build) -> None:
     assert not any([first_tokens._asked, first_tokens._loaded, first_tokens._started])
 
 
-def test_no_block_for_the_token(decode: Build) -> None:
+def test_without_a_free_block_d_computes_the_first_token(decode: Build) -> None:
     """The prompt ends with a block, and no block is free: D computes the last token in a block of the request."""
     d = decode()
     full = [d.ask(f"r{number}", tokens=96) for number in range(13)]
@@ -453,7 +455,7 @@ def test_no_block_for_the_token(decode: Build) -> None:
         assert d.tokens(f"r{number}") == answer(prompt, 6)
 
 
-def test_the_front_end_gets_what_it_counts(decode: Build) -> None:
+def test_the_front_end_gets_the_same_events_and_cached_tokens(decode: Build) -> None:
     """The same events and cached tokens as from an engine that computes the token."""
     from vllm.v1.engine import EngineCoreEventType
 
@@ -475,7 +477,7 @@ def test_the_front_end_gets_what_it_counts(decode: Build) -> None:
     assert stats[0].num_cached_tokens == 200
 
 
-def test_an_engine_that_cannot_says_so_once(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_cannot_use_p_s_tokens_logs_it_once(decode: Build, caplog: pytest.LogCaptureFixture) -> None:
     d = decode(logits_processors=["anything:Processor"])
     for name in ("r", "s"):
         d.ask(name)
@@ -487,7 +489,7 @@ def test_an_engine_that_cannot_says_so_once(decode: Build, caplog: pytest.LogCap
     ]
 
 
-def test_reasons_of_a_whole_engine(world: None, model: Path) -> None:
+def test_reasons_for_an_engine_to_use_no_token_of_p(world: None, model: Path) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from layerpush.compat.first_tokens import engine_refusal, install

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.block_holds import BlockHolds
-from layerpush.decode.awaited_pushes import AwaitedPushes
-from layerpush.decode.report import ABORTED, DecodeReport
+from layerpush.decode.awaited_pushes import ABORTED, AwaitedPushes
 
 
 class Pool:
@@ -51,7 +51,7 @@ def awaited(pool: Pool) -> AwaitedPushes:
     return AwaitedPushes(480.0, pool)
 
 
-def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, block_holds: BlockHolds) -> None:
+def test_blocks_count_as_parked_only_after_the_engine_freed_them(pool: Pool, block_holds: BlockHolds) -> None:
     def parked() -> tuple[int, int]:
         return block_holds.parked_requests, block_holds.parked_blocks
 
@@ -68,7 +68,7 @@ def test_parked_is_what_the_engine_believes_to_be_free(pool: Pool, block_holds: 
     assert parked() == (0, 0)
 
 
-def test_the_end_of_a_prompt_is_the_first_to_be_reused(pool: Pool, block_holds: BlockHolds) -> None:
+def test_blocks_at_the_end_of_a_prompt_are_freed_first(pool: Pool, block_holds: BlockHolds) -> None:
     """As in vLLM."""
     block_holds.hold("r", [1, 2, 3])
     block_holds.settled("r")
@@ -80,7 +80,7 @@ STEPS = st.tuples(st.sampled_from(["hold", "parked", "settled", "cleared"]), st.
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tuple[str, int, int]]) -> None:
+def test_no_order_of_events_frees_a_block_that_a_rank_may_still_write(steps: list[tuple[str, int, int]]) -> None:
     pool = Pool()
     block_holds = BlockHolds(pool)
     under_way: dict[int, set[int]] = {}
@@ -112,7 +112,7 @@ def test_whatever_comes_no_block_is_free_while_it_may_be_written(steps: list[tup
         assert len(block_holds) == len(under_way)
 
 
-def test_overdue_once(awaited: AwaitedPushes) -> None:
+def test_an_overdue_push_is_cancelled_once(awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 100.0)
     assert awaited.cancelled(579.9) == {}
     assert not awaited.needs_steps
@@ -125,14 +125,14 @@ def test_overdue_once(awaited: AwaitedPushes) -> None:
     assert len(awaited) == 0
 
 
-def test_only_what_is_overdue(awaited: AwaitedPushes) -> None:
+def test_only_overdue_pushes_are_cancelled(awaited: AwaitedPushes) -> None:
     for number in range(3):
         awaited.registered(f"r-{number}", [number], float(number))
     assert set(awaited.cancelled(481.0)) == {"r-0", "r-1"}
     assert set(awaited.cancelled(482.0)) == {"r-2"}
 
 
-def test_registered_anew_it_has_all_its_time_again(awaited: AwaitedPushes) -> None:
+def test_a_second_registration_restarts_the_timeout(awaited: AwaitedPushes) -> None:
     awaited.registered("again", [1], 0.0)
     awaited.registered("other", [2], 10.0)
     awaited.registered("again", [3], 20.0)
@@ -140,7 +140,7 @@ def test_registered_anew_it_has_all_its_time_again(awaited: AwaitedPushes) -> No
     assert set(awaited.cancelled(500.0)) == {"again"}
 
 
-def test_aborted_once(awaited: AwaitedPushes) -> None:
+def test_an_aborted_request_is_cancelled_once(awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 0.0)
     awaited.finished("r")
     assert awaited.needs_steps
@@ -150,7 +150,7 @@ def test_aborted_once(awaited: AwaitedPushes) -> None:
     assert not awaited.needs_steps
 
 
-def test_aborted_after_it_was_overdue(awaited: AwaitedPushes) -> None:
+def test_an_abort_cancels_an_overdue_request_again(awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 0.0)
     assert "no push" in awaited.cancelled(480.0)["r"]
     awaited.finished("r")
@@ -158,7 +158,7 @@ def test_aborted_after_it_was_overdue(awaited: AwaitedPushes) -> None:
     assert awaited.cancelled(482.0) == {}
 
 
-def test_a_request_that_was_received_finishes_in_peace(awaited: AwaitedPushes) -> None:
+def test_a_received_request_finishes_without_a_cancel(awaited: AwaitedPushes) -> None:
     awaited.registered("r", [1], 0.0)
     awaited.reported(["r"], None)
     awaited.finished("r")
@@ -167,22 +167,22 @@ def test_a_request_that_was_received_finishes_in_peace(awaited: AwaitedPushes) -
     assert not awaited.needs_steps
 
 
-def test_a_report_is_heeded_in_the_order_in_which_things_happen(pool: Pool, awaited: AwaitedPushes) -> None:
+def test_a_report_is_applied_in_the_order_of_events(pool: Pool, awaited: AwaitedPushes) -> None:
     """Parked, reported and cleared within one step."""
     awaited.registered("r", [1], 0.0)
-    awaited.reported(["r"], DecodeReport(parked={"r": {0, 1}}, cleared={"r": {0}}))
+    awaited.reported(["r"], WorkerReport(parked={"r": {0, 1}}, cleared={"r": {0}}))
     assert pool.held == {1}
     assert awaited.needs_steps
-    awaited.reported([], DecodeReport(cleared={"r": {1}}))
+    awaited.reported([], WorkerReport(cleared={"r": {1}}))
     assert pool.held == set()
     assert not awaited.needs_steps
 
 
-def test_reports_of_ranks_add_up() -> None:
-    both = DecodeReport({"a": {0}}, {"b": {0}}).aggregate(DecodeReport({"a": {1}, "c": {1}}, {}))
-    assert both == DecodeReport({"a": {0, 1}, "c": {1}}, {"b": {0}})
-    assert DecodeReport(settling=True).aggregate(DecodeReport()).settling
-    assert DecodeReport().aggregate(DecodeReport(settling=True)).settling
+def test_reports_of_ranks_are_merged() -> None:
+    both = WorkerReport({"a": {0}}, {"b": {0}}).aggregate(WorkerReport({"a": {1}, "c": {1}}, {}))
+    assert both == WorkerReport({"a": {0, 1}, "c": {1}}, {"b": {0}})
+    assert WorkerReport(settling=True).aggregate(WorkerReport()).settling
+    assert WorkerReport().aggregate(WorkerReport(settling=True)).settling
     assert not both.settling
     assert pickle.loads(pickle.dumps(both)) == both
     assert both, "vLLM drops a falsy report"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from layerpush.compat.worker_report import WorkerReport
 from layerpush.decode.hand_overs import HandOvers
-from layerpush.decode.report import DecodeReport
 from layerpush.telemetry.metrics.catalog import (
     HAND_OVER,
     HAND_OVER_FIRST_STEP,
@@ -66,7 +66,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     assert (len(world.records), len(world.hand_overs)) == (1, 0)
 
 
-def test_a_token_that_is_there_without_a_step() -> None:
+def test_a_first_token_without_a_step_on_d_is_measured() -> None:
     world = World()
     world.hand_overs.reported(["r"], set(), 10.25)
     world.request.num_output_tokens = 1
@@ -76,7 +76,7 @@ def test_a_token_that_is_there_without_a_step() -> None:
     assert world.records[0].t_scheduled is None
 
 
-def test_a_first_token_that_is_the_last() -> None:
+def test_a_request_of_one_token_is_measured() -> None:
     """The engine finishes the request before it asks for metrics."""
     world = World()
     world.hand_overs.reported(["r"], set(), 10.25)
@@ -88,7 +88,7 @@ def test_a_first_token_that_is_the_last() -> None:
     assert [record.t_first_token for record in world.records] == [11.0]
 
 
-def test_of_several_ranks_the_last_completion_counts() -> None:
+def test_the_last_completion_of_several_ranks_counts() -> None:
     world = World()
     world.hand_overs.completed({"r": 10.5}, clock_name())
     world.hand_overs.completed({"r": 10.25}, clock_name())
@@ -98,7 +98,7 @@ def test_of_several_ranks_the_last_completion_counts() -> None:
     assert world.seconds()(HAND_OVER_REPORT) == [0.5]
 
 
-def test_a_rank_with_another_clock_leaves_the_schedulers_own_parts() -> None:
+def test_with_another_clock_only_the_schedulers_own_parts_are_measured() -> None:
     world = World(clock="another host's")
     world.hand_overs.reported(["r"], set(), 10.25)
     world.hand_overs.scheduled({"r"}, 10.5)
@@ -110,7 +110,7 @@ def test_a_rank_with_another_clock_leaves_the_schedulers_own_parts() -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "aborted", "unknown"])
-def test_what_is_no_hand_over_is_not_measured(how: str) -> None:
+def test_failed_aborted_and_unknown_requests_are_not_measured(how: str) -> None:
     world = World()
     if how == "failed":
         world.hand_overs.reported(["r"], {"r"}, 10.25)
@@ -130,7 +130,7 @@ def test_what_is_no_hand_over_is_not_measured(how: str) -> None:
 
 
 def test_reports_of_ranks_keep_the_last_completion_and_an_equal_clock() -> None:
-    one, two = DecodeReport(completed={"a": 1.0, "b": 5.0}, clock="x"), DecodeReport(completed={"a": 2.0}, clock="x")
+    one, two = WorkerReport(completed={"a": 1.0, "b": 5.0}, clock="x"), WorkerReport(completed={"a": 2.0}, clock="x")
     both = one.aggregate(two)
     assert (both.completed, both.clock) == ({"a": 2.0, "b": 5.0}, "x")
-    assert one.aggregate(DecodeReport(clock="y")).clock == ""
+    assert one.aggregate(WorkerReport(clock="y")).clock == ""

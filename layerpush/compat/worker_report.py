@@ -9,24 +9,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from layerpush.core.first_token import Missing
 from layerpush.telemetry.metrics.endings import Ending
 
-ABORTED = "aborted"
-"""The reason to cancel a load whose request the engine has finished. Any other reason is a deadline."""
-
 Ranks = dict[str, set[int]]
 """By request id."""
 
 
 @dataclass(slots=True)
-class DecodeReport(KVConnectorWorkerMetadata):
-    """Since the rank's last report. ``parked``: these loads failed while a prefill engine may still write. ``cleared``:
-    these parked loads are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of
-    complete loads that have asked for one.
+class WorkerReport(KVConnectorWorkerMetadata):
+    """News since the rank's last report.
 
-    ``endings``: the ends of pushes and loads on these ranks, for the metrics.
+    On a decode engine: ``parked`` loads failed while a prefill engine may still write; ``cleared`` ones were parked and
+    are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of complete loads that have asked
+    for one. ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``;
+    ``clock`` is empty if the ranks' clocks differ.
 
-    ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``; ``clock`` is
-    empty if the ranks' clocks differ. ``settling``: on a prefill engine, pushes of aborted requests are not over.
-    ``withdrawn``: on a prefill engine, requests that the decode engine does not want any more.
+    On a prefill engine: ``settling``: pushes of aborted requests are not over. ``withdrawn``: requests that the decode
+    engine does not want any more.
+
+    On both: ``endings``, the ends of pushes and loads on these ranks, for the metrics.
     """
 
     parked: Ranks = field(default_factory=dict)
@@ -38,9 +37,9 @@ class DecodeReport(KVConnectorWorkerMetadata):
     endings: list[Ending] = field(default_factory=list)
     withdrawn: frozenset[str] = frozenset()
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> DecodeReport:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two ranks, or two reports of one rank. vLLM calls it in the engine core."""
-        assert isinstance(other, DecodeReport)
+        assert isinstance(other, WorkerReport)
         parked, cleared = _union(self.parked, other.parked), _union(self.cleared, other.cleared)
         completed, tokens = dict(self.completed), dict(self.first_tokens)
         for request_id, at in other.completed.items():
@@ -49,7 +48,7 @@ class DecodeReport(KVConnectorWorkerMetadata):
             if not isinstance(tokens.get(request_id), int):  # one rank's token is every rank's
                 tokens[request_id] = token
         clock = self.clock if self.clock == other.clock else ""
-        return DecodeReport(
+        return WorkerReport(
             parked,
             cleared,
             tokens,
