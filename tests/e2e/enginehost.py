@@ -135,7 +135,8 @@ class EngineHost(Logged):
     def end_use(self) -> None:
         """The test has ended: forget its requests, and pause until the next one."""
         self._request_ids.clear()
-        self.pause()
+        if not self.broken:
+            self.pause()
 
     def wait_ended(self, timeout: float) -> int | None:
         """Wait for the process after `begin_stop`. Returns its exit code."""

@@ -29,10 +29,8 @@ class Fleet:
 
     def get(self, *specs: EngineSpec) -> list[EngineHost]:
         """Ready hosts for the specs, in their order. Missing ones start at the same time. All run until `rest`."""
-        missing = [spec for spec in specs if spec not in self._hosts or self._hosts[spec].broken]
-        for spec in missing:
-            if spec in self._hosts:
-                self._remove(spec).stop()
+        self._stop_hosts([spec for spec in specs if spec in self._hosts and self._hosts[spec].broken])
+        missing = [spec for spec in specs if spec not in self._hosts]
         self._make_room(len(missing), keep=set(specs))
         for spec in missing:
             self._hosts[spec] = self._start(spec, self._take_port())
@@ -99,10 +97,17 @@ class Fleet:
         self._stop_hosts(excess)
 
     def _stop_hosts(self, specs: list[EngineSpec]) -> None:
+        """Stop hosts while all others run: UCX complains if a peer has ended while its own process was paused."""
+        resting = [host for host in self._hosts.values() if host not in self._in_use] if specs else []
+        for host in resting:
+            host.resume()
         for spec in specs:
             self._hosts[spec].begin_stop()
         for spec in specs:
             self._remove(spec).stop()
+        for host in resting:
+            if host in self._hosts.values():
+                host.pause()
 
     def _remove(self, spec: EngineSpec) -> EngineHost:
         host = self._hosts.pop(spec)
