@@ -94,7 +94,7 @@ def test_registered_first_layers_are_in_ds_memory_before_prefill_ends(engine: Bu
     assert p.totals.fallbacks == {}
 
 
-def test_sent_is_said_only_after_the_request_has_finished(engine: Build) -> None:
+def test_p_reports_a_push_as_sent_only_after_the_request_has_finished(engine: Build) -> None:
     """An earlier report would crash the scheduler."""
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
@@ -176,7 +176,7 @@ def test_whole_requests(engine: Build, extra: dict[str, object], layout: str, fa
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
-def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None:
+def test_other_memory_layouts_are_pushed_by_layer(engine: Build, layout: str) -> None:
     """Layer after layer, or rows in which every layer has a contiguous page of its own."""
     p, d = engine("kv_producer", layout=layout), engine("kv_consumer", layout=layout)
     blocks = asks_first(p, d)
@@ -190,7 +190,7 @@ def test_layers_that_lie_elsewhere_in_memory(engine: Build, layout: str) -> None
         assert bool((cache[others] == -1.0).all()), f"{name}: a block without a registration was written"
 
 
-def test_a_request_for_this_engine_alone_is_left_alone(engine: Build) -> None:
+def test_a_request_without_a_transfer_is_not_pushed(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d, tokens=64)
     p.add("local", 40, None)
@@ -207,7 +207,7 @@ def gives_everything_back(engine: Engine) -> bool:
     return engine.free_blocks == engine.config.cache_config.num_gpu_blocks - 1
 
 
-def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Build) -> None:
+def test_an_abort_on_p_in_mid_prefill_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
@@ -224,7 +224,7 @@ def test_an_abort_of_the_prefill_in_the_middle_fails_the_load_at_once(engine: Bu
     assert p.sent == []
 
 
-def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: Build) -> None:
+def test_an_abort_on_p_before_prefill_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)
@@ -233,7 +233,7 @@ def test_an_abort_of_the_prefill_before_it_began_fails_the_load_at_once(engine: 
     assert gives_everything_back(d)
 
 
-def test_a_request_in_ps_queue_is_known_and_one_that_never_came_is_refused(engine: Build) -> None:
+def test_p_knows_its_queued_requests_and_refuses_unknown_ones(engine: Build) -> None:
     p, d = engine("kv_producer", {"unknown_request_timeout_s": 1}), engine("kv_consumer")
     for unfetched in ("r-7", "r-8"):
         p.prefill(unfetched, 480)
@@ -248,7 +248,7 @@ def test_a_request_in_ps_queue_is_known_and_one_that_never_came_is_refused(engin
     assert (d.engine_id, "r-1") in p.worker.connector_worker.registrations._pending
 
 
-def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -> None:
+def test_an_abort_on_d_ends_the_push_and_not_the_lease(engine: Build) -> None:
     """P gets its blocks back after prefill. D gets its own once P reports that it writes no more."""
     p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     asks_first(p, d)
@@ -266,7 +266,7 @@ def test_an_abort_of_the_decode_ends_the_push_and_not_the_lease(engine: Build) -
     assert d.received == []
 
 
-def test_an_abort_of_the_decode_before_the_prefill_leaves_nothing_behind(engine: Build) -> None:
+def test_an_abort_on_d_before_prefill_leaves_nothing_behind(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
     d.abort("r-1")
@@ -274,7 +274,7 @@ def test_an_abort_of_the_decode_before_the_prefill_leaves_nothing_behind(engine:
     assert len(p.worker.connector_worker.registrations._pending) == 0
 
 
-def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engine: Build) -> None:
+def test_a_registration_after_an_abort_on_p_fails_the_load_at_once(engine: Build) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     p.prefill("r-1", TOKENS)
     run(p, 2)
@@ -285,7 +285,7 @@ def test_a_decode_that_comes_after_an_abort_of_the_prefill_is_told_at_once(engin
     assert gives_everything_back(d)
 
 
-def test_the_address_of_a_heartbeats_handshake_is_known(engine: Build) -> None:
+def test_d_knows_the_address_from_a_heartbeats_handshake(engine: Build) -> None:
     """vLLM begins the handshake. A later request with a wrong number of ranks fails alone."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import HeartbeatInfo, NixlConnectorMetadata
 
@@ -329,7 +329,7 @@ def test_a_wrong_number_of_ranks_fails_the_load_in_seconds(
 
 
 @pytest.mark.parametrize("extra", [{}, {"layerwise": False}], ids=["by layer", "whole"])
-def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dict[str, object]) -> None:
+def test_two_prompts_with_one_base_id_get_their_own_kv(engine: Build, extra: dict[str, object]) -> None:
     """One router's request, twice: each engine has added its own suffix to the id."""
     p, d = engine("kv_producer", extra), engine("kv_consumer")
     ids = {tokens: f"same-{tokens:08x}" for tokens in (100, TOKENS)}
@@ -346,7 +346,7 @@ def test_equal_ids_of_different_prompts_find_their_own(engine: Build, extra: dic
         assert holds_prompt(d, blocks[tokens], tokens)
 
 
-def test_preempted_it_starts_again(engine: Build) -> None:
+def test_a_preempted_request_is_pushed_again_from_the_start(engine: Build) -> None:
     p, d = engine("kv_producer", {"granularity": "layer"}), engine("kv_consumer")
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)
@@ -414,7 +414,7 @@ LONG_LEASE = {"kv_lease_duration": 480}
 
 @pytest.mark.parametrize("order", ["P first", "D first"])
 @pytest.mark.parametrize("why", ["no handshake", "a misfit", "not loaded"])
-def test_ps_blocks_wait_for_no_load_that_will_not_come(engine: Build, why: str, order: str) -> None:
+def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, order: str) -> None:
     """D refuses the load, or vLLM skips it because a request asks for its prompt's log probabilities."""
     p, d = engine("kv_producer", LONG_LEASE), engine("kv_consumer")
     worker = d.worker.connector_worker

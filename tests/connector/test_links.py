@@ -20,7 +20,7 @@ import pytest
         (32, 4, True, "it has 4 tensor parallel ranks, we 2, and a model with Mamba layers needs as many"),
     ],
 )
-def test_misfits(block_size: int, ranks: int, mamba: bool, reason: str | None) -> None:
+def test_a_mismatch_of_two_engines_has_a_reason(block_size: int, ranks: int, mamba: bool, reason: str | None) -> None:
     from layerpush.compat.links import mismatch
 
     remote = SimpleNamespace(remote_block_size=block_size, remote_tp_size=ranks)

@@ -137,7 +137,7 @@ def test_two_ranks_of_an_engine_share_a_push(engine: Build, front_end: FrontEnd)
     assert scrape.value("writes_total") == scrape.value("write_bytes_count") == 2 * counters.writes
 
 
-def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> None:
+def test_a_late_registration(engine: Build, front_end: FrontEnd) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
@@ -152,14 +152,14 @@ def test_a_registration_that_comes_late(engine: Build, front_end: FrontEnd) -> N
     assert upstreams(scrape)["bytes_transferred_sum"] == scrape.value("write_bytes_sum")
 
 
-def test_bad_params_that_the_engine_core_had_to_drop(engine: Build, front_end: FrontEnd) -> None:
+def test_dropped_bad_params_are_counted(engine: Build, front_end: FrontEnd) -> None:
     d = engine("kv_consumer")
     d.add("r-1", TOKENS, {"do_remote_prefill": True})
     d.step()
     assert scraped(front_end, d).value("dropped_messages_total", kind="bad_kv_transfer_params") == 1
 
 
-def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
+def test_the_scheduler_reports_parked_requests_and_blocks(engine: Build, front_end: FrontEnd) -> None:
     """vLLM drops statistics that a scheduler's connector calls empty. Statistics with a level are not empty."""
     p, d = engine("kv_producer"), engine("kv_consumer")
     d.decode_from(p, "r-1", TOKENS)
@@ -176,7 +176,7 @@ def test_levels_of_the_scheduler(engine: Build, front_end: FrontEnd) -> None:
 
 @pytest.mark.parametrize("registers", [False, True], ids=["unclaimed", "claimed"])
 @pytest.mark.parametrize("attempt", range(3))
-def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
+def test_an_engine_that_falls_idle_reports_an_aborted_push(
     engine: Build, front_end: FrontEnd, registers: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unreported_aborts, "SETTLE_S", 60.0)  # the writer thread may get no core for seconds
@@ -193,7 +193,7 @@ def test_an_aborted_push_is_told_by_an_engine_that_falls_idle(
     assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
 
 
-def test_a_push_that_nobody_wanted_is_told_by_an_engine_that_falls_idle(engine: Build, front_end: FrontEnd) -> None:
+def test_an_engine_that_falls_idle_reports_an_unclaimed_push(engine: Build, front_end: FrontEnd) -> None:
     p = engine("kv_producer", {"kv_lease_duration": 0.2})
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
@@ -203,9 +203,7 @@ def test_a_push_that_nobody_wanted_is_told_by_an_engine_that_falls_idle(engine: 
     assert scrape.value("active_pushes") == scrape.value("unclaimed_pushes") == 0
 
 
-def test_an_engine_does_not_step_for_ever_for_a_push_that_does_not_end(
-    engine: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_push_does_not_keep_the_engine_stepping(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     p = engine("kv_producer")
     monkeypatch.setattr(PushWriter, "is_draining", True)
     p.prefill("r-1", TOKENS)

@@ -50,7 +50,7 @@ def arrive(engine: Decode, request_id: str, params: dict[str, Any] | None, heade
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def test_the_workers_hear_once_which_requests_belong_to_a_trace(engine: Callable[[str | None], Decode]) -> None:
+def test_workers_get_the_trace_headers_of_a_request_once(engine: Callable[[str | None], Decode]) -> None:
     one = engine(COLLECTOR)
     arrive(one, "traced", PREFILL, HEADERS)
     arrive(one, "not traced", PREFILL, None)
@@ -61,7 +61,7 @@ def test_the_workers_hear_once_which_requests_belong_to_a_trace(engine: Callable
     assert one.metadata.trace_headers == {}
 
 
-def test_without_a_collector_the_workers_hear_nothing(engine: Callable[[str | None], Decode]) -> None:
+def test_without_a_collector_workers_get_no_trace_headers(engine: Callable[[str | None], Decode]) -> None:
     one = engine(None)
     arrive(one, "traced", PREFILL, HEADERS)
     one.step()
@@ -84,7 +84,7 @@ def exported() -> Iterator[Any]:
     telemetry._TRACER_PROVIDER = before
 
 
-def test_vllms_hook_puts_it_below_the_clients_span(exported: Any) -> None:
+def test_vllms_hook_puts_the_push_span_below_the_clients_span(exported: Any) -> None:
     from layerpush.compat.spans import REQUEST_ID, emit_span
 
     spans = Spans(emit_span, REQUEST_ID)

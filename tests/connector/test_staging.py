@@ -144,7 +144,7 @@ def test_a_ring_of_default_size(layer: int, size: int, window: int, monkeypatch:
     assert (offer.ring_size, offer.size) == (size, window)
 
 
-def test_the_bytes_of_a_layer_of_the_largest_step(engine: Callable[..., Any]) -> None:
+def test_layer_bytes_is_the_kv_size_of_the_largest_step(engine: Callable[..., Any]) -> None:
     from tests.connector.engine import HEAD_SIZE, HEADS
 
     p = engine("kv_producer")
@@ -155,7 +155,9 @@ def test_the_bytes_of_a_layer_of_the_largest_step(engine: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     "config", [{"packing": "off"}, {"layerwise": False}, {"staging_bytes": 0}, {"staging_bytes": PIECE_BYTES}]
 )
-def test_without_room_or_wish_nothing_is_packed(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_packed_if_disabled_or_without_enough_memory(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place(monkeypatch, **config)
     place.start()
     assert not place.packs()
@@ -183,7 +185,7 @@ def test_only_whole_blocks_are_gathered(
     assert gathered == (Route("d-0", 0, "list 1", "their cache") if gathers else None)
 
 
-def test_a_link_that_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_without_gathering_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No staging memory, blocks that do not fit, several ranks."""
     routes = tuple(Route(f"d-{rank}", rank, "cache", "their cache") for rank in range(2))
     for config, link in (
@@ -221,7 +223,7 @@ def test_a_connection_has_one_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.remote_descriptors != first.remote_descriptors
 
 
-def test_a_ring_that_is_not_there_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_ring_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     staging = place.start()
     place.nixl.broken.add("prep_xfer_dlist")
@@ -231,7 +233,7 @@ def test_a_ring_that_is_not_there_is_asked_for_once(monkeypatch: pytest.MonkeyPa
     assert place.nixl.calls.count("prep_xfer_dlist") == before + 1
 
 
-def test_an_engine_that_goes_while_writes_to_it_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disconnect_during_timed_writes_releases_their_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker releases the WRITE's handle first, then its descriptor list."""
     place = Place(monkeypatch)
     staging = place.start()
@@ -258,7 +260,7 @@ def test_the_ring_is_registered_on_its_own_device(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("reason", ["use_host_buffer", "_has_mamba"])
-def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_staging_memory_without_layerwise_pushes(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     setattr(place.worker, reason, True)
     place.start()
@@ -267,7 +269,7 @@ def test_no_memory_where_nothing_is_pushed_by_layer(reason: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("lacks", ["registration", "descriptors", "a compiler", "memory", "pinned memory"])
-def test_what_cannot_be_had_is_done_without(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_off_when_a_resource_is_missing(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(*_: Any) -> Any:
         raise RuntimeError(f"no {lacks}")
 

@@ -63,7 +63,7 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
 
-def test_a_fallback_is_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fallback_is_logged_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         p = engine("kv_producer", layout="BHLNC")
         for number in range(3):
@@ -73,20 +73,20 @@ def test_a_fallback_is_said_once(engine: Build, caplog: pytest.LogCaptureFixture
     assert "cannot be told apart by layer" in line
 
 
-def test_layers_are_said_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_layers_are_logged_once(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"granularity": "chunk"})
     assert len(said(caplog, "4 layers, granularity chunk")) == 1
 
 
-def test_switched_off_it_says_nothing(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_layerwise_off_nothing_is_logged(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"layerwise": False}, layout="BHLNC")
     assert said(caplog, "layerpush pushes") == []
 
 
 @pytest.mark.parametrize(("extra", "lines"), [({"min_write_bytes": 0}, 1), ({}, 0)], ids=str)
-def test_a_key_without_effect_is_said_once(
+def test_a_key_without_effect_is_logged_once(
     engine: Build, caplog: pytest.LogCaptureFixture, extra: dict[str, object], lines: int
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
@@ -115,7 +115,7 @@ def test_one_nixl_agent_is_made(engine: Build, monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 1
 
 
-def test_the_thread_that_computes_is_not_bound_to_the_core_for_transfers(engine: Build) -> None:
+def test_the_compute_thread_is_not_bound_to_the_transfer_core(engine: Build) -> None:
     """vLLM's own worker binds this thread there, and so all threads that it starts."""
     before = os.sched_getaffinity(0)
     engine("kv_producer")

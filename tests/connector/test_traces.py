@@ -73,7 +73,7 @@ def test_both_sides_record_a_push_and_its_load(traced: tuple[Engine, Engine, Cal
     assert {event["name"] for event in events if event["ph"] == "s"} == {"registration", "completion"}
 
 
-def test_a_request_that_is_pushed_whole(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
+def test_a_whole_request_push(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
     p, d, read = traced
     p.prefill("r-1", TOKENS)
     run(p, STEPS)
@@ -90,7 +90,7 @@ def test_a_request_that_is_pushed_whole(traced: tuple[Engine, Engine, Callable[[
     assert break_down(request).parts["prefill"] == 0.0, "prefill was over before D registered"
 
 
-def test_a_load_that_ds_engine_drops(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
+def test_an_abort_on_d_records_a_cancelled_load(traced: tuple[Engine, Engine, Callable[[], TraceSet]]) -> None:
     p, d, read = traced
     asks_first(p, d)
     d.abort("r-1")
@@ -137,14 +137,14 @@ def test_requests_choose_their_mode(engine: Build, tmp_path: Path, configured: d
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
-def test_a_cache_that_cannot_be_told_apart_by_layer_goes_whole(
+def test_a_cache_without_separate_layers_is_pushed_whole(
     engine: Build, tmp_path: Path, configured: dict[str, object]
 ) -> None:
     everything_goes_whole(*pair(engine, tmp_path, configured, layout="BHLNC"), "cannot be told apart")
 
 
 @pytest.mark.parametrize("configured", [{}, {"layerwise": False}], ids=str)
-def test_an_engine_that_falls_back_says_why_to_requests_that_chose_otherwise(
+def test_an_engines_fallback_is_recorded_for_requests_with_another_mode(
     engine: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: dict[str, object]
 ) -> None:
     for module in ("worker.scheduler", "worker.packing", "compat.facts"):

@@ -75,9 +75,7 @@ def test_a_drafted_layer_is_not_pushed_before_it_is_computed(engine: Build, save
     assert holds_prompt(d, blocks, TOKENS)
 
 
-def test_layers_that_call_no_hook_leave_before_the_step_samples(
-    engine: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_without_a_hook_are_pushed_before_sampling(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     """The last two layers use an attention operation of the model's own."""
     p, d = pair(engine, max_num_batched_tokens=512)
     blocks = asks_first(p, d)
@@ -92,9 +90,7 @@ def test_layers_that_call_no_hook_leave_before_the_step_samples(
     assert record.getMessage().endswith(": " + ", ".join(NAMES[2:]))
 
 
-def test_with_a_drafter_the_models_layers_do_not_wait_for_its_layers(
-    engine: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_models_layers_do_not_wait_for_the_drafters_layers(engine: Build, caplog: pytest.LogCaptureFixture) -> None:
     """No layer calls a hook, and the drafter comes after the model's forward."""
     p, d = pair(engine, drafted=DRAFTED, max_num_batched_tokens=512)
     blocks = asks_first(p, d)
@@ -110,7 +106,7 @@ def test_with_a_drafter_the_models_layers_do_not_wait_for_its_layers(
     assert f"{LAYERS} of {LAYERS} layers" in record.getMessage()
 
 
-def test_preempted_it_starts_again(engine: Build) -> None:
+def test_a_preempted_request_is_pushed_again_from_the_start(engine: Build) -> None:
     p, d = pair(engine)
     blocks = asks_first(p, d)
     p.prefill("r-1", TOKENS)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.link import FakeLink, Link, NixlLink
 
-QUICK_BENCHES = ("test_a_wrong_byte_ends_it_and_nothing_is_written",)
+QUICK_BENCHES = ("test_a_wrong_byte_ends_the_benchmark_without_a_result",)
 KINDS: dict[str, Callable[[], Link]] = {
     "fake": FakeLink,
     "nixl": lambda: NixlLink(threads=0),

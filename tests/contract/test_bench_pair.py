@@ -94,7 +94,7 @@ def test_a_writer_writes_every_sample_with_its_conditions(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("packing", "plan"), [("packed", "packed"), ("gather", "gathered")])
-def test_several_requests_and_every_way_to_pack_arrive_byte_for_byte(tmp_path: Path, packing: str, plan: str) -> None:
+def test_several_requests_arrive_byte_for_byte_in_every_packing(tmp_path: Path, packing: str, plan: str) -> None:
     written = written_by(f"{FORWARD} --requests 3 --ids random --packing {packing}", tmp_path / "forward.json")
     (cell,) = written["cells"]
     assert cell["requests"] == 3
@@ -111,7 +111,7 @@ def test_several_requests_and_every_way_to_pack_arrive_byte_for_byte(tmp_path: P
     ],
     ids=["forward", "push", "writer"],
 )
-def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path, command: str, problem: str) -> None:
+def test_a_wrong_byte_ends_the_benchmark_without_a_result(tmp_path: Path, command: str, problem: str) -> None:
     process = start(*command.split(), "--rounds", "2", "--corrupt", "--out", str(tmp_path / "result.json"))
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, said
@@ -130,7 +130,9 @@ def test_a_wrong_byte_ends_it_and_nothing_is_written(tmp_path: Path, command: st
     ],
     ids=["forward", "forward killed", "push", "push killed", "emulated link"],
 )
-def test_no_process_and_no_namespace_stays(tmp_path: Path, command: str, emulated: int, signum: int) -> None:
+def test_no_process_and_no_namespace_stays_after_a_signal(
+    tmp_path: Path, command: str, emulated: int, signum: int
+) -> None:
     process = start(*command.split(), "--rounds", "100000", "--out", str(tmp_path / "result.json"))
     try:
         pair = until(lambda: children(process.pid, 2), seconds=SECONDS)
@@ -190,7 +192,7 @@ def test_each_rank_of_d_gets_its_part_of_every_block(tmp_path: Path) -> None:
 
 
 @needs_emulation
-def test_an_emulated_link_is_as_slow_as_it_says_and_goes_away(tmp_path: Path) -> None:
+def test_an_emulated_link_is_no_faster_than_stated_and_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "forward.json"
     process = start(
         *FORWARD.split(),

@@ -68,7 +68,7 @@ def bench(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
-def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
+def test_the_result_has_every_sample_and_its_conditions(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
         arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--concurrency", "1,2", "--out", str(out))
@@ -96,7 +96,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
-def test_an_answer_that_differs_ends_it_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_different_answer_ends_the_benchmark_without_a_result(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub("other") as other:
         arguments = ("--at", f"aggregated={one}", "--at", f"layer={other}", "--out", str(out))
@@ -109,7 +109,7 @@ def test_an_answer_that_differs_ends_it_and_nothing_is_written(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
-def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with stub() as one, stub() as other:
         servers = ("--at", f"aggregated={one}", "--at", f"layer={other}")

@@ -23,7 +23,7 @@ def arrived(link: Link, count: int) -> list[tuple[str, bytes]]:
     return taken
 
 
-def test_nothing_sent_nothing_there(link: Link) -> None:
+def test_without_a_notification_both_inboxes_are_empty(link: Link) -> None:
     assert link.transport.notifications() == []
     assert link.inbox() == []
 
@@ -53,7 +53,7 @@ def test_the_peer_notifies_back(link: Link) -> None:
 
 
 @pytest.mark.parametrize("round_", range(5))
-def test_a_notification_sent_after_landing_finds_the_bytes(link: Link, round_: int) -> None:
+def test_a_notification_after_landing_arrives_after_the_bytes(link: Link, round_: int) -> None:
     """D copies its memory at the moment of arrival, so the copy lacks bytes that land later."""
     draw = np.random.default_rng(round_)
     order, places = draw.permutation(COUNT).astype(np.int32), draw.permutation(COUNT).astype(np.int32)

@@ -37,7 +37,7 @@ def test_a_stopped_peer_leaves_a_write_pending_and_gets_it_later(link: Link) -> 
     np.testing.assert_array_equal(link.memory(), source_pieces()[::-1])
 
 
-def test_death_under_a_write(own_link: Link) -> None:
+def test_peer_death_during_a_write(own_link: Link) -> None:
     transport = own_link.transport
     own_link.freeze()
     handle = transport.post_write(own_link.route, *EVERYTHING)

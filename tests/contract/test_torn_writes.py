@@ -36,7 +36,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("_shared_link", ["nixl", "nixl-4-threads"], indirect=True)
-def test_it_is_over_when_all_of_it_has_landed(link: NixlLink) -> None:
+def test_a_failed_write_is_over_when_all_of_it_has_landed(link: NixlLink) -> None:
     failing, count = Failing(link), SPLIT_AT - 1
     ids = np.arange(count, dtype=np.int32)
     link.freeze()
@@ -54,7 +54,7 @@ def test_it_is_over_when_all_of_it_has_landed(link: NixlLink) -> None:
 
 
 @pytest.mark.parametrize("own_link", ["nixl-4-threads"], indirect=True)
-def test_it_is_over_when_the_peer_is(own_link: NixlLink) -> None:
+def test_a_failed_write_is_over_when_its_peer_is_dead(own_link: NixlLink) -> None:
     """Also for a WRITE that is too large for a fence."""
     failing = Failing(own_link)
     ids = np.arange(2 * SPLIT_AT, dtype=np.int32)

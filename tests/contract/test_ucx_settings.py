@@ -58,14 +58,14 @@ def agents(**settings: str) -> tuple[list[int], str]:
     return [port for each in ports for port in each], done.stdout + done.stderr
 
 
-def test_ucx_reads_every_variable_that_is_documented_and_keeps_to_the_range_of_ports() -> None:
+def test_ucx_reads_every_documented_variable_and_keeps_to_the_port_range() -> None:
     assert set(VALUES) == UCX
     ports, said = agents(**VALUES)
     assert UNUSED not in said
     assert all(21000 <= port <= 21100 for port in ports)
 
 
-def test_ucx_says_which_variables_it_does_not_read() -> None:
+def test_ucx_logs_unused_variables() -> None:
     ports, said = agents(TLS="tcp,self", NET_DEVICES="lo", NET_DEVICE="lo", TCP_PORTS_RANGE="21000-21100")
     assert UNUSED in said
     assert "UCX_NET_DEVICE" in said

@@ -49,7 +49,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-def test_bytes_land_where_they_were_sent_and_nowhere_else(link: Link, pattern: tuple[Ids, Ids]) -> None:
+def test_bytes_land_at_their_ids_and_nowhere_else(link: Link, pattern: tuple[Ids, Ids]) -> None:
     land(link.transport, link.transport.post_write(link.route, *pattern))
 
     np.testing.assert_array_equal(link.memory(), expected(pattern))

@@ -67,7 +67,7 @@ def test_plain_requests_in_the_same_batch_are_untouched(fleet: Fleet, reference:
     assert d.wait_output(also_plain_on_d.request_id).token_ids == reference.tokens(also_plain_on_d.token_ids, 24)
 
 
-def test_one_after_the_other_leaves_p_quick(fleet: Fleet, reference: Reference) -> None:
+def test_many_short_handoffs_in_a_row(fleet: Fleet, reference: Reference) -> None:
     """Many short handoffs in a row, no pause between them."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoffs = [send(p, d, prompt(40 + number, seed=35), "together") for number in range(24)]

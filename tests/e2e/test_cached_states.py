@@ -15,7 +15,7 @@ ATTENTION = 1
 
 
 @pytest.mark.parametrize(("order", "seed"), [("early", 130), ("together", 131)])
-def test_prompts_share_their_beginning(fleet: Fleet, order: Order, seed: int) -> None:
+def test_prompts_with_a_shared_prefix(fleet: Fleet, order: Order, seed: int) -> None:
     """P and D hit their caches. KV and states only: bfloat16 rounds D's tokens differently."""
     options = (*zoo.FAMILIES[MODEL].options, ("enable_prefix_caching", True))
     p, d = fleet.get(

@@ -85,7 +85,9 @@ def identities(pair: Pair) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("told", [0, 1])
-def test_d_hears_at_once_of_a_wrong_rank(pair: Pair, identities: list[dict[str, Any]], rank: int, told: int) -> None:
+def test_a_wrong_data_parallel_rank_fails_the_load_at_once(
+    pair: Pair, identities: list[dict[str, Any]], rank: int, told: int
+) -> None:
     prompt, request_id = tokens(10 + 2 * rank + told), f"ask-{rank}-{told}"
     params = identities[told] | {"do_remote_decode": False, "remote_request_id": f"cmpl-{request_id}-0"}
     with ThreadPoolExecutor(1) as pool:

@@ -40,7 +40,7 @@ def started_proxy(machine: Machine, command: Block, name: str, at_d: str) -> Ser
     return proxy
 
 
-def test_what_stands_twice_is_the_same() -> None:
+def test_repeated_commands_are_the_same() -> None:
     """So one run checks both places."""
     for first in (ON_P, ON_D, VLLM_ROUTER, "layerpush proxy --prefill http://10.0.0.1:8000"):
         assert block("README.md", first).text == block(QUICKSTART, first).text

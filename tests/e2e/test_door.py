@@ -93,7 +93,7 @@ def check_serving(p: EngineHost, d: EngineHost, reference: Reference) -> None:
     check(send(p, d, TOKENS, "early").outcome(), reference)
 
 
-def test_a_bad_request_is_refused_by_key_and_nothing_else_is(fleet: Fleet, reference: Reference) -> None:
+def test_a_bad_request_is_refused_by_key_and_others_are_served(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     check_serving(p, d, reference)
     running = send(p, d, prompt(1500, seed=91), "together")
@@ -106,14 +106,14 @@ def test_a_bad_request_is_refused_by_key_and_nothing_else_is(fleet: Fleet, refer
     check_serving(p, d, reference)
 
 
-def test_under_multi_connector_too(fleet: Fleet, reference: Reference) -> None:
+def test_a_bad_request_is_refused_under_multi_connector(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_MULTI, engines.D_MULTI)
     with pytest.raises(AssertionError, match="'tp_size' is missing"):
         d.add(changed(Handoff(new_id(), TOKENS, p, d).to_d(), "tp_size", DROPPED))
     check_serving(p, d, reference)
 
 
-def test_past_the_front_end_it_is_computed_without_a_transfer(
+def test_a_bad_request_past_the_front_end_is_computed_without_a_transfer(
     fleet: Fleet, reference: Reference, logs: LogReader
 ) -> None:
     """No client can get an error any more, so the answer is right without a transfer. No step of the engine fails."""
@@ -138,7 +138,7 @@ def test_past_the_front_end_it_is_computed_without_a_transfer(
     check_serving(p, d, reference)
 
 
-def test_a_good_request_that_the_front_end_refuses_leaves_nothing(fleet: Fleet, reference: Reference) -> None:
+def test_a_request_refused_by_the_front_end_leaves_nothing_behind(fleet: Fleet, reference: Reference) -> None:
     """Its prompt may be too long. vLLM reports this to D's connector, which holds nothing for the request."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     d.call(probes.report_refused, new_id(), Handoff(new_id(), TOKENS, p, d).to_d().kv_transfer_params)

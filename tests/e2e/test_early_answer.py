@@ -119,7 +119,7 @@ def answered(pair: Pair) -> float:
 
 @patient
 @pytest.mark.parametrize("router", SERIAL)
-def test_one_after_the_other_layers_stream(pair: Pair, router: str) -> None:
+def test_layers_stream_through_a_sequential_router(pair: Pair, router: str) -> None:
     more, changed = SERIAL[router]
     before, request_id = answered(pair), str(uuid.uuid4())
     prompt = words(TOKENS, seed=20 + list(SERIAL).index(router))
@@ -171,7 +171,7 @@ WHOLE_ANSWERS: dict[str, dict[str, Any]] = {
 
 @patient
 @pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in WHOLE_ANSWERS.items()])
-def test_a_router_that_wants_more_of_the_answer_gets_it_whole(pair: Pair, changes: dict[str, Any]) -> None:
+def test_a_request_for_more_of_the_answer_gets_it_whole(pair: Pair, changes: dict[str, Any]) -> None:
     before = answered(pair)
     answer = pair.answer_of_p(words(60, seed=5), str(uuid.uuid4()), **changes)
     assert answer["usage"]["completion_tokens"] > 0
@@ -197,13 +197,13 @@ def test_several_prompts_are_answered_whole(pair: Pair) -> None:
     ],
     ids=["too long", "bad params"],
 )
-def test_what_the_engine_does_not_admit_is_refused(pair: Pair, prompt: str, changes: dict[str, Any], says: str) -> None:
+def test_inadmissible_requests_are_refused(pair: Pair, prompt: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         pair.answer_of_p(prompt, str(uuid.uuid4()), **changes)
 
 
 @patient
-def test_ds_client_leaves_and_p_stops_computing(pair: Pair) -> None:
+def test_a_disconnect_from_d_stops_ps_prefill(pair: Pair) -> None:
     """P's client is the router, which has its answer already. No other client could abort P's request."""
     withdrawn = scrape(pair.prefill).value("early_answers_total", event="withdrawn")
     prompt, request_id = words(LONG, seed=9), str(uuid.uuid4())

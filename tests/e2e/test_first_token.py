@@ -48,14 +48,14 @@ def test_answers_start_on_p(fleet: Fleet, reference: Reference, order: Order) ->
     check_origins(d, before, prefill=len(lengths))
 
 
-def test_a_request_for_one_token_computes_it(fleet: Fleet, reference: Reference) -> None:
+def test_d_computes_the_token_of_a_one_token_request(fleet: Fleet, reference: Reference) -> None:
     p, d = introduced(fleet, engines.P_AUTO, engines.D_LAYER)
     before = origins(d)
     check(send(p, d, prompt(300, seed=111), "early", max_tokens=1).outcome(), reference)
     check_origins(d, before, ends=1)
 
 
-def test_a_stock_p_has_no_token_to_give(fleet: Fleet, reference: Reference) -> None:
+def test_a_stock_p_sends_no_first_token(fleet: Fleet, reference: Reference) -> None:
     p, d = introduced(fleet, engines.P_STOCK, engines.D_LAYER)
     before = origins(d)
     for order in ("early", "late"):

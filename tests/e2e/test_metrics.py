@@ -76,7 +76,7 @@ def test_ranks_share_a_push(fleet: Fleet, reference: Reference, p_spec: EngineSp
     assert (value(p, "ranks"), value(d, "ranks")) == (p_spec.ranks, d_spec.ranks)
 
 
-def test_everything_that_the_dashboard_and_the_alerts_name_is_there(fleet: Fleet) -> None:
+def test_every_metric_of_the_dashboard_and_the_alerts_exists(fleet: Fleet) -> None:
     (p,) = fleet.get(engines.P_LAYER)
     found = scrape(p)
     assert {metric.name for metric in CATALOG} <= {

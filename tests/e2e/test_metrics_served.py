@@ -34,7 +34,7 @@ def both(servers: Served) -> tuple[Engine, Engine]:
 
 
 @patient
-def test_everything_that_the_dashboard_and_the_alerts_name_is_there_before_any_request(servers: Served) -> None:
+def test_every_metric_of_the_dashboard_and_the_alerts_exists_at_the_start(servers: Served) -> None:
     documents = json.loads(DASHBOARD.read_text()), yaml.safe_load(ALERTS.read_text())
     for engine in both(servers):
         found = scrape(engine)
@@ -76,7 +76,7 @@ def test_pushes_are_counted_on_both_sides_although_both_fall_idle(servers: Serve
 
 
 @patient
-def test_an_aborted_push_is_told_although_p_falls_idle_at_once(servers: Served) -> None:
+def test_an_aborted_push_is_reported_although_p_falls_idle_at_once(servers: Served) -> None:
     p = servers.prefill
     cancelled = scrape(p).value("pushes_total", outcome="cancelled")
     servers.leave_prefill(4000, seed=50)
@@ -85,7 +85,7 @@ def test_an_aborted_push_is_told_although_p_falls_idle_at_once(servers: Served) 
 
 
 @patient
-def test_the_periodic_log_line_tells_of_loads(servers: Served) -> None:
+def test_the_periodic_log_line_has_the_loads(servers: Served) -> None:
     """D has one API server: with several, vLLM logs no statistics at all."""
     servers.push(TOKENS, seed=60)
     log = servers.decode.log_path

@@ -59,7 +59,7 @@ def test_registered_after_p_finished_goes_whole(fleet: Fleet, reference: Referen
     check_completed(push, 1200)
 
 
-def test_registered_between_last_step_and_nothing(fleet: Fleet, reference: Reference) -> None:
+def test_registered_after_the_last_step_while_p_stands_still(fleet: Fleet, reference: Reference) -> None:
     """D registers while P stands still right after its last chunk: only P's own polling wakes it."""
     p, d = fleet.get(engines.P_LAYER, engines.D_LAYER)
     handoff = send(p, d, prompt(700, seed=3), "after_last_step")

@@ -112,7 +112,7 @@ def checked(rules: Path) -> subprocess.CompletedProcess[str]:
 
 @patient
 @pytest.mark.usefixtures("scraped")
-def test_promtool_takes_the_rules_and_finds_a_bad_one(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_rejects_a_bad_one(tmp_path: Path) -> None:
     done = checked(ALERTS)
     assert done.returncode == 0, done.stderr
     operators = tmp_path / "spec.yml"

@@ -82,7 +82,7 @@ def assert_pushed_by_layer(servers: Rig, answer_id: str) -> None:
 
 @patient
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_are_the_plain_engines_and_layers_stream(servers: Rig, stream: bool) -> None:
+def test_completions_equal_the_plain_engines_and_layers_stream(servers: Rig, stream: bool) -> None:
     text = words(TOKENS, seed=1 + stream)
     answer = servers.client.completions.create(prompt=text, stream=stream, **GREEDY)
     events = list(answer) if isinstance(answer, openai.Stream) else [answer]
@@ -93,7 +93,7 @@ def test_completions_are_the_plain_engines_and_layers_stream(servers: Rig, strea
 
 
 @patient
-def test_answers_that_are_not_ds_are_noticed(servers: Rig) -> None:
+def test_a_corrupt_answer_is_noticed(servers: Rig) -> None:
     """The negative control: other tests compare texts. This proves something only if texts can differ."""
     text = words(300, seed=67)
     with servers.proxy(module="tests.e2e.corruptproxy") as proxy:
@@ -104,7 +104,7 @@ def test_answers_that_are_not_ds_are_noticed(servers: Rig) -> None:
 
 
 @patient
-def test_prompts_matter(servers: Rig) -> None:
+def test_different_prompts_have_different_answers(servers: Rig) -> None:
     """With the blocks of another prompt, D's answer would be another one."""
     assert len({expected(servers, words(300, seed=seed)) for seed in (68, 69, 70)}) == 3
 
@@ -191,7 +191,7 @@ def test_answers_that_start_with_p_s_token(servers: Rig, starts_on_p: ProxyProce
 
 
 @patient
-def test_cached_tokens_are_those_of_a_d_that_computes_its_first_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+def test_p_s_token_does_not_change_the_number_of_cached_tokens(servers: Rig, starts_on_p: ProxyProcess) -> None:
     cached = []
     for decode in servers.decodes:
         with proxy(servers.scratch, servers.ports.take(), servers.prefill, [decode]) as served:
@@ -229,7 +229,7 @@ def test_stop_strings_in_and_after_p_s_token(servers: Rig, starts_on_p: ProxyPro
 
 @patient
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_letter_of_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProcess, stream: bool) -> None:
+def test_a_letter_split_between_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProcess, stream: bool) -> None:
     changes = GREEDY | {"extra_body": {"ignore_eos": True, "allowed_token_ids": list(HALVES)}}
     prompts = (words(100, seed=220 + seed) for seed in range(40))
     text = next(text for text in prompts if expected(servers, text, **changes).startswith("é"))
@@ -240,7 +240,7 @@ def test_a_letter_of_p_s_token_and_the_next(servers: Rig, starts_on_p: ProxyProc
 
 
 @patient
-def test_requests_that_need_their_own_first_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
+def test_some_sampling_params_exclude_p_s_token(servers: Rig, starts_on_p: ProxyProcess) -> None:
     """Their answers are the plain engine's, too. The prompt is one chunk: on a CPU, several with a seed crash vLLM."""
     text = words(200, seed=213)
     changes: list[tuple[str, dict[str, Any]]] = [
@@ -263,7 +263,7 @@ def test_requests_that_need_their_own_first_token(servers: Rig, starts_on_p: Pro
 
 
 @patient
-def test_p_s_tokens_are_not_late_as_a_rule(servers: Rig) -> None:
+def test_more_of_p_s_tokens_are_in_time_than_late(servers: Rig) -> None:
     found = Scrape(get(f"{servers.decodes[1].url}/metrics")[1])
     assert found.value("first_tokens_total", origin="prefill") > found.value("first_tokens_total", origin="late")
 
@@ -279,7 +279,7 @@ def test_a_bad_request_is_refused_with_vllms_message(servers: Rig) -> None:
 
 @patient
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_a_client_that_leaves_stops_both_engines(servers: Rig, tokens: int) -> None:
+def test_a_disconnect_stops_both_engines(servers: Rig, tokens: int) -> None:
     arguments = GREEDY | {"max_tokens": 800}
 
     def computed() -> float:
@@ -301,7 +301,7 @@ def test_a_client_that_leaves_stops_both_engines(servers: Rig, tokens: int) -> N
 
 
 @patient
-def test_one_after_the_other(servers: Rig) -> None:
+def test_a_sequential_proxy(servers: Rig) -> None:
     asked = metric(servers.prefill.url, "vllm:request_success_total")
     with servers.proxy("--sequential") as proxy:
         assert metric(servers.prefill.url, "vllm:request_success_total") == asked, "a sequential proxy does not ask"
@@ -314,7 +314,7 @@ def test_one_after_the_other(servers: Rig) -> None:
 
 
 @patient
-def test_a_p_that_the_operator_names(servers: Rig) -> None:
+def test_a_p_with_an_identity_from_flags(servers: Rig) -> None:
     asked = metric(servers.prefill.url, "vllm:request_success_total")
     identity = {
         "remote_engine_id": servers.prefill.name,
@@ -332,7 +332,7 @@ def test_a_p_that_the_operator_names(servers: Rig) -> None:
 
 
 @patient
-def test_a_proxy_that_is_told_to_stop_finishes_its_stream(servers: Rig) -> None:
+def test_a_proxy_finishes_its_stream_after_sigterm(servers: Rig) -> None:
     text = words(300, seed=62)
     with servers.proxy() as proxy:
         stream = proxy.client.completions.create(prompt=text, stream=True, **GREEDY | {"max_tokens": 100})
@@ -366,7 +366,7 @@ def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, E
 
 
 @patient
-def test_p_answers_what_the_contract_says(servers: Rig) -> None:
+def test_ps_answer_has_the_keys_of_the_contract(servers: Rig) -> None:
     """P's answer has the keys of the page's table and vLLM's id from X-Request-Id. D gets the prompt with them."""
     text, request_id = words(100, seed=64), str(uuid.uuid4())
     arguments: dict[str, Any] = GREEDY | {"prompt": text, "extra_headers": {"X-Request-Id": request_id}}
@@ -408,7 +408,7 @@ def at_once(servers: Rig, text: str, p_id: str, d_id: str, within_s: float = DEA
 
 
 @patient
-def test_what_vllms_push_proxy_sends_is_pushed_by_layer(servers: Rig) -> None:
+def test_requests_of_vllms_push_proxy_are_pushed_by_layer(servers: Rig) -> None:
     """Its remote_request_id is the bare id. Later versions send a transfer_id, too."""
     text, request_id = words(TOKENS, seed=65), str(uuid.uuid4())
     changes = {"remote_request_id": request_id, "transfer_id": f"xfer-{uuid.uuid4()}"}
@@ -426,7 +426,7 @@ def test_no_push_has_failed_so_far(servers: Rig) -> None:
 
 
 @patient
-def test_legs_with_two_ids_find_each_other_by_remote_request_id_only(servers: Rig) -> None:
+def test_legs_with_two_ids_match_by_remote_request_id_only(servers: Rig) -> None:
     text, p_id, d_id = words(100, seed=66), str(uuid.uuid4()), str(uuid.uuid4())
     assert at_once(servers, text, p_id, d_id) == expected(servers, text)
     p_id, d_id = str(uuid.uuid4()), str(uuid.uuid4())
@@ -436,7 +436,7 @@ def test_legs_with_two_ids_find_each_other_by_remote_request_id_only(servers: Ri
 
 
 @patient
-def test_a_prefill_engine_that_dies(servers: Rig) -> None:
+def test_a_dead_prefill_engine_fails_its_requests(servers: Rig) -> None:
     """Then another process takes P's address. The next tests do not need it yet."""
     before = dispatches(servers.url, "concurrent")
     with ThreadPoolExecutor(1) as pool:
@@ -454,7 +454,7 @@ def test_a_prefill_engine_that_dies(servers: Rig) -> None:
 @pytest.mark.parametrize(
     "alone", [{"prompt_logprobs": 1}, {"use_beam_search": True}, {"echo": True}, {"truncate_prompt_tokens": -1}]
 )
-def test_what_d_computes_itself_needs_no_p(servers: Rig, alone: dict[str, Any]) -> None:
+def test_requests_for_d_alone_need_no_p(servers: Rig, alone: dict[str, Any]) -> None:
     arguments = GREEDY | {"extra_body": alone, "logprobs": 1 if "echo" in alone else None}
     if "use_beam_search" in alone:
         arguments["n"] = 2
@@ -466,7 +466,7 @@ def test_what_d_computes_itself_needs_no_p(servers: Rig, alone: dict[str, Any]) 
 
 
 @patient
-def test_a_prefill_engine_that_comes_back_under_another_name(servers: Rig) -> None:
+def test_a_restarted_prefill_engine_with_another_name_is_used(servers: Rig) -> None:
     until(lambda: get(f"{servers.url}/health")[0] == 200, "P is back", 300)
     assert dispatch_of_prefill(servers) == "concurrent"
     servers.introduce()
@@ -495,7 +495,7 @@ def test_a_decode_engine_that_dies_before_the_first_token_is_replaced(servers: R
 
 
 @patient
-def test_a_decode_engine_that_dies_in_the_middle_of_its_answer(servers: Rig) -> None:
+def test_the_death_of_a_decode_engine_in_mid_answer_is_an_error(servers: Rig) -> None:
     """The last test: no D is left."""
     (victim,) = servers.decodes
     text = words(TOKENS, seed=81)

@@ -49,7 +49,7 @@ def test_compiled_prefill(fleet: Fleet, reference: Reference) -> None:
     check_pushes(p, d, reference)
 
 
-def test_under_the_names_of_vllm(fleet: Fleet, reference: Reference) -> None:
+def test_the_connector_names_of_vllm(fleet: Fleet, reference: Reference) -> None:
     """Dynamo, SMG and Ray Serve know only `NixlConnector` and `NixlPushConnector`."""
     p, d = fleet.get(
         EngineSpec(

@@ -8,7 +8,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference, check, introduce, prompt, send
 
 
-def test_known_layers_are_early_and_others_swept(fleet: Fleet, reference: Reference) -> None:
+def test_known_layers_are_hooked_and_others_swept(fleet: Fleet, reference: Reference) -> None:
     p, d = fleet.get(engines.P_SILENT, engines.D_LAYER)
     introduce(p, d)
     for length in (1, 33, 256, 700):

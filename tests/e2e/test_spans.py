@@ -96,7 +96,7 @@ def named(spans: list[Span], name: str) -> list[Span]:
 
 
 @pytest.mark.timeout(600)
-def test_push_and_load_are_spans_beside_vllms(servers: Servers) -> None:
+def test_push_and_load_are_spans_in_the_clients_trace(servers: Servers) -> None:
     """All of them are below the client's own span, in the client's trace."""
     trace_id = secrets.token_hex(16)
     request_id = servers.complete(1, trace_id)
@@ -119,7 +119,7 @@ def test_push_and_load_are_spans_beside_vllms(servers: Servers) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_request_without_a_trace_has_no_span_of_ours(servers: Servers) -> None:
+def test_a_request_without_a_trace_has_no_layerpush_span(servers: Servers) -> None:
     before = servers.complete(2, None)
     trace_id = secrets.token_hex(16)
     servers.complete(3, trace_id)

@@ -121,7 +121,7 @@ def test_the_parts_of_every_request_add_up(recorded: Recorded) -> None:
     assert found[recorded.by_mode["request"].request_id]["prefill"] == 0.0, "prefill was over before D registered"
 
 
-def test_the_merged_trace_is_one_that_a_viewer_takes(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_viewer_accepts_the_merged_trace(recorded: Recorded, tmp_path: Path) -> None:
     events = merged(recorded.folders, tmp_path / "one.json")
     check(events)
     ends = arrows(events)
@@ -159,7 +159,7 @@ def is_chunk_of(one: Fields, push: Fields) -> bool:
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_a_picture_of_any_request(recorded: Recorded, tmp_path: Path, ending: str, begins: bytes) -> None:
+def test_plot_draws_any_request(recorded: Recorded, tmp_path: Path, ending: str, begins: bytes) -> None:
     for handoff in (*recorded.by_mode.values(), recorded.dropped):
         out = tmp_path / f"{handoff.request_id}.{ending}"
         trace("plot", *recorded.folders, "--request", handoff.request_id, "--out", out)

@@ -238,7 +238,7 @@ def test_a_prefill_engine_refuses(stack: Stack) -> None:
 
 @patient
 @pytest.mark.parametrize("kind", [Completion, Chat], ids=["completions", "chat"])
-def test_requests_shaped_for_ray_serve_stream(
+def test_layers_of_ray_serves_requests_stream(
     stack: Stack, kind: type[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray asks both engines at the same time, each with the request's id in the header."""

@@ -52,7 +52,7 @@ def test_registration_after_the_lease(fleet: Fleet, reference: Reference, log: L
     check_serves(p, d, reference, seed=343)
 
 
-def test_nobody_prefills(fleet: Fleet, reference: Reference, log: LogView) -> None:
+def test_p_never_gets_the_prompt(fleet: Fleet, reference: Reference, log: LogView) -> None:
     """P lives but never gets the prompt. D's own `push_registration_timeout` ends the load."""
     p, d = fleet.get(engines.P, engines.D_HASTY)
     handoff = early(p, d, LENGTH, seed=344)

@@ -52,7 +52,7 @@ def test_message_is_lost_or_comes_twice(
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_ends_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
+def test_request_aborted_before_d_unpacks(fleet: Fleet, reference: Reference, log: LogView, side: str) -> None:
     """A client aborts while its blocks are in D's ring. D frees the registered blocks once P has D's answer."""
     p, d = fleet.get(P_PACKED, engines.D)
     warm_up(p, d)

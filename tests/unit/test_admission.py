@@ -63,7 +63,7 @@ def multi(*inner: dict[str, Any]) -> dict[str, Any]:
         (multi(multi(OURS)), [ConnectorSettings("kv_consumer", LayerPushConfig())]),
     ],
 )
-def test_only_the_engines_own_connectors_count(transfer: dict[str, Any], found: list[ConnectorSettings]) -> None:
+def test_only_the_engines_own_connectors_are_found(transfer: dict[str, Any], found: list[ConnectorSettings]) -> None:
     assert list(connectors_in(transfer, "LayerwisePushConnector")) == found
 
 
@@ -113,26 +113,26 @@ def test_bad_params_are_refused_with_vllms_own_error(front_end: type[Processor],
         (None, sampling(BAD)),
     ],
 )
-def test_everything_else_goes_on_unchanged(front_end: type[Processor], transfer: Any, params: Any) -> None:
+def test_other_requests_pass_the_check_unchanged(front_end: type[Processor], transfer: Any, params: Any) -> None:
     processor = front_end(transfer)
     assert processor.process_inputs("1", "prompt", params, (), 7) == ("1", "prompt", params, (), 7)
     assert processor.process_inputs("1", prompt="p", params=params, tasks=()) == ("1", "p", params, (), 0)
 
 
-def test_the_check_is_put_in_once(front_end: type[Processor]) -> None:
+def test_the_check_is_installed_once(front_end: type[Processor]) -> None:
     once = front_end.process_inputs
     AdmissionHook("LayerwisePushConnector").patch(SimpleNamespace(InputProcessor=front_end))  # type: ignore[arg-type]
     assert front_end.process_inputs is once
     assert once.__doc__ == "Its docstring."
 
 
-def test_a_vllm_without_the_place_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_without_process_inputs_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
         AdmissionHook("LayerwisePushConnector").patch(ModuleType("empty"))
     assert "InputProcessor.process_inputs does not exist in this vLLM" in caplog.text
 
 
-def test_this_vllm_has_the_place() -> None:
+def test_the_installed_vllm_has_process_inputs() -> None:
     processor = importlib.import_module(FRONT_END).InputProcessor
     names = list(inspect.signature(processor.process_inputs).parameters)
     assert names[:4] == ["self", "request_id", "prompt", "params"]
@@ -140,7 +140,7 @@ def test_this_vllm_has_the_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["load, then import", "import, then load"])
-def test_vllms_plugin_loader_has_the_check_put_in_and_imports_nothing_for_it(order: str) -> None:
+def test_vllms_plugin_loader_installs_the_check_without_an_import(order: str) -> None:
     load = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
     lazy = f"import sys\nassert {FRONT_END!r} not in sys.modules\n"
     use = f"import {FRONT_END} as front_end\n"
@@ -155,7 +155,7 @@ def request(params: object) -> Any:
     return SimpleNamespace(request_id="cmpl-7", kv_transfer_params=params)
 
 
-def test_the_filter_takes_bad_params_away_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_filter_removes_bad_params_and_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     keeper = RequestFilter("kv_consumer", LayerPushConfig())
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
         for number in range(100):

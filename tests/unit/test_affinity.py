@@ -20,13 +20,13 @@ def cores() -> Iterator[list[int]]:
     os.sched_setaffinity(0, before)
 
 
-def test_a_binding_inside_has_no_effect_outside(cores: list[int]) -> None:
+def test_a_binding_inside_the_block_ends_with_the_block(cores: list[int]) -> None:
     with Affinity():
         os.sched_setaffinity(0, {cores[-1]})
     assert os.sched_getaffinity(0) == set(cores)
 
 
-def test_nor_after_an_error_inside(cores: list[int]) -> None:
+def test_a_binding_ends_with_the_block_after_an_error(cores: list[int]) -> None:
     with pytest.raises(RuntimeError, match="no device"):
         _bind_and_fail(cores[-1])
     assert os.sched_getaffinity(0) == set(cores)
@@ -55,7 +55,7 @@ def test_the_writer_of_an_unbound_engine_stays_unbound(cores: list[int]) -> None
     assert os.sched_getaffinity(0) == set(cores)
 
 
-def test_the_writer_stays_where_it_is_if_nothing_was_bound(cores: list[int]) -> None:
+def test_the_writer_keeps_its_cores_if_the_block_bound_nothing(cores: list[int]) -> None:
     with Affinity() as bound:
         pass
     os.sched_setaffinity(0, {cores[0]})  # by other code

@@ -8,7 +8,7 @@ import pytest
 from bench.bootstrap import ratio_of_medians
 
 
-def test_equal_series_have_ratio_one_without_doubt():
+def test_equal_series_have_ratio_one_and_an_empty_interval():
     noisy = np.random.default_rng(1).lognormal(size=40)
     result = ratio_of_medians(noisy, noisy)
     assert (result.ratio, result.low, result.high) == (1, 1, 1)
@@ -22,7 +22,7 @@ def test_noise_shared_by_a_round_cancels():
     assert result.high == pytest.approx(0.5)
 
 
-def test_the_interval_covers_the_truth_about_95_times_in_100():
+def test_the_interval_contains_the_true_ratio_about_95_times_in_100():
     generator = np.random.default_rng(3)
     hits = 0
     for trial in range(200):
@@ -33,6 +33,6 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
 
 
 @pytest.mark.parametrize(("above", "below"), [([], []), ([1, 2], [1]), ([[1]], [[1]])])
-def test_series_that_do_not_pair_are_refused(above: list[float], below: list[float]):
+def test_unpaired_series_are_refused(above: list[float], below: list[float]):
     with pytest.raises(ValueError, match="same length"):
         ratio_of_medians(above, below)

@@ -37,7 +37,7 @@ def test_a_step_computes_its_tokens_for_all_requests_together() -> None:
     assert replace(CASE, requests=1000, tokens=32).steps == (16, 16)  # a block each at least
 
 
-def test_requests_have_blocks_of_their_own_and_nobody_has_block_0() -> None:
+def test_requests_share_no_block_and_none_has_block_0() -> None:
     case = replace(CASE, requests=3, tokens=1000)
     pool = case.cache_bytes // (case.layers * case.block_bytes)
     draws = case.draws(pool, seed=0)
@@ -50,7 +50,7 @@ def test_requests_have_blocks_of_their_own_and_nobody_has_block_0() -> None:
         assert max(blocks) < pool
 
 
-def test_kv_differs_by_layer_and_forward_is_the_same_everywhere_and_never_poison() -> None:
+def test_kv_is_reproducible_differs_by_layer_and_forward_and_has_no_poison() -> None:
     here, there = Noise(1 << 16, 0, CPU), Noise(1 << 16, 0, CPU)
     kv = {(turn, layer): here.layer(turn, layer, 1 << 16) for turn in range(3) for layer in (0, 1, 79)}
     for at, bytes_ in kv.items():
@@ -109,7 +109,7 @@ def shown(parts: Iterable[object]) -> str:
     return console.export_text()
 
 
-def test_what_follows_from_a_cell() -> None:
+def test_the_figures_derived_from_a_cell() -> None:
     here = cell()
     assert here.wire_s == pytest.approx(0.2)
     assert here.load == pytest.approx(0.25)
@@ -122,7 +122,7 @@ def test_what_follows_from_a_cell() -> None:
     assert here.misses == []
 
 
-def test_what_a_forward_takes_longer_is_told_apart() -> None:
+def test_the_delay_of_a_forward_is_split_by_cause() -> None:
     later = series(0.88, queued_s=0.036)
     later.forward_s, later.forward_cpu_s = [0.8, 0.8, 0.8, 1.12], [0.708] * 4
     delays = cell(later).delays("layer")
@@ -131,7 +131,7 @@ def test_what_a_forward_takes_longer_is_told_apart() -> None:
     assert "+1.0% / +2.0% / +7.0%" in shown(report.tables([cell(later)]))
 
 
-def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None:
+def test_without_schedstat_the_delay_is_not_split(tmp_path: Path) -> None:
     silent = series(0.88, 0.002)
     silent.forward_queued_s = []
     assert cell(silent).delays("layer") is None
@@ -151,7 +151,7 @@ def test_without_the_system_s_word_nothing_is_told_apart(tmp_path: Path) -> None
         (series(0.8, 0.006), "exposed is 0.030 x request's, not 0.025, for sure"),
     ],
 )
-def test_a_missed_limit_is_named(layer: Series, missed: str) -> None:
+def test_a_missed_limit_is_reported(layer: Series, missed: str) -> None:
     assert cell(layer).misses == [missed]
     assert report.missed([cell(layer)]) == [f"loopback, llama-70b-tp8 4k random: {missed}"]
 
@@ -163,12 +163,12 @@ def test_a_missed_limit_is_named(layer: Series, missed: str) -> None:
         (series(0.8, 0.0025), "exposed is 1.250 x layer's, not 1.2, for sure"),
     ],
 )
-def test_auto_is_also_held_against_chunk_and_layer(auto: Series, missed: str) -> None:
+def test_auto_is_also_compared_with_chunk_and_layer(auto: Series, missed: str) -> None:
     assert cell(auto=auto).misses == [missed]
     assert cell(layer=auto).misses == [], "without auto, layer is compared with neither"
 
 
-def test_a_limit_within_the_interval_is_not_missed_for_sure() -> None:
+def test_a_limit_inside_the_interval_is_not_reported_as_missed_for_sure() -> None:
     unsteady = series(0.8, 0.002)
     unsteady.forward_s = [0.79, 0.82, 0.83, 0.84]
     assert cell(auto=unsteady).misses == [
@@ -177,7 +177,7 @@ def test_a_limit_within_the_interval_is_not_missed_for_sure() -> None:
     ]
 
 
-def test_auto_has_the_limits_if_it_was_measured_and_is_compared_with_all_others() -> None:
+def test_auto_has_the_limits_if_measured_and_is_compared_with_every_mode() -> None:
     slow = series(0.84, 0.001)
     here = cell(slow, auto=series(0.8, 0.001, writer_s=0.05))
     here.series["chunk"].writer_s[:] = [0.05] * 4
@@ -203,7 +203,7 @@ def test_auto_has_the_limits_if_it_was_measured_and_is_compared_with_all_others(
     assert "in mode `auto`" in text
 
 
-def test_the_table_of_long_prompts_names_those_left_out() -> None:
+def test_the_table_of_long_prompts_lists_the_omitted_prompts() -> None:
     written = json.loads(json.dumps(cell(auto=series(0.8, 0.002)).as_json()))
     machine = {"cpus": 2, "gpus": []}
     head = {"rounds": 3, "date": "2026-01-02", "machine": machine, "versions": {}, "settings": {}}
@@ -217,7 +217,7 @@ def test_the_table_of_long_prompts_names_those_left_out() -> None:
     assert "Left out" not in page.long_table({"cells": [written], "left_out": [], **head})
 
 
-def test_a_line_through_points_is_found() -> None:
+def test_fit_finds_the_line_through_points() -> None:
     slope, intercept, r2 = fit([1, 2, 4, 8], [3.0, 5.0, 9.0, 17.0])
     assert (slope, intercept, r2) == pytest.approx((2.0, 1.0, 1.0))
     assert fit([1, 2, 4], [0.0, 0.0, 0.0]) == pytest.approx((0.0, 0.0, 1.0))
@@ -226,7 +226,7 @@ def test_a_line_through_points_is_found() -> None:
         fit([1, 1], [1.0, 2.0])
 
 
-def test_everything_is_in_the_json_and_in_the_tables() -> None:
+def test_the_json_and_the_tables_have_every_figure() -> None:
     here, fitted = (
         cell(),
         list(lines([("layers", value, cell(series(0.8, 0.002 * value, hook_us=value))) for value in (8, 16, 32)])),
@@ -251,14 +251,14 @@ def test_everything_is_in_the_json_and_in_the_tables() -> None:
     assert "exposed ms: layer 2.0  chunk 50.0  request 200.0" in text
 
 
-def test_the_forward_has_cores_of_its_own_if_some_remain() -> None:
+def test_the_forward_has_its_own_cores_if_others_remain() -> None:
     assert split_cores({4, 1, 2}, 1) == Cores(forward=(4,), others=(1, 2))
     assert split_cores(range(4), 3) == Cores(forward=(1, 2, 3), others=(0,))
     assert split_cores({0}, 1) is None
     assert split_cores({0, 1}, 2) is None
 
 
-def test_one_thing_grows_along_each_line_and_ranks_split_eight_heads() -> None:
+def test_each_line_varies_one_quantity_and_ranks_split_eight_heads() -> None:
     grown = {what: [each for each in growing_cases(5) if each.what == what] for what in GROWN}
     assert {what: [each.value for each in line] for what, line in grown.items()} == {
         "layers": [8, 16, 32, 64],

@@ -58,7 +58,7 @@ def steps(part: str, gpu_mib: int = H200, *options: str) -> list[Step]:
     return steps_of(part, Path("/out"), Room(gpu_mib, Path("/model")), options)
 
 
-def test_every_part_knows_its_modules_and_leaves_its_result_in_the_folder() -> None:
+def test_every_part_lists_its_modules_and_writes_its_result_into_the_folder() -> None:
     assert set(PARTS) == set(NEEDED_MODULES)
     results = {"kernels": "kernel", "blocks": "blocks-16"}
     for part in PARTS:
@@ -68,7 +68,7 @@ def test_every_part_knows_its_modules_and_leaves_its_result_in_the_folder() -> N
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
-def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -> None:
+def test_every_command_is_valid(tmp_path: Path, part: str, gpu_mib: int) -> None:
     """Pictures are drawn of existing results only."""
     for name in ("serve", "eager", "blocks-16", "blocks-64"):
         for run in (name, f"{name}-token", f"{name}-request"):
@@ -80,7 +80,7 @@ def test_every_command_could_be_given(tmp_path: Path, part: str, gpu_mib: int) -
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("gpu_mib", [H200, H100])
-def test_options_go_to_the_bench_and_not_to_what_is_around_it(part: str, gpu_mib: int) -> None:
+def test_options_go_to_the_benchmark_step_only(part: str, gpu_mib: int) -> None:
     bench = {"kernels": "bench.kernel", "push": "bench.push", "forward": "bench.forward"}.get(part, "bench.serve")
     got = {step.arguments[1] for step in steps(part, gpu_mib, *OPTIONS) if step.arguments[-2:] == OPTIONS}
     assert got == {bench}
@@ -89,14 +89,14 @@ def test_options_go_to_the_bench_and_not_to_what_is_around_it(part: str, gpu_mib
     assert given == [(*arguments, *OPTIONS) for arguments in plain]
 
 
-def test_a_large_gpu_has_both_modes_side_by_side_and_prompts_of_64k() -> None:
+def test_a_large_gpu_runs_both_modes_side_by_side_with_prompts_of_64k() -> None:
     (one,) = engines_for(H200)
     assert one.modes == "request,auto"
     assert one.lengths[0] == 8192
     assert one.lengths[-1] >= 65536
 
 
-def test_a_smaller_gpu_has_one_mode_after_the_other() -> None:
+def test_a_smaller_gpu_runs_the_modes_one_after_the_other() -> None:
     assert [one.modes for one in engines_for(H100)] == ["token", "request"]
     names = [step.name for step in steps("serve", H100)]
     token = ["serve-token", "serve-token-pictures", "serve-token-hooks"]
@@ -116,7 +116,7 @@ def options_of(step: Step) -> list[str]:
         ("blocks", [["--no-enforce-eager", "--block-size", size] for size in ("16", "64")]),
     ],
 )
-def test_engines_run_with_graphs_without_them_and_with_other_blocks(part: str, given: list[list[str]]) -> None:
+def test_engines_run_with_and_without_graphs_and_with_other_block_sizes(part: str, given: list[list[str]]) -> None:
     """Their answers are compared with a mode of the same shapes, and their hooks are checked."""
     every = steps(part)
     serving = [step for step in every if step.arguments[1] == "bench.serve"]
@@ -149,7 +149,7 @@ def push_of(chunks: list[tuple[int, int, bool]], swept: set[int], mode: str = "a
         ([], set(), "auto", ["no push by layer has a chunk of several blocks"]),
     ],
 )
-def test_layers_that_should_have_called_their_hook_are_named(
+def test_layers_without_a_hook_call_are_reported(
     chunks: list[tuple[int, int, bool]], swept: set[int], mode: str, said: list[str]
 ) -> None:
     """A replayed step of few tokens calls no hook, and a cached chunk has no step."""
@@ -172,7 +172,7 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
         engines_for(L4)
 
 
-def test_the_constants_are_those_of_the_model() -> None:
+def test_the_constants_match_the_model() -> None:
     assert LLAMA_8B.kv_bytes_per_token // 2 == KV_BYTES_PER_TOKEN, "bf16 instead of float32"
     weights = sum(2 * torch.Size(size).numel() for _, size, _ in LLAMA_8B.tensors())
     assert 0.99 * MODEL_BYTES < weights <= MODEL_BYTES
@@ -187,7 +187,7 @@ def python(source: str, name: str = "step", share: float = 1.0) -> Step:
     return Step(name, ("-c", source), share)
 
 
-def test_steps_run_one_after_the_other_and_what_they_say_is_kept(tmp_path: Path) -> None:
+def test_steps_run_in_order_and_their_output_is_kept(tmp_path: Path) -> None:
     said: list[str] = []
     two = [python("print('one')", "first"), python("import os; print('two'); print(os.getcwd())", "second")]
     ran = runner(tmp_path, 5 * SECONDS, said).part("push", two)
@@ -225,7 +225,7 @@ def marking(mark: Path, what: str) -> str:
     )
 
 
-def test_a_step_that_is_late_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_late_step_is_stopped_with_its_child_processes(tmp_path: Path) -> None:
     mark = tmp_path / "child"
     source = (
         "import subprocess, sys, time\n"
@@ -240,7 +240,7 @@ def test_a_step_that_is_late_is_stopped_with_all_that_it_started(tmp_path: Path)
     assert_gone(int(mark.read_text()))
 
 
-def test_a_late_step_may_end_by_itself_first(tmp_path: Path) -> None:
+def test_a_late_step_may_end_itself_on_sigterm(tmp_path: Path) -> None:
     mark = tmp_path / "ready"
     source = (
         "import signal, sys, time\n"
@@ -255,7 +255,7 @@ def test_a_late_step_may_end_by_itself_first(tmp_path: Path) -> None:
     assert "put away" in said
 
 
-def test_a_step_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
+def test_a_step_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "ready"
     ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     source = f"{ignoring}; {marking(mark, repr('ready'))}; time.sleep(600)"
@@ -264,7 +264,7 @@ def test_a_step_that_does_not_end_when_told_is_killed(tmp_path: Path) -> None:
     assert (ran.ending, ran.status) == (Ending.LATE, -signal.SIGKILL)
 
 
-def test_a_step_gets_its_share_and_never_more_than_is_left(tmp_path: Path) -> None:
+def test_a_step_gets_its_share_of_the_time_and_at_most_the_rest(tmp_path: Path) -> None:
     given: list[float] = []
 
     def run(self: Runner, name: str, step: Step, seconds: float) -> Ran:
@@ -294,7 +294,7 @@ def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: Path) -> None:
+def test_the_script_accepts_any_interpreter_and_a_dry_run_prints_its_commands(tmp_path: Path) -> None:
     done = script("all", "--out", str(tmp_path), "--dry-run", "--option", "push=--rounds 5", PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     for part in PARTS:
@@ -307,7 +307,7 @@ def test_the_script_takes_any_interpreter_and_shows_what_it_would_run(tmp_path: 
     assert not list(tmp_path.iterdir()), "it ran nothing"
 
 
-def test_an_interpreter_without_what_the_script_needs_is_named() -> None:
+def test_the_error_names_an_unusable_interpreter() -> None:
     done = script("all", "--out", "x", PYTHON="/no/such/python")
     assert done.returncode == 2
     assert "/no/such/python" in done.stderr
@@ -322,7 +322,7 @@ def a_gpu(mib: int = H200) -> AbstractContextManager[object]:
     return mock.patch.multiple(command, gpu_mib=lambda: mib, check_compiler=lambda: None)
 
 
-def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+def test_without_a_gpu_the_command_reports_it_and_exits_with_2(tmp_path: Path) -> None:
     with no_gpu():
         status, said = invoke("all", "--out", tmp_path / "out")
     assert status == 2
@@ -330,7 +330,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_gpu_that_torch_cannot_use_is_another_matter() -> None:
+def test_a_gpu_that_torch_cannot_use_has_its_own_error() -> None:
     gpus = {"gpus": [{"name": "NVIDIA H200", "memory_mib": H200}]}
     with (
         mock.patch.object(host, "machine", return_value=gpus),
@@ -345,7 +345,7 @@ def test_a_gpu_that_torch_cannot_use_is_another_matter() -> None:
         assert host.gpu_mib() == H200
 
 
-def test_modules_that_are_missing_are_named_by_part(tmp_path: Path) -> None:
+def test_missing_modules_are_reported_by_part(tmp_path: Path) -> None:
     with a_gpu(), mock.patch.dict(NEEDED_MODULES, {"push": ("numpy", "no_such_module")}):
         status, said = invoke("kernels", "push", "--out", tmp_path)
     assert status == 2
@@ -376,7 +376,7 @@ def test_a_host_without_a_c_compiler_is_refused(
 
 
 @pytest.mark.parametrize(("chosen", "there"), [(None, "gcc"), (None, "clang"), ("mycc", "mycc")])
-def test_any_c_compiler_of_triton_will_do(
+def test_each_c_compiler_that_triton_supports_is_accepted(
     chosen: str | None, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_compiler(monkeypatch, chosen, tmp_path)
@@ -384,7 +384,7 @@ def test_any_c_compiler_of_triton_will_do(
     host.check_compiler()
 
 
-def test_a_gpu_without_room_for_engines_is_said(tmp_path: Path) -> None:
+def test_the_command_reports_a_gpu_without_room_for_engines(tmp_path: Path) -> None:
     with a_gpu(L4):
         status, said = invoke("serve", "--out", tmp_path)
     assert status == 2
@@ -406,7 +406,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: Sequence[str], sai
     assert said in output
 
 
-def test_a_folder_is_asked_for() -> None:
+def test_the_output_folder_is_required() -> None:
     status, output = invoke("push")
     assert status == 2
     assert "--out" in output
@@ -416,7 +416,7 @@ def planned(**parts: list[Step]) -> AbstractContextManager[object]:
     return mock.patch.object(command, "steps_of", lambda part, *_: parts[part])
 
 
-def test_a_run_writes_what_became_of_each_step(tmp_path: Path) -> None:
+def test_a_run_writes_the_outcome_of_each_step(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with a_gpu(), planned(kernels=[python("raise SystemExit(1)", "bench")], push=[python("print('fine')", "bench")]):
         status, said = invoke("kernels", "push", "--out", out)
@@ -459,7 +459,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     assert_gone(int(mark.read_text()))
 
 
-def test_steps_see_this_checkout_and_no_allocator_that_cannot_share(tmp_path: Path) -> None:
+def test_steps_import_this_checkout_and_do_not_inherit_the_allocator_settings(tmp_path: Path) -> None:
     inherited = {"PYTHONPATH": "/theirs", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "UCX_TLS": "tcp"}
     found = host.environment(inherited, tmp_path)
     assert found["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(ROOT / "kernels"), "/theirs"]
@@ -467,7 +467,7 @@ def test_steps_see_this_checkout_and_no_allocator_that_cannot_share(tmp_path: Pa
     assert found["UCX_TLS"] == "tcp"
 
 
-def test_where_layerpush_is_not_installed_vllm_finds_its_plugin_all_the_same(tmp_path: Path) -> None:
+def test_vllm_finds_the_plugin_even_if_layerpush_is_not_installed(tmp_path: Path) -> None:
     with mock.patch.object(importlib.metadata, "entry_points", return_value=()):
         found = host.environment({}, tmp_path)
     assert str(tmp_path) in found["PYTHONPATH"].split(os.pathsep)
@@ -482,7 +482,7 @@ SMALL = ModelShape(
 )
 
 
-def test_the_model_is_made_once_with_the_same_weights(tmp_path: Path) -> None:
+def test_the_model_is_written_once_and_its_weights_are_reproducible(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     assert write_model(tmp_path / "a", SMALL, torch.device("cpu"))
@@ -512,7 +512,7 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_help_teaches() -> None:
+def test_help_explains_the_parts_and_the_options() -> None:
     _, said = invoke("--help")
     for word in (
         *PARTS,

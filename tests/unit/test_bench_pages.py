@@ -64,7 +64,7 @@ def test_tables_of_engines_have_the_limits_of_auto() -> None:
     assert "`auto`" not in serve.tables(committed("serve", cells=[without_auto(serve_cell("loopback", 1, 16))]))
 
 
-def test_tables_of_engines_have_the_hand_over_of_runs_that_have_it() -> None:
+def test_tables_of_engines_have_the_hand_over_if_the_run_measured_it() -> None:
     parts = dict(zip(PARTS, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0), strict=True))
     cell = serve_cell("loopback", 1, 16)
     cell["modes"]["auto"] |= {"hand_over_ms": cell["modes"]["auto"]["ttft_ms"], "hand_over_parts_ms": parts}
@@ -84,7 +84,7 @@ def without_auto(cell: dict[str, Any]) -> dict[str, Any]:
     return cell | {"modes": {mode: figures for mode, figures in cell["modes"].items() if mode != "auto"}}
 
 
-def test_the_summary_of_engines_is_that_of_the_longest_prompts_at_the_lowest_load() -> None:
+def test_the_summary_of_engines_has_the_longest_prompts_at_the_lowest_load() -> None:
     places = [("loopback", 4, 512), ("loopback", 1, 512), ("loopback", 1, 16), ("1gbit", 1, 512)]
     cells = [serve_cell(*place) for place in sorted(places, key=lambda place: place[1])]
     text = serve.summary(committed("serve", cells=cells))
@@ -92,12 +92,12 @@ def test_the_summary_of_engines_is_that_of_the_longest_prompts_at_the_lowest_loa
     assert "prompts of 512 tokens, 1 at a time" in text
 
 
-def test_a_soak_that_found_something_is_not_published() -> None:
+def test_a_failed_soak_is_not_published() -> None:
     with pytest.raises(ValueError, match="failed"):
         soakrun.tables(committed("soak", verdict="failed"))
 
 
-def test_the_table_of_the_demo_hides_no_bad_news() -> None:
+def test_the_table_of_the_demo_shows_failures() -> None:
     result = committed("demo", negative_control_detected=False)
     first = next(iter(result["modes"].values()))
     first |= {"exposed_ms": None, "tokens_equal": False}
@@ -108,14 +108,14 @@ def test_the_table_of_the_demo_hides_no_bad_news() -> None:
     assert "equal tokens say nothing" in text
 
 
-def test_a_forward_without_statistics_of_the_system_has_no_delays() -> None:
+def test_a_forward_without_schedstat_has_no_delays() -> None:
     result = committed("forward")
     first = next(iter(result["cells"][0]["modes"].values()))
     first["delays"] = None
     assert f"|  |  |  | {first['hook_us']['p50']:.1f} µs |" in forward.table(result).splitlines()[2]
 
 
-def test_the_kernel_table_of_a_gpu_has_the_cost_for_its_neighbour() -> None:
+def test_the_kernel_table_of_a_gpu_has_the_slowdown_of_concurrent_work() -> None:
     contention = {
         "max_programs": 16,
         "gathered_gb_s": [90.0, 110.0, 100.0],

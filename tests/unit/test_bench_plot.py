@@ -84,7 +84,7 @@ def test_lengths_show_medians_ratios_and_exposed_time(tmp_path: Path) -> None:
     assert of_aggregated in list(ratios.values())
 
 
-def test_the_growth_has_a_panel_for_each_thing_and_cost_with_the_slopes(tmp_path: Path) -> None:
+def test_the_growth_picture_has_a_panel_with_slopes_for_each_quantity_and_cost(tmp_path: Path) -> None:
     lines = [
         asdict(Line(what, mode, cost, (1, 2), (0.001, 0.003), slope=0.002, intercept=-0.001, r2=1.0))
         for what in ("layers", "ranks")
@@ -108,7 +108,7 @@ def test_lines_without_a_count_of_writes_are_not_drawn() -> None:
     assert growth.lines_of({"lines": [{"what": "layers", "slope_s": 0.1}]}) == []
 
 
-def test_panels_of_the_exposed_time_alone_stand_side_by_side(tmp_path: Path) -> None:
+def test_panels_with_only_the_exposed_time_stand_side_by_side(tmp_path: Path) -> None:
     series = [
         Series(Where("loopback", f"model {number}"), mode, tokens, exposed_ms=(number + tokens / 1024,))
         for number in range(3)
@@ -120,7 +120,7 @@ def test_panels_of_the_exposed_time_alone_stand_side_by_side(tmp_path: Path) -> 
     assert "<dc:date>" not in (tmp_path / "a.svg").read_text()
 
 
-def test_a_sweep_goes_by_the_speed_of_the_link(tmp_path: Path) -> None:
+def test_a_sweep_is_ordered_by_link_speed(tmp_path: Path) -> None:
     series = [
         Series(Where(link), "layer", 64, (ms,), (ms / 10,))
         for link, ms in (("10gbit", 1.0), ("500mbit", 20.0), ("1gbit", 10.0), ("loopback", 0.5))
@@ -142,7 +142,7 @@ def test_without_arguments_every_result_that_has_a_picture_is_drawn(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cells": []}', '{"cells": [{"ways": 1}]}', '{"cells": [7]}'])
-def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str) -> None:
+def test_the_error_names_a_file_without_a_result(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.json"
     path.write_text(text)
     status, said = run(path)
@@ -167,7 +167,7 @@ def test_a_timeline_has_a_typical_push_of_each_mode(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").read_bytes().startswith(PNG)
 
 
-def test_the_timeline_of_one_request(tmp_path: Path) -> None:
+def test_the_request_option_draws_the_timeline_of_that_request(tmp_path: Path) -> None:
     folder = traces(tmp_path, layer=[push_line(request_id="cmpl-x-0-0123abcd", decode_request_id=None), push_line()])
     status, said = run(folder, "--request", "cmpl-x", "--out", tmp_path / "out")
     assert status == 0, said
@@ -176,7 +176,7 @@ def test_the_timeline_of_one_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--request", "nobody")])
-def test_a_folder_without_such_a_push_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_the_error_names_a_folder_without_a_matching_push(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     folder = traces(tmp_path / "odd", layer=[push_line(outcome="failed")])
     status, said = run(folder, *arguments)
     assert status == 2

@@ -39,7 +39,7 @@ def test_a_draw_names_each_block_once_and_never_the_null_block(ids: str, blocks:
         assert max(side) < POOL
 
 
-def test_patterns_are_what_they_say() -> None:
+def test_each_pattern_matches_its_name() -> None:
     one, p, half, both = (drawn(ids, 100) for ids in ("contiguous", "random-p", "half", "random"))
     assert runs_of(one.sources, one.targets) == 1
     assert runs_of(p.targets) == 1
@@ -78,7 +78,7 @@ def test_the_best_plan_is_the_fastest_possible_one() -> None:
         (4.6e-3, False, ["1.53 x the best plan (gathered)", "1.15 x direct"]),
     ],
 )
-def test_what_auto_misses(auto_s: float, packs: bool, missed: list[str]) -> None:
+def test_the_missed_limits_of_auto_are_reported(auto_s: float, packs: bool, missed: list[str]) -> None:
     this = cell(auto_s, packs)
     assert this.misses == missed
     assert this.is_sure == bool(missed)
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_named(arguments: list[str], said: str) -> None:
     assert said in result.output
 
 
-def test_processes_get_their_links_settings_and_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_get_their_links_settings_and_shareable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "ib")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for device, links in LINKS.items():

@@ -67,7 +67,7 @@ def idle() -> None:
     pass
 
 
-def test_all_streams_decode_in_the_block_and_are_left_after_it() -> None:
+def test_all_streams_decode_inside_the_block_and_are_closed_after_it() -> None:
     with engine() as server:
         with background(server.url, 3, idle):
             assert len(server.asked) == 3
@@ -79,7 +79,7 @@ def test_all_streams_decode_in_the_block_and_are_left_after_it() -> None:
         assert each["ignore_eos"] is True
 
 
-def test_a_complete_stream_begins_anew() -> None:
+def test_a_finished_stream_starts_again() -> None:
     with engine(tokens=2) as server, background(server.url, 1, idle):
         for _ in range(3):
             assert server.left.acquire(timeout=60)
@@ -91,7 +91,7 @@ def test_an_engine_that_refuses_a_stream_ends_the_run() -> None:
         pytest.fail("no stream decodes")
 
 
-def test_a_dead_engine_is_noticed_before_and_while_it_is_waited_for() -> None:
+def test_a_dead_engine_is_noticed_before_and_during_the_wait() -> None:
     with pytest.raises(BackgroundError, match="/v1/models"), background("http://127.0.0.1:9", 1, idle):
         pytest.fail("no engine")
 
@@ -102,6 +102,6 @@ def test_a_dead_engine_is_noticed_before_and_while_it_is_waited_for() -> None:
         pytest.fail("no stream decodes")
 
 
-def test_no_streams_ask_nobody() -> None:
+def test_zero_streams_send_no_request() -> None:
     with background("", 0, idle):
         pass

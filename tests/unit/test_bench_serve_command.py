@@ -72,7 +72,7 @@ def test_settings_can_be_compared_and_written() -> None:
     assert settings != json.loads(json.dumps(choices(corrupt=True).settings()))
 
 
-def test_the_model_of_long_prompts_computes_little_for_its_kv() -> None:
+def test_the_model_for_long_prompts_has_little_computation_per_byte_of_kv() -> None:
     assert choices(shape="long", lengths=["max"]).plan().lengths == [65456]
     assert LONG_SHAPE.heads == LONG_SHAPE.kv_heads, "attention costs the least for each byte of KV"
     assert LONG_SHAPE.kv_bytes_per_token == 8192

@@ -51,14 +51,14 @@ def test_one_process_makes_all_calls_and_ends_with_the_block(tmp_path: Path) -> 
     assert not is_running(first["pid"])
 
 
-def test_a_call_that_fails_is_told_and_others_can_follow(tmp_path: Path) -> None:
+def test_a_failed_call_is_reported_and_later_calls_work(tmp_path: Path) -> None:
     with driver(tmp_path) as this:
         with pytest.raises(DriverError, match="no such tokenizer"):
             this.run(["refuse"], "first", nothing)
         assert this.run(["go"], "second", nothing)
 
 
-def test_a_process_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_dead_process_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with driver(tmp_path) as this, pytest.raises(DriverError, match="ended with status 3") as caught:
         this.run(["die"], "first", nothing)
     assert "the reason" in str(caught.value)

@@ -42,14 +42,14 @@ def found(folder: Path, pushes: list[list[PushRecord]], arrived: tuple[float, ..
     return hand_overs(folder / "p", decode, pushes, arrived, one_at_a_time=alone, patience_s=0.0)
 
 
-def test_requests_that_come_one_at_a_time(tmp_path: Path) -> None:
+def test_each_of_several_consecutive_requests_has_its_own_hand_over(tmp_path: Path) -> None:
     each = found(tmp_path, traced(tmp_path), ARRIVED, alone=True)
     assert [one.ms for one in each] == [1000.0, 2000.0, 3000.0]
     assert [one.parts_ms[CLIENT] for one in each] == [500.0, 1500.0, 2500.0]
     assert all(sum(one.parts_ms.values()) == pytest.approx(one.ms) for one in each)
 
 
-def test_of_requests_at_the_same_time_only_the_mean_is_known(tmp_path: Path) -> None:
+def test_concurrent_requests_have_only_a_mean_hand_over(tmp_path: Path) -> None:
     pushes = traced(tmp_path)
     (mean,) = found(tmp_path, pushes, ARRIVED, alone=False)
     assert (mean.ms, mean.parts_ms[CLIENT]) == (2000.0, 1500.0)
@@ -57,14 +57,14 @@ def test_of_requests_at_the_same_time_only_the_mean_is_known(tmp_path: Path) -> 
     assert found(tmp_path, pushes[::-1], (33.0, 11.0, 22.0), alone=False) == [mean], "in any order of tokens"
 
 
-def test_without_ds_trace_the_parts_are_not_known(tmp_path: Path) -> None:
+def test_without_the_trace_of_d_the_parts_are_unknown(tmp_path: Path) -> None:
     each = found(tmp_path, traced(tmp_path, d=False), ARRIVED, alone=True)
     assert each == [HandOver(1000.0, {}), HandOver(2000.0, {}), HandOver(3000.0, {})]
     assert found(tmp_path, traced(tmp_path, d=False), ARRIVED, alone=False) == [HandOver(2000.0, {})]
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_is_not_known_is_left_out(tmp_path: Path, alone: bool) -> None:
+def test_hand_overs_with_incomplete_data_are_left_out(tmp_path: Path, alone: bool) -> None:
     assert found(tmp_path, traced(tmp_path, "another host's"), ARRIVED, alone) == []
     assert found(tmp_path, traced(tmp_path, lost="b"), ARRIVED, alone) == []
     assert found(tmp_path, traced(tmp_path), ARRIVED[:2], alone) == []

@@ -10,7 +10,7 @@ from bench.serve.plan import Load
 from tests.unit.serve_rig import MODES, SETUP, plan
 
 
-def test_in_each_round_each_mode_has_its_turn_and_another_one_begins() -> None:
+def test_each_round_runs_every_mode_and_starts_with_a_different_one() -> None:
     calls = list(plan(rounds=6).calls(SETUP))
     by_round = [calls[number : number + 3] for number in range(0, len(calls), 3)]
     assert [{call.round for call in one} for one in by_round] == [{number} for number in range(6)]
@@ -19,7 +19,7 @@ def test_in_each_round_each_mode_has_its_turn_and_another_one_begins() -> None:
         assert Counter(one[place].mode for one in by_round) == dict.fromkeys(MODES, 2)
 
 
-def test_modes_of_a_round_get_the_same_prompts_and_rounds_get_others() -> None:
+def test_modes_of_a_round_get_equal_prompts_and_rounds_get_different_ones() -> None:
     this = plan()
     seeds = {(call.round, this.seed_of(call)) for call in this.calls(SETUP)}
     assert len(seeds) == len({seed for _, seed in seeds}) == this.rounds
@@ -27,7 +27,7 @@ def test_modes_of_a_round_get_the_same_prompts_and_rounds_get_others() -> None:
     assert this.seed_of(this.warm_up(SETUP, "layer")) not in measured
 
 
-def test_a_call_of_vllm_bench_serve() -> None:
+def test_a_call_has_the_arguments_of_vllm_bench_serve() -> None:
     this = plan(loads=[Load(concurrency=4), Load(rate=0.5)])
     closed, opened = (next(c for c in this.calls(SETUP) if c.cell.load == load) for load in this.loads)
     words = arguments(this, closed, "http://proxy", ["--tokenizer", "T"])

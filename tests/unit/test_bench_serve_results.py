@@ -46,12 +46,12 @@ def three_rounds() -> list[CellResult]:
         {"completed": 0, "failed": 2},
     ],
 )
-def test_times_of_a_call_with_failures_are_not_taken(changes: dict[str, object]) -> None:
+def test_a_call_with_failed_requests_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RequestsFailedError, match="mode layer failed at 1024 tokens"):
         measured(Call(CELL, 0, "layer"), [], 0, result([0.5, 0.25], **changes))
 
 
-def test_drift_that_hits_a_round_cancels_in_ratios() -> None:
+def test_drift_of_a_whole_round_cancels_in_ratios() -> None:
     (this,) = three_rounds()
     ratio = this.ratios()["ttft_ms"]["layer/request"]
     assert (ratio.ratio, ratio.low, ratio.high) == pytest.approx((0.55, 0.55, 0.55))
@@ -73,7 +73,7 @@ def with_auto(ttft_s: float, prefill_ms: float) -> CellResult:
     return cell
 
 
-def test_the_best_mode_is_none_without_a_transfer() -> None:
+def test_without_a_transfer_there_is_no_best_mode() -> None:
     assert with_auto(0.9, 900.0).best == "layer"
     (alone,) = by_cell([CELL], MODES, [call(AGGREGATED, 0, [1.0])])
     assert alone.best is None
@@ -121,7 +121,7 @@ def with_token(ttft_s: float, prefill_ms: float, tokens: int = 2048) -> CellResu
         (1.01, 984.0, 512, ["token takes 16.0 ms longer than one engine from prefill to the first token"]),
     ],
 )
-def test_the_limits_of_ps_token(ttft_s: float, prefill_ms: float, tokens: int, missed: list[str]) -> None:
+def test_the_limits_of_mode_token(ttft_s: float, prefill_ms: float, tokens: int, missed: list[str]) -> None:
     this = with_token(ttft_s, prefill_ms, tokens)
     assert [re.sub(r" \[[^]]*\]", "", text) for text in this.misses] == missed
     written = this.as_json()["modes"]
@@ -132,7 +132,7 @@ def test_the_limits_of_ps_token(ttft_s: float, prefill_ms: float, tokens: int, m
     assert this.best is None
 
 
-def test_a_measure_that_a_round_lacks_is_not_known() -> None:
+def test_a_measure_missing_in_one_round_is_unknown() -> None:
     (this,) = three_rounds()
     assert this.series("layer", "exposed_ms") is not None
     this.calls["layer"][1].exposed_ms = None
@@ -181,7 +181,7 @@ def test_the_hand_over_and_its_parts() -> None:
     assert with_hand_overs().as_json()["modes"]["layer"]["hand_over_parts_ms"] == {}
 
 
-def test_the_first_token_less_prefill_is_known_of_every_mode() -> None:
+def test_every_mode_has_the_time_from_prefill_to_the_first_token() -> None:
     """From the means of 1.0 and 1.2 s, and of 2.0 and 2.4 s."""
     (this,) = three_rounds()
     for mode, expected in ((AGGREGATED, 1100.0 - 900.0), ("request", 2200.0 - 918.0)):
@@ -191,7 +191,7 @@ def test_the_first_token_less_prefill_is_known_of_every_mode() -> None:
     assert this.series("layer", "after_prefill_ms") is None
 
 
-def test_a_first_token_is_dated_by_the_clients_clock() -> None:
+def test_the_time_of_a_first_token_is_on_the_clients_clock() -> None:
     assert call("layer", 0, [1.0, 1.2]).first_token_at == [101.0, 111.2]
 
 
@@ -215,7 +215,7 @@ def test_a_wrong_answer_is_found_in_its_own_round() -> None:
     assert compared([this]) == 4
 
 
-def test_rounds_that_do_not_pair_are_refused() -> None:
+def test_unpaired_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="same number of rounds"):
         ratio_over_rounds([[1.0], [2.0]], [[1.0]])
     for rounds in ([], [[]], [[1.0], [1.0, 2.0]]):

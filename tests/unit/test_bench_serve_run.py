@@ -35,7 +35,7 @@ def test_all_calls_are_made_in_order_after_the_warm_ups(tmp_path: Path) -> None:
     assert [len(calls) for calls in result.calls.values()] == [3, 3, 3]
 
 
-def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_with_the_next_call(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     first = StubClient(stop_after=WARM_UPS + 4)
     with pytest.raises(KeyboardInterrupt):
@@ -48,7 +48,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [call.start for call in sorted(this.parts.calls, key=lambda call: call.start)] == [0] * 4 + [1] * 5
 
 
-def test_a_setup_that_is_finished_is_not_started_again(tmp_path: Path) -> None:
+def test_a_finished_setup_is_not_started_again(tmp_path: Path) -> None:
     out, other = tmp_path / "serve.json", Setup("1gbit", 512)
     both = plan(setups=[SETUP, other])
     with pytest.raises(KeyboardInterrupt):
@@ -74,13 +74,13 @@ def test_a_wrong_answer_ends_the_run_and_every_run_that_resumes_it(tmp_path: Pat
     assert again.names == []
 
 
-def test_a_wrong_answer_is_found_whoever_answers_first(tmp_path: Path) -> None:
+def test_a_wrong_answer_is_found_in_any_order_of_the_modes(tmp_path: Path) -> None:
     this = plan(modes=("layer", AGGREGATED), rounds=2)
     with pytest.raises(WrongAnswersError):
         run(tmp_path / "serve.json", StubClient(answers={AGGREGATED: ["other"]}), this)[0].measure()
 
 
-def test_answers_of_other_shapes_need_not_be_the_same(tmp_path: Path) -> None:
+def test_answers_of_modes_with_other_shapes_may_differ(tmp_path: Path) -> None:
     """On a GPU a kernel of another shape rounds differently; modes of the same shapes still must agree."""
     other = StubClient(answers={AGGREGATED: ["rounded differently"]})
     this, _, _ = run(tmp_path / "serve.json", other, plan(compare="shapes"))
@@ -100,12 +100,12 @@ def test_answers_of_other_shapes_need_not_be_the_same(tmp_path: Path) -> None:
         ((AGGREGATED, "auto"), [AGGREGATED, "auto"]),
     ],
 )
-def test_modes_that_compute_in_the_same_shapes(modes: tuple[str, ...], right: list[str]) -> None:
+def test_each_mode_is_compared_with_a_mode_of_the_same_shapes(modes: tuple[str, ...], right: list[str]) -> None:
     assert [plan(modes=modes, compare="shapes").right(mode) for mode in modes] == right
     assert {plan(modes=modes).right(mode) for mode in modes} == {AGGREGATED}
 
 
-def test_settings_have_to_be_the_same(tmp_path: Path) -> None:
+def test_a_resumed_run_must_have_the_same_settings(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     Parts(out, SETTINGS, resume=False)
     with pytest.raises(PartsError, match=r"rounds was 3, is 4") as caught:
@@ -115,7 +115,7 @@ def test_settings_have_to_be_the_same(tmp_path: Path) -> None:
         Parts(out, SETTINGS | {"seed": 1}, resume=True)
 
 
-def test_an_unfinished_run_is_not_overwritten_and_there_has_to_be_one(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_not_overwritten_and_resume_requires_one(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with pytest.raises(PartsError, match="nothing to go on with"):
         Parts(out, SETTINGS, resume=True)
@@ -126,7 +126,7 @@ def test_an_unfinished_run_is_not_overwritten_and_there_has_to_be_one(tmp_path: 
     Parts(out, SETTINGS, resume=False)
 
 
-def test_a_call_that_was_cut_off_while_it_was_written_is_not_there(tmp_path: Path) -> None:
+def test_a_partly_written_call_is_ignored(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     parts = Parts(out, SETTINGS, resume=False)
     (parts.folder / "loopback-b512-p1024-c1-000-layer.tmp").write_text('{"cell": ')

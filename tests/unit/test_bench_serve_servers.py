@@ -51,7 +51,7 @@ def lineup(**changes: object) -> Lineup:
     return Lineup(**usual | changes)  # type: ignore[arg-type]
 
 
-def test_layerpushs_modes_share_a_d_and_stock_ones_have_their_own() -> None:
+def test_layerpush_modes_share_one_d_and_stock_modes_have_their_own() -> None:
     names = [spec.name for spec in lineup().engines(EVERY)]
     assert len(names) == len(set(names)) == 12
     assert [name for name in names if name.endswith("decode")] == [
@@ -106,7 +106,7 @@ def test_engines_have_room_for_all_streams_and_one_more() -> None:
     assert longest.max_model_len == 32768
 
 
-def test_what_engines_are_told() -> None:
+def test_engines_get_their_arguments_environment_and_place() -> None:
     place = Place(host="10.76.0.1", http_host="10.77.0.2", device="lpd", command_prefix=("ip", "netns", "exec", "p"))
     this = lineup(options=("--dtype", "bfloat16"), variables={"UCX_TLS": "cuda_ipc"}, prefill_place=place)
     spec = this.prefill("layer")
@@ -123,7 +123,7 @@ def test_what_engines_are_told() -> None:
     assert this.prefill(AGGREGATED).place == this.proxy("layer", "http://p", "http://d").place == Place()
 
 
-def test_only_pull_asks_one_after_the_other() -> None:
+def test_only_the_proxy_of_pull_dispatches_sequentially() -> None:
     commands = {mode: lineup().proxy(mode, "http://p:1", "http://d:2").command(18101) for mode in EVERY[1:]}
     assert [mode for mode, command in commands.items() if "--sequential" in command] == ["pull"]
     for command in commands.values():
@@ -131,7 +131,7 @@ def test_only_pull_asks_one_after_the_other() -> None:
         assert command[command.index("--decode") + 1] == "http://d:2"
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_model_of_the_user_is_read_from_its_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
     model = Model.of_directory(tmp_path)
     assert (model.longest, model.tokenizer, model.kv_bytes_per_token) == (131072, tmp_path, None)
@@ -140,7 +140,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
         Model.of_directory(tmp_path / "nothing")
 
 
-def test_servers_that_run_already(tmp_path: Path) -> None:
+def test_running_servers_are_read_from_the_options(tmp_path: Path) -> None:
     texts = [
         "aggregated=http://a:1/",
         f"layer=http://proxy:1,prefill=http://p:2,trace={tmp_path},decode-trace={tmp_path / 'd'}",
@@ -170,7 +170,7 @@ def test_servers_that_run_already(tmp_path: Path) -> None:
         (["aggregated=http://a:1", "layer=http://b:1,decode-trace=/nothing"], "no directory /nothing; it is D's"),
     ],
 )
-def test_servers_that_are_named_wrongly(texts: list[str], said: str) -> None:
+def test_wrong_options_for_running_servers_are_refused(texts: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         given(texts)
 
@@ -199,7 +199,7 @@ def served(body: Callable[[], str]) -> Iterator[str]:
         server.server_close()
 
 
-def test_a_proxy_that_goes_about_it_in_another_way_is_refused() -> None:
+def test_a_proxy_with_the_wrong_dispatch_is_refused() -> None:
     def health(dispatch: str) -> Callable[[], str]:
         return lambda: json.dumps({"engines": [{"role": "prefill", "dispatch": dispatch}, {"role": "decode"}]})
 
@@ -219,7 +219,7 @@ def metrics(total: float, count: int) -> str:
     return f'# TYPE {PREFILL} histogram\n{buckets}\n{PREFILL}_count{{engine="0"}} {count}\n{PREFILL}_sum{half}\n'
 
 
-def test_observations_that_come_late_are_waited_for() -> None:
+def test_the_meter_waits_for_late_observations() -> None:
     looks = iter([metrics(1.0, 1), metrics(1.0, 1), metrics(4.0, 2), metrics(7.0, 3)])
     with served(lambda: next(looks)) as url:
         meter = Meter(url, [PREFILL], patience_s=60)
@@ -227,7 +227,7 @@ def test_observations_that_come_late_are_waited_for() -> None:
     assert meter.problems == []
 
 
-def test_observations_that_never_come_are_told() -> None:
+def test_the_meter_reports_missing_observations() -> None:
     with served(lambda: metrics(1.0, 1)) as url:
         meter = Meter(url, [PREFILL], patience_s=0)
         assert meter.since(2)[PREFILL].mean is None
@@ -248,7 +248,7 @@ def test_first_tokens_are_counted_by_origin_once_all_are_reported() -> None:
     assert Tally(None, FIRST_TOKENS, "origin").since(3) == {}
 
 
-def test_what_engines_count_becomes_figures_of_a_request() -> None:
+def test_engine_histograms_become_figures_per_request() -> None:
     this = call("push", 0, [0.5, 0.5])
     this.add_prefills(None)
     this.add_transfers({})
@@ -259,7 +259,7 @@ def test_what_engines_count_becomes_figures_of_a_request() -> None:
     assert (this.transfer_ms, this.writes, this.descriptors, this.bytes) == ([50.0], [1.0], [32.0], [2048.0])
 
 
-def test_cpu_time_of_a_thread_by_its_name() -> None:
+def test_the_cpu_time_of_a_thread_is_found_by_name() -> None:
     busy, done = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -303,7 +303,7 @@ def trace(folder: Path, *pushes: PushRecord, pid: int = 1) -> None:
         file.writelines(msgspec.json.encode(each) + b"\n" for each in pushes)
 
 
-def test_pushes_of_a_call_are_those_that_are_new(tmp_path: Path) -> None:
+def test_a_call_has_only_the_new_pushes_of_the_trace(tmp_path: Path) -> None:
     trace(tmp_path, push("old"), pid=5)
     pushes = Pushes(tmp_path, patience_s=0)
     trace(tmp_path, push("probe-1"), push("b", landed=3.0), push("a"), pid=1)

@@ -48,7 +48,7 @@ def test_only_the_servers_of_a_mode_run_in_its_turn() -> None:
         assert running(servers) == wanted
 
 
-def test_a_server_of_both_modes_is_not_disturbed() -> None:
+def test_a_server_of_both_modes_gets_no_signal() -> None:
     turns, servers = lineup()
     turns.only("layer")
     turns.only("chunk")

@@ -62,7 +62,7 @@ def run(tmp_path: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPat
     return pair, unfinished
 
 
-def test_figures_are_kept_from_the_first_case_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_saved_from_the_first_case_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, unfinished = run(tmp_path, None, monkeypatch)
     assert pair.seen == [None, [0], [0, 1]]
     assert [each.name for each in tmp_path.iterdir()] == ["push.unfinished.json"]
@@ -70,20 +70,20 @@ def test_figures_are_kept_from_the_first_case_on(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_fails_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(typer.Exit):
         run(tmp_path, PairError("a process has ended"), monkeypatch)
     left = json.loads((tmp_path / "push.unfinished.json").read_text())
     assert left == {"about": {"shm": {"ucx": "1.23"}}, "cells": [0, 1]}
 
 
-def test_a_wrong_byte_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_leaves_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(typer.Exit):
         run(tmp_path, WrongBytesError("a byte"), monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_file_nothing_is_kept() -> None:
+def test_without_a_file_no_figures_are_saved() -> None:
     unfinished = Unfinished(None, lambda *_: {})
     unfinished.keep([1], {})
     unfinished.remove()

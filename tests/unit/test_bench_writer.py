@@ -33,15 +33,13 @@ def reach() -> Reach:
 
 
 @pytest.mark.parametrize(("mode", "requests"), WRITES)
-def test_a_step_has_a_write_for_each_layer_and_request_or_for_each_request(
-    reach: Reach, mode: str, requests: int
-) -> None:
+def test_a_step_has_one_write_per_request_or_per_request_and_layer(reach: Reach, mode: str, requests: int) -> None:
     taken = free.turns(reach, 0, mode, requests)
     assert taken["writes"] == WRITES[mode, requests]
     assert taken.keys() == {"turn_s", "poll_s", "writes"}
 
 
-def test_a_push_that_fails_has_no_price(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_push_ends_the_measurement(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise TransportError("no link")
 

@@ -61,7 +61,7 @@ def test_storms_over_staging_memory_end_well(plan: str) -> None:
 
 
 @pytest.mark.parametrize("full", [{"pieces": 0}, {"windows": 0}], ids=["no room on P", "no window"])
-def test_nobody_waits_for_staging_memory(full: dict[str, int]) -> None:
+def test_pushes_go_directly_if_staging_memory_is_full(full: dict[str, int]) -> None:
     outcomes: Counter[str] = Counter()
     plans: Counter[str] = Counter()
     for seed in range(STORMS // 4):
@@ -75,7 +75,7 @@ def test_nobody_waits_for_staging_memory(full: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", packing_mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_guard_that_is_removed_is_missed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.remove(monkeypatch)
     for seed in range(MUTANT_STORMS):
         try:

@@ -33,16 +33,16 @@ def importers(module: str) -> set[str]:
     }
 
 
-def test_only_compat_knows_vllms_nixl_connector() -> None:
+def test_only_compat_imports_vllms_nixl_connector() -> None:
     assert all(name.startswith("compat/") for name in importers(NIXL_CONNECTOR))
 
 
-def test_only_the_plugin_and_the_doctor_know_vllms_connector_factory() -> None:
+def test_only_the_plugin_and_the_doctor_import_vllms_connector_factory() -> None:
     assert importers("vllm.distributed.kv_transfer.kv_connector.factory") <= {"plugin.py", "apps/doctor.py"}
 
 
 @pytest.mark.parametrize("module", ["vllm", "torch", "nixl", "threading"])
-def test_the_writer_threads_objects_know_neither_engine_nor_threads(module: str) -> None:
+def test_objects_of_the_writer_thread_import_neither_engine_nor_threading(module: str) -> None:
     """The worker passes in all that these objects need: tests need no engine. Each file must exist: no stale name."""
     files = {
         *(f"prefill/{name}.py" for name in ("registrations", "decode_peers", "writer", "push")),
@@ -66,7 +66,7 @@ def test_no_module_imports_a_top_level_kernels() -> None:
         f"def f():\n    from {NIXL_CONNECTOR}.a import b",
     ],
 )
-def test_every_way_to_import_is_seen(source: str) -> None:
+def test_every_form_of_import_is_found(source: str) -> None:
     assert any(name.startswith(NIXL_CONNECTOR) for name in imports(source))
 
 
@@ -161,5 +161,5 @@ def test_only_compat_uses_vllms_private_names() -> None:
         ("from layerpush.compat.x import Base\nclass A(Base):\n    def f(self): self._own = 1", False),
     ],
 )
-def test_every_use_of_a_private_name_is_seen(source: str, found: bool) -> None:
+def test_every_use_of_a_private_name_is_found(source: str, found: bool) -> None:
     assert bool(list(uses_of_private_names(source, frozenset({"_secret"})))) == found

@@ -65,7 +65,7 @@ def until_over(calibration: Calibration) -> None:
     assert calibration.is_over
 
 
-def test_an_engine_that_stops_is_looked_at_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_engine_is_polled_once_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer goes on with everything else meanwhile."""
     pair = Pair()
     calibration = pair.calibration()
@@ -86,7 +86,7 @@ def test_an_engine_that_stops_is_looked_at_once_a_turn(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("when", ["at once", "with a WRITE on the wire"])
-def test_an_engine_that_dies_ends_it(when: str) -> None:
+def test_a_dead_engine_ends_the_calibration(when: str) -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     calibration = pair.calibration()
     if when != "at once":
@@ -97,7 +97,7 @@ def test_an_engine_that_dies_ends_it(when: str) -> None:
     assert not pair.p._live
 
 
-def test_an_error_that_no_transport_should_raise_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_transport_error_ends_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not end the writer's turn: every push would fail, turn after turn."""
     pair = Pair()
     pair.calibrates()
@@ -110,7 +110,7 @@ def test_an_error_that_no_transport_should_raise_ends_it_too(monkeypatch: pytest
     assert not pair.strategy.is_busy
 
 
-def test_an_engine_that_goes_meanwhile_leaves_nothing() -> None:
+def test_forgetting_an_engine_ends_its_calibration() -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     pair.calibrates()
     pair.strategy.turn()
@@ -121,7 +121,7 @@ def test_an_engine_that_goes_meanwhile_leaves_nothing() -> None:
     assert not pair.p._live
 
 
-def test_until_it_is_over_writes_go_directly() -> None:
+def test_writes_go_directly_during_the_calibration() -> None:
     pair = Pair(Faults(hold_writes={0: NEVER}))
     pair.calibrates()
     pair.strategy.turn()
@@ -131,7 +131,7 @@ def test_until_it_is_over_writes_go_directly() -> None:
     assert (record.plan, record.estimate_s) == ("direct", None)
 
 
-def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_calibration_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed WRITE ends the first try."""
     pair, clock = Pair(), Clock()
     for module in ("calibration", "strategy"):
@@ -151,7 +151,7 @@ def test_what_could_not_be_timed_is_timed_again(monkeypatch: pytest.MonkeyPatch)
     assert not pair.p._live
 
 
-def test_where_there_is_always_a_push_it_goes_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calibration_proceeds_under_constant_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, clock = Pair(), Clock()
     monkeypatch.setattr("layerpush.transport.packing.calibration.time", clock)
     calibration = pair.calibration(clock.now)
@@ -164,7 +164,7 @@ def test_where_there_is_always_a_push_it_goes_on_all_the_same(monkeypatch: pytes
     assert calibration.costs is not None
 
 
-def test_a_writer_that_is_busy_elsewhere_loses_nothing_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_writer_does_not_use_up_the_calibration_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("layerpush.transport.packing.calibration.time", clock)
     calibration = Pair().calibration(clock.now)

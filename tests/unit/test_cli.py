@@ -42,13 +42,13 @@ def test_version() -> None:
         (["proxy"], "SIGTERM"),
     ],
 )
-def test_help_teaches(command: list[str], taught: str) -> None:
+def test_help_explains_each_command(command: list[str], taught: str) -> None:
     result = runner.invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert taught in result.stdout
 
 
-def test_help_answers_without_loading_vllm_torch_or_nixl() -> None:
+def test_help_works_without_loading_vllm_torch_or_nixl() -> None:
     code = "import sys, layerpush.apps.cli; print(*sys.modules)"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert not loaded & {"torch", "vllm", "nixl", "aiohttp", "matplotlib", "msgspec"}
@@ -63,7 +63,7 @@ def test_doctor_fails_if_a_check_failed(
     assert runner.invoke(app, ["doctor", *(["--json"] if as_json else [])]).exit_code == status
 
 
-def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda: iter([OK, WARN, FAIL]))
     lines = [line.strip() for line in runner.invoke(app, ["doctor"]).stdout.splitlines() if line.strip()]
     assert [line.split()[0] for line in lines] == ["ok", "warn", "->", "fail", "->", "1"]
@@ -71,7 +71,7 @@ def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == "1 ok, 1 to consider, 1 failed"
 
 
-def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_json_is_the_only_output_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy() -> list[Finding]:
         print("a library says hello")
         return [WARN]
@@ -84,7 +84,7 @@ def test_doctor_json_is_all_that_is_on_stdout(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_doctor_of_this_installation() -> None:
+def test_doctor_passes_on_this_installation() -> None:
     """Checks this machine for real: no check fails; warnings are allowed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "VLLM_"))}
     port = PortAllocator(DOCTOR_PORTS).take()

@@ -28,7 +28,7 @@ OWN_KEYS = {
 HOSTS = "list of host names, IP addresses and networks or null"
 
 
-def test_every_key_is_taken() -> None:
+def test_every_key_is_accepted() -> None:
     extra: dict[str, object] = {
         "layerwise": False,
         "granularity": "chunk",
@@ -51,12 +51,12 @@ def test_every_key_is_taken() -> None:
     assert hash(config) == hash(LayerPushConfig.from_extra_config(extra))
 
 
-def test_an_empty_list_of_hosts_is_not_no_list() -> None:
+def test_an_empty_list_of_hosts_differs_from_no_list() -> None:
     assert LayerPushConfig.from_extra_config({"allowed_hosts": []}).allowed_hosts == ()
     assert LayerPushConfig.from_extra_config({"allowed_hosts": None}).allowed_hosts is None
 
 
-def test_vllms_own_keys_pass_whatever_their_value() -> None:
+def test_vllms_own_keys_pass_with_any_value() -> None:
     extra = dict.fromkeys(UPSTREAM_KEYS, object())
     assert LayerPushConfig.from_extra_config(extra) == LayerPushConfig()
 
@@ -142,7 +142,7 @@ def test_a_near_miss_is_refused_with_a_hint(key: str, value: str, hint: str) -> 
         ("prefill\n", r"'prefill\n' is no host name and no IP address"),
     ],
 )
-def test_a_bad_host_is_refused_by_name_with_what_is_wrong(entry: str, why: str) -> None:
+def test_a_bad_host_is_refused_with_its_name_and_the_reason(entry: str, why: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({"allowed_hosts": ["10.0.0.7", entry]})
     assert str(refusal.value).startswith(f"kv_connector_extra_config: 'allowed_hosts': {why}")
@@ -157,7 +157,7 @@ def test_an_unknown_key_is_refused_with_the_closest_one(key: str, meant: str) ->
         LayerPushConfig.from_extra_config({key: 1})
 
 
-def test_an_unknown_key_like_no_other_gets_the_list() -> None:
+def test_an_unknown_key_without_a_close_match_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError) as refusal:
         LayerPushConfig.from_extra_config({"colour": "red"})
     assert "did you mean" not in str(refusal.value)
@@ -173,7 +173,7 @@ def test_documentation_covers_every_key() -> None:
     assert documentation_table().count("\n") == len(rows) + 2
 
 
-def test_upstream_keys_are_all_that_vllms_nixl_connectors_read() -> None:
+def test_upstream_keys_match_the_keys_of_vllms_nixl_connectors() -> None:
     """A missing key would make us refuse an option of vLLM's."""
     folder = package("vllm") / "distributed/kv_transfer/kv_connector/v1/nixl"
     read = {key for file in folder.glob("*.py") for key in _keys_read(file)}

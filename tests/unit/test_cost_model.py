@@ -24,7 +24,7 @@ models = st.builds(Costs, knots, *[seconds] * 6)
 
 
 @given(models, transfers, st.sets(st.sampled_from(Plan)))
-def test_what_is_chosen_is_possible_and_no_worse_than_direct(
+def test_the_chosen_plan_is_possible_and_no_slower_than_direct(
     costs: Costs, transfer: TransferSize, possible: set[Plan]
 ) -> None:
     chosen = costs.choose(transfer, possible)
@@ -33,7 +33,7 @@ def test_what_is_chosen_is_possible_and_no_worse_than_direct(
 
 
 @given(models, transfers)
-def test_what_is_chosen_is_about_the_best(costs: Costs, transfer: TransferSize) -> None:
+def test_the_chosen_plan_is_close_to_the_best(costs: Costs, transfer: TransferSize) -> None:
     chosen = costs.choose(transfer, Plan)
     assert costs.estimate(chosen, transfer) * 0.89 <= min(costs.estimate(plan, transfer) for plan in Plan)
 
@@ -47,18 +47,18 @@ def test_what_is_chosen_is_about_the_best(costs: Costs, transfer: TransferSize) 
         (TransferSize(8 << 20, 1, 1), Plan.DIRECT),
     ],
 )
-def test_what_pays(transfer: TransferSize, plan: Plan) -> None:
+def test_the_plan_depends_on_the_numbers_of_descriptors(transfer: TransferSize, plan: Plan) -> None:
     costs = Costs(scattered=((1000, 6e-3),), wire_s=1 / 5e9, gather_s=1 / 8e9, scatter_s=1 / 8e9)
     assert costs.choose(transfer, Plan) is plan
 
 
 @given(models, transfers)
-def test_what_never_pays_is_never_chosen(costs: Costs, transfer: TransferSize) -> None:
+def test_a_copy_that_never_pays_is_never_chosen(costs: Costs, transfer: TransferSize) -> None:
     if costs.never_pays(transfer.direct_runs, transfer.bytes):
         assert costs.choose(transfer, Plan) is Plan.DIRECT
 
 
-def test_a_copy_pays_from_so_many_descriptors_on() -> None:
+def test_a_copy_pays_above_a_number_of_descriptors() -> None:
     costs = Costs(((1, 1.0),), wire_s=0.0, gather_s=0.5, copy_s=10.0, write_s=0.0)
     for descriptors in range(1, 40):
         scattered = TransferSize(4, descriptors, gathered_runs=1)
@@ -68,7 +68,7 @@ def test_a_copy_pays_from_so_many_descriptors_on() -> None:
     assert costs.never_pays(15, 8)
 
 
-def test_the_formula() -> None:
+def test_the_estimate_of_each_plan_follows_the_formula() -> None:
     costs = Costs(((8, 16.0),), wire_s=3.0, gather_s=5.0, scatter_s=7.0, messages_s=11.0, copy_s=13.0, write_s=17.0)
     transfer = TransferSize(bytes=10, direct_runs=4, gathered_runs=2)
     assert costs.estimate(Plan.DIRECT, transfer) == 17 + 4 * 2 + 10 * 3
@@ -79,5 +79,5 @@ def test_the_formula() -> None:
 @pytest.mark.parametrize(
     ("descriptors", "seconds"), [(0, 0.0), (32, 0.5), (64, 1.0), (288, 3.0), (512, 5.0), (1024, 6.0), (2048, 8.0)]
 )
-def test_descriptors_between_and_beyond_what_was_measured(descriptors: int, seconds: float) -> None:
+def test_descriptor_costs_are_interpolated_and_extrapolated(descriptors: int, seconds: float) -> None:
     assert Costs(scattered=((64, 1.0), (512, 5.0), (1024, 6.0))).scattered_s(descriptors) == pytest.approx(seconds)

@@ -31,7 +31,7 @@ def cells_of(box: Box) -> set[Cell]:
 
 
 @given(boxes())
-def test_it_counts_like_sets(case: tuple[list[int], list[tuple[str, Box]]]) -> None:
+def test_coverage_agrees_with_a_model_of_sets(case: tuple[list[int], list[tuple[str, Box]]]) -> None:
     rows, moves = case
     everything = {(layer, block) for layer, count in enumerate(rows) for block in range(count)}
     coverage, posted, landed = Coverage(rows), set[Cell](), set[Cell]()
@@ -56,6 +56,6 @@ def test_a_group_without_the_last_block_is_refused(targets: list[tuple[int, ...]
         check_blocks([2, 2], targets)
 
 
-def test_a_group_that_has_no_block_wants_none() -> None:
+def test_a_group_without_source_blocks_needs_no_target_blocks() -> None:
     check_blocks([2, 0], [(1, 2), ()])
     check_blocks([2, 2], [(), ()])

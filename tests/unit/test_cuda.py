@@ -21,7 +21,7 @@ def test_a_cpu_has_no_cuda_runtime() -> None:
     rdma_flush(None, torch.device("cpu"))()
 
 
-def test_a_gpu_whose_runtime_is_not_there_is_served_without(
+def test_a_missing_cuda_runtime_is_logged_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.1")
@@ -29,7 +29,7 @@ def test_a_gpu_whose_runtime_is_not_there_is_served_without(
     assert "libcudart.so.0" in caplog.text
 
 
-def test_writes_into_a_gpu_that_does_not_order_them_are_flushed() -> None:
+def test_writes_into_a_gpu_without_write_ordering_are_flushed() -> None:
     library = FakeRuntime(ordering=OWNER - 1)
     flush = rdma_flush(library, GPU)
     assert library.flushes == []
@@ -43,7 +43,9 @@ def test_writes_into_a_gpu_that_does_not_order_them_are_flushed() -> None:
     [FakeRuntime(ordering=OWNER), FakeRuntime(ordering=ALL_DEVICES), FakeRuntime(supported=0), FakeRuntime(options=2)],
     ids=["ordered for its owner", "ordered for all", "no GPUDirect RDMA", "no flush by the host"],
 )
-def test_nothing_is_flushed_without_need_or_means(library: FakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_are_not_flushed_if_it_is_needless_or_impossible(
+    library: FakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         rdma_flush(library, GPU)()
     assert library.flushes == []
@@ -66,7 +68,7 @@ def test_a_thread_allows_captures_for_itself_only() -> None:
     assert library.modes == {"writer_0": RELAXED}
 
 
-def test_a_mode_that_cannot_be_set_is_an_error() -> None:
+def test_a_failure_to_set_the_capture_mode_is_an_error() -> None:
     library = FakeRuntime()
     library.error = 1
     with pytest.raises(CudaError, match="cudaThreadExchangeStreamCaptureMode failed with error 1"):

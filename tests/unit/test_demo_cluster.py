@@ -7,7 +7,7 @@ from pathlib import Path
 from layerpush.apps.demo.cluster import DEMO_SHAPE, Cluster
 
 
-def test_p_and_d_leave_a_trace_each_below_one_directory(tmp_path: Path) -> None:
+def test_p_and_d_write_their_traces_below_one_directory(tmp_path: Path) -> None:
     """`layerpush trace` reads the whole directory."""
     cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
     folders = [Path(str(spec.extra_config["trace_dir"])) for spec in (cluster.prefill(), cluster.decode())]
@@ -15,7 +15,7 @@ def test_p_and_d_leave_a_trace_each_below_one_directory(tmp_path: Path) -> None:
     assert folders == [cluster.trace_dir(name) for name in ("prefill", "decode")], "the demo looks for pushes there"
 
 
-def test_p_pushes_as_requests_ask_for(tmp_path: Path) -> None:
+def test_p_pushes_in_the_mode_of_the_request(tmp_path: Path) -> None:
     """One P serves all modes, so its configuration names none."""
     cluster = Cluster(tmp_path / "model", DEMO_SHAPE, 1024, tmp_path / "trace")
     assert {*cluster.prefill().extra_config, *cluster.faulty_prefill().extra_config} == {"trace_dir"}

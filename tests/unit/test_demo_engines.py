@@ -80,7 +80,7 @@ def test_leaving_the_group_ends_even_a_child_that_ignores_sigterm(tmp_path: Path
     assert is_free(engine.port)
 
 
-def test_a_suspended_server_is_still_asked_politely(tmp_path: Path):
+def test_a_suspended_server_still_receives_sigterm(tmp_path: Path):
     says_bye = (
         "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit('bye'))\nprint('up', flush=True)\n"
     )
@@ -127,7 +127,7 @@ except Interrupted as interrupted:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_and_an_impatient_second_one_leave_nothing_behind(tmp_path: Path, signum: signal.Signals):
+def test_a_signal_and_a_second_one_leave_no_process_and_no_open_port(tmp_path: Path, signum: signal.Signals):
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -173,7 +173,7 @@ def test_ports_are_handed_out_once_and_only_when_free():
                 exhausted.take()
 
 
-def test_the_health_of_another_server_is_not_ours(tmp_path: Path) -> None:
+def test_a_server_is_not_ready_if_another_one_answers_on_its_port(tmp_path: Path) -> None:
     with servers(tmp_path, stop_timeout_s=0.5) as group:
         other, engine = group.start(script()), group.start(script(IDLE, "idle"))
         group.wait_ready([other])
@@ -197,7 +197,7 @@ def test_the_command_names_the_connector_and_its_module():
     assert EngineSpec("r", "plain", Path("m")).transfer_config() is None
 
 
-def test_a_fork_server_that_cannot_be_had_is_reported_with_its_log(tmp_path: Path):
+def test_a_failed_fork_server_is_reported_with_its_log(tmp_path: Path):
     place = Place(command_prefix=("sh", "-c", "echo no vLLM here; exit 3"))
     with servers(tmp_path, forks=True) as group:
         group.preload(place)

@@ -117,7 +117,7 @@ def test_files_are_read_up_to_the_last_whole_line(tmp_path: Path):
     assert len(read_pushes(tmp_path)) == 3
 
 
-def test_medians_keep_counts_whole_and_the_worst_sweep():
+def test_medians_have_whole_counts_and_the_largest_swept_count():
     def figures(exposed_ms: float, writes: int, swept: int) -> Figures:
         return Figures(1.0, 2.0, exposed_ms, 6, swept, writes, 48, 6000)
 
@@ -127,7 +127,7 @@ def test_medians_keep_counts_whole_and_the_worst_sweep():
         median_figures([])
 
 
-def test_a_layer_is_computed_from_the_previous_ones_end():
+def test_the_interval_of_a_layer_starts_at_the_end_of_the_previous_one():
     intervals = compute_intervals(parse())
     assert [(one.chunk, one.layer) for one in intervals] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [one.start for one in intervals] == pytest.approx([10.0, 10.1, 10.2, 11.0, 11.1, 11.2])

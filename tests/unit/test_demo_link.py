@@ -49,7 +49,7 @@ def made(commands: Commands) -> set[tuple[str, str]]:
     return {each for each in commands.objects("add") if not each[1].startswith("lpd")}
 
 
-def test_all_that_was_made_is_removed(commands: Commands) -> None:
+def test_the_link_removes_every_object_it_made(commands: Commands) -> None:
     with Link("1gbit"):
         assert not commands.objects("del")
     assert made(commands) == commands.objects("del")
@@ -58,7 +58,7 @@ def test_all_that_was_made_is_removed(commands: Commands) -> None:
 
 @pytest.mark.parametrize("step", ["netns", "addr", "qdisc"])
 @pytest.mark.parametrize("error", [LinkError, KeyboardInterrupt])
-def test_a_set_up_that_ends_early_leaves_nothing(commands: Commands, step: str, error: type[BaseException]) -> None:
+def test_a_failed_setup_leaves_no_object(commands: Commands, step: str, error: type[BaseException]) -> None:
     commands.fails, commands.error = step, error
     with pytest.raises(error), Link("1gbit"):
         pass
@@ -69,7 +69,7 @@ def test_a_set_up_that_ends_early_leaves_nothing(commands: Commands, step: str, 
         assert removed == made(commands)
 
 
-def test_a_namespace_of_somebody_else_is_not_touched(commands: Commands, tmp_path: Path) -> None:
+def test_a_foreign_namespace_is_not_touched(commands: Commands, tmp_path: Path) -> None:
     foreign = f"layerpush-d-{os.getpid() % 100_000}"
     (tmp_path / foreign).touch()
     with pytest.raises(LinkError, match=f"{foreign} already, and it is not ours"), Link("1gbit"):
@@ -77,7 +77,7 @@ def test_a_namespace_of_somebody_else_is_not_touched(commands: Commands, tmp_pat
     assert not commands.run
 
 
-def test_a_name_that_is_taken_meanwhile_is_not_touched(commands: Commands) -> None:
+def test_a_foreign_namespace_that_appears_during_setup_is_not_touched(commands: Commands) -> None:
     foreign = f"layerpush-d-{os.getpid() % 100_000}"
     commands.fails = foreign
     with pytest.raises(LinkError, match=foreign), Link("1gbit"):
@@ -85,7 +85,7 @@ def test_a_name_that_is_taken_meanwhile_is_not_touched(commands: Commands) -> No
     assert commands.objects("del") == {("netns", f"layerpush-p-{os.getpid() % 100_000}")}
 
 
-def test_without_root_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_root_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LinkError, match="run this as root, or without an emulated link"), Link("1gbit"):
         pass

@@ -33,14 +33,14 @@ def answer(tokens: tuple[int, ...] = RIGHT, request_id: str = "abc", ttft_s: flo
     return Answer(request_id, tokens, 11.0, 11.0 + ttft_s, 12.0)
 
 
-def test_of_two_pushes_of_a_request_the_later_counts(tmp_path: Path):
+def test_the_later_of_two_pushes_of_a_request_counts(tmp_path: Path):
     trace(tmp_path, push_line(outcome="failed"), push_line(request_id="cmpl-abc-0-11111111"))
     [sample] = examine([answer()], [RIGHT], tmp_path, "layer")
     assert sample.push is not None
     assert sample.push.request_id == "cmpl-abc-0-11111111"
 
 
-def test_a_traced_and_right_answer_has_no_problem(tmp_path: Path):
+def test_a_correct_answer_with_a_trace_has_no_problem(tmp_path: Path):
     trace(tmp_path, push_line())
     [sample] = examine([answer()], [RIGHT], tmp_path, "layer")
     assert sample.tokens_equal
@@ -65,7 +65,7 @@ def test_tokens_are_compared_one_by_one(tmp_path: Path):
         ({"outcome": "failed", "reason": "peer lost"}, "peer lost"),
     ],
 )
-def test_what_went_wrong_with_a_push_is_said(tmp_path: Path, change: dict[str, object], problem: str):
+def test_the_problem_of_a_push_is_reported(tmp_path: Path, change: dict[str, object], problem: str):
     trace(tmp_path, push_line(**change))
     [sample] = examine([answer()], [RIGHT], tmp_path, "layer")
     assert sample.figures is None
@@ -126,7 +126,7 @@ def test_p_and_d_share_the_prompts_that_are_computed_without_a_transfer(
     assert len(done) == max(2, count)
 
 
-def test_the_modes_take_turns_and_another_one_begins_with_each_prompt(monkeypatch: pytest.MonkeyPatch):
+def test_modes_take_turns_and_each_prompt_starts_with_another_mode(monkeypatch: pytest.MonkeyPatch):
     playing = Playing(monkeypatch)
     run = measure.take_turns(None, "P", "D", ["a", "b", "c"], [[1], [2]], 3, lambda: None)  # type: ignore[arg-type]
     answers = asyncio.run(run)

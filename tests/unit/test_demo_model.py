@@ -30,7 +30,7 @@ def test_an_identical_model_is_kept_and_a_different_one_replaced(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == [path], "no half-written file stays"
 
 
-def test_a_strangers_directory_is_refused(tmp_path: Path):
+def test_a_directory_with_other_files_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="another directory"):
         write_model(tmp_path, ModelShape(**SMALL))

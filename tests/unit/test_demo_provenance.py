@@ -35,7 +35,7 @@ def a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver
     machine._gpus.cache_clear()
 
 
-def test_a_result_says_where_it_comes_from(a_driver: Driver) -> None:
+def test_a_result_records_its_provenance(a_driver: Driver) -> None:
     a_driver("exit 9")
     said = json.loads(json.dumps(provenance(seed=7)))
     assert set(said) == {"argv", "git_sha", "git_dirty", "versions", "machine", "date", "seed"}
@@ -47,12 +47,12 @@ def test_a_result_says_where_it_comes_from(a_driver: Driver) -> None:
     assert set(said["machine"]) == {"system", "cpus", "processor"}
 
 
-def test_ucx_is_named_only_with_nixl(a_driver: Driver) -> None:
+def test_ucx_is_recorded_only_with_nixl(a_driver: Driver) -> None:
     a_driver("exit 9")
     assert set(provenance(0, ["aiohttp"])["versions"]) == {"python", "aiohttp"}
 
 
-def test_gpus_are_named_with_their_driver(a_driver: Driver) -> None:
+def test_gpus_are_recorded_with_their_driver(a_driver: Driver) -> None:
     """A name may have a comma."""
     a_driver("echo 'NVIDIA H200, 143771, 580.1'; echo 'Odd, one, 80, 580.1'; echo 'No memory, [N/A], 580.1'")
     said = provenance(0, [])
@@ -65,13 +65,13 @@ def test_gpus_are_named_with_their_driver(a_driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("script", ["echo 'No devices were found'", "echo broken >&2; exit 9", ""])
-def test_a_driver_that_shows_no_gpu_is_none(a_driver: Driver, script: str) -> None:
+def test_a_driver_without_a_gpu_is_not_recorded(a_driver: Driver, script: str) -> None:
     a_driver(script)
     assert machine.driver() is None
     assert "gpus" not in machine.machine()
 
 
-def test_the_processor_has_a_name_or_a_kind(tmp_path: Path) -> None:
+def test_the_processor_is_recorded_by_name_or_architecture(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 9\nmodel name\t: Xeon 9\n")
     assert machine.processor(tmp_path / "cpuinfo") == "Xeon 9"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nBogoMIPS\t: 50\n")
@@ -79,7 +79,7 @@ def test_the_processor_has_a_name_or_a_kind(tmp_path: Path) -> None:
     assert machine.processor(tmp_path / "none")
 
 
-def test_ucx_is_asked_in_a_process_of_its_own() -> None:
+def test_the_ucx_version_is_read_in_a_separate_process() -> None:
     """Loading UCX would change the measuring process."""
     source = "from layerpush.apps.demo import ucx; print(ucx.version()); print(ucx._loaded())"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -95,7 +95,7 @@ def test_ucx_is_asked_in_a_process_of_its_own() -> None:
     assert said[1] == "[]"
 
 
-def test_ucx_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_ucx_has_no_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ucx, "_loaded", list)
     monkeypatch.setattr(ucx, "NIXL_PACKAGES", ("no-such-package",))
     assert ucx.version() is None
@@ -105,14 +105,14 @@ def test_ucx_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch, t
     assert ucx.version() is None
 
 
-def test_a_process_names_its_settings_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reports_its_ucx_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("UCX_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     assert ucx.of_this_process()["ucx_settings"] == {"UCX_TLS": "tcp,self"}
 
 
-def test_a_command_line_does_not_say_where_this_machine_has_its_directories(
+def test_the_recorded_command_line_has_no_directories_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     home, temporary = tmp_path / "home", tmp_path / "temporary"

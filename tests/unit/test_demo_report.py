@@ -74,7 +74,7 @@ def test_a_missing_trace_fails_and_leaves_null_figures():
     assert bad.exposed_ratio() is None
 
 
-def test_an_unnoticed_corruption_fails():
+def test_an_undetected_corruption_fails_the_run():
     [problem] = dataclasses.replace(report(), negative_control_detected=False).problems()
     assert "negative control" in problem
 

@@ -40,7 +40,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("payload", [COMPLETION, PACKED], ids=["in the cache", "in the ring"])
-def test_bytes_that_have_landed_are_flushed_before_they_are_used(payload: bytes) -> None:
+def test_landed_bytes_are_flushed_before_use(payload: bytes) -> None:
     calls = Calls(*OTHERS, payload)
     calls.dispatcher.deliver()
     assert calls.made[0] == "flush"
@@ -60,7 +60,7 @@ def test_other_notifications_need_no_flush() -> None:
     assert calls.made == ["Ping", "FirstToken"]
 
 
-def test_no_completion_is_passed_on_after_a_flush_that_failed() -> None:
+def test_no_completion_is_delivered_after_a_failed_flush() -> None:
     calls = Calls(COMPLETION)
 
     def fail() -> None:

@@ -67,7 +67,7 @@ def test_the_pictures_of_results_are_up_to_date(path: Path) -> None:
         ("bench/results/soak.json", '"python":'),
     ],
 )
-def test_a_version_that_no_file_names_is_an_error(tmp_path: Path, name: str, old: str) -> None:
+def test_a_version_missing_from_its_file_is_an_error(tmp_path: Path, name: str, old: str) -> None:
     for each in ("pyproject.toml", "requirements/cpu.lock", "bench/results/soak.json"):
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / each).write_text((ROOT / each).read_text())
@@ -91,7 +91,9 @@ def test_missing_and_double_markers_are_refused(page: str) -> None:
     ],
     ids=["P", "D"],
 )
-def test_the_diagrams_show_every_move_of_the_table_once(machine: protocol.Machine, diagrams: tuple[str, ...]) -> None:
+def test_the_diagrams_show_every_transition_of_the_table_once(
+    machine: protocol.Machine, diagrams: tuple[str, ...]
+) -> None:
     drawn = [move for diagram in diagrams for move in moves(diagram)]
     table = {
         (state.name, event.__name__, target.name)
@@ -140,7 +142,7 @@ def test_the_matrix_names_tests_that_exist() -> None:
     assert defined - named == set(), "fault tests without a row in docs/design/failures.md"
 
 
-def test_the_matrix_quotes_the_log_as_it_is() -> None:
+def test_the_matrix_quotes_existing_log_lines() -> None:
     """The page has ``<...>`` in the place of a placeholder of the code."""
     frames = re.findall(r"^- .*?`([^`]*)`", matrix_section(), re.MULTILINE)
     quotes = frames + [quote for row in matrix() for quote in re.findall(r"`([^`]*)`", row[3])]
@@ -156,7 +158,7 @@ def test_the_trace_page_names_every_field() -> None:
     assert named == {field for kind in kinds for field in kind.__struct_fields__}
 
 
-def test_the_trace_page_tells_the_parts_as_the_code_does() -> None:
+def test_the_trace_page_lists_the_parts_of_the_hand_over() -> None:
     page = (ROOT / "docs/trace.md").read_text()
     table = page.split("| part | from, until |\n")[1].split("\n\n")[0]
     assert re.findall(r"^\| ([\w ]+) \| (.+) \|$", table, re.MULTILINE) == [*PARTS.items()]
@@ -223,7 +225,7 @@ def test_the_configuration_page_has_the_messages_of_bad_requests() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_named_exists(page: Path) -> None:
+def test_files_and_make_targets_on_a_page_exist(page: Path) -> None:
     """Links to files, paths of modules, scripts and tests, make targets."""
     text = page.read_text()
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
@@ -248,7 +250,7 @@ def test_the_readme_is_readable_outside_of_the_repository() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_links_anchors_and_navigation_are_good(tmp_path: Path) -> None:
+def test_links_anchors_and_navigation_are_valid(tmp_path: Path) -> None:
     """mkdocs checks them: every warning is an error."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -31,7 +31,7 @@ README_RUN, BY_HAND, DEPLOYED = (
 )
 PROXY_PAGE, CURL_EXAMPLES = (
     f"tests/unit/proxy/test_pages.py::{name}"
-    for name in ("test_the_commands_start_a_proxy", "test_the_curl_examples_send_what_the_engines_take")
+    for name in ("test_the_commands_start_a_proxy", "test_the_curl_examples_send_valid_params")
 )
 DRAWN = "tests/unit/test_bench_plot.py::test_the_committed_results_have_pictures"
 
@@ -65,7 +65,7 @@ RUN_BY: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("docs/soak.md", "scripts/soak --list"): (f"{HERE}::test_quick_blocks",),
     ("docs/trace.md", "layerpush trace summary DIR"): (
         "tests/unit/test_trace_command.py::test_summary_is_for_people_or_programs",
-        "tests/unit/test_trace_command.py::test_plot_draws_the_request_that_was_asked_for",
+        "tests/unit/test_trace_command.py::test_plot_draws_the_requested_request",
         "tests/unit/test_trace_command.py::test_merge_writes_one_file",
     ),
     ("docs/troubleshooting.md", "layerpush doctor"): (f"{HERE}::test_quick_blocks",),
@@ -103,7 +103,7 @@ def problem(block: Block, run: Mapping[tuple[str, str], tuple[str, ...]], known:
     return f"{block}: no test runs it, and it does not say what it needs"
 
 
-def test_each_block_is_run_or_says_what_it_needs() -> None:
+def test_each_block_has_a_runner_or_names_its_hardware() -> None:
     known = command_blocks(PAGES)
     assert len(known) > 30
     assert [found for block in known if (found := problem(block, RUN_BY, known))] == []
@@ -118,13 +118,13 @@ def test_every_runner_of_a_block_exists() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_needed_is_said_right_above_a_block(page: str) -> None:
+def test_required_hardware_is_named_right_above_its_block(page: str) -> None:
     said = needs_lines(page)
     above = [block.line - 2 for block in blocks(page) if block.needs is not None]
     assert said == above
 
 
-def test_blocks_that_nobody_runs_are_found(tmp_path: Path) -> None:
+def test_blocks_without_a_runner_are_found(tmp_path: Path) -> None:
     fenced = [f"```bash\n{text}\n```" for text in ("layerpush doctor", "make test")]
     page = "\n\n".join(["# Page", fenced[0], "    make demo", "*Needs a GPU.*", fenced[1], "    a = b / c", ""])
     (tmp_path / "page.md").write_text(page)
@@ -160,7 +160,7 @@ def wrong(texts: Iterable[str], ignored: type[Exception] | None = None) -> list[
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_command_could_be_given() -> None:
+def test_every_command_is_valid() -> None:
     """The import of vLLM's parser takes seconds: all pages in one test. A span in a sentence may be incomplete."""
     assert wrong(block.text for block in command_blocks(PAGES)) == []
     spans = [span for page in PAGES for span in inline_commands((ROOT / page).read_text())]
@@ -188,7 +188,7 @@ def test_commands_that_overwrite_the_committed_results_are_found(text: str) -> N
     assert published(text) != []
 
 
-def test_commands_write_where_git_ignores_it() -> None:
+def test_commands_write_into_a_folder_that_git_ignores() -> None:
     """Only bench.plot knows the place of the committed results; a test of it checks that it leaves them alone."""
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/build/" in ignored
@@ -221,7 +221,7 @@ def test_commands_write_where_git_ignores_it() -> None:
         ("python -m pytest tests/unit/test_nothing.py", "no such file"),
     ],
 )
-def test_commands_that_could_not_be_given_are_found(text: str, words: str) -> None:
+def test_invalid_commands_are_found(text: str, words: str) -> None:
     with pytest.raises(WrongCommandError, match=words):
         check_all(text)
 
@@ -237,8 +237,8 @@ def test_commands_that_could_not_be_given_are_found(text: str, words: str) -> No
         ("vllm bench serve --modle MODEL", "unrecognized"),
     ],
 )
-def test_vllms_commands_that_could_not_be_given_are_found(text: str, words: str) -> None:
-    test_commands_that_could_not_be_given_are_found(text, words)
+def test_invalid_vllm_commands_are_found(text: str, words: str) -> None:
+    test_invalid_commands_are_found(text, words)
 
 
 def transfer_configs(page: str) -> list[dict[str, Any]]:
@@ -251,21 +251,21 @@ def transfer_configs(page: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_transfer_configurations_are_good() -> None:
+def test_transfer_configurations_are_valid() -> None:
     found = [config for page in PAGES for config in transfer_configs(page)]
     assert len(found) > 10
     for config in found:
         check_transfer_config(config)
 
 
-def test_yaml_is_yaml() -> None:
+def test_yaml_blocks_are_valid() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found
     for block in found:
         assert {"kind", "applications"} & yaml.safe_load(block.text).keys()
 
 
-def test_the_application_for_ray_has_a_builder_and_good_configurations() -> None:
+def test_the_application_for_ray_has_a_builder_and_valid_configurations() -> None:
     (block,) = (block for block in blocks("docs/routers.md") if block.language == "yaml")
     (application,) = yaml.safe_load(block.text)["applications"]
     module, _, builder = application["import_path"].partition(":")

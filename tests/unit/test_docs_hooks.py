@@ -70,13 +70,13 @@ def test_layers_that_call_a_hook_or_have_no_kv_are_not_listed(tmp_path: Path, la
         "class Attention(Attention):\n    def forward(self, x): ...",
     ],
 )
-def test_layers_with_an_attention_of_their_own_are_listed(tmp_path: Path, layer: str) -> None:
+def test_layers_with_their_own_attention_are_listed(tmp_path: Path, layer: str) -> None:
     ((architectures, early, names),) = rows(tmp_path, layer)
     assert (architectures, early) == (["OldForCausalLM"], [])
     assert names == [layer.split("(")[0].removeprefix("class ")]
 
 
-def test_known_classes_have_a_column_of_their_own(tmp_path: Path) -> None:
+def test_known_classes_have_their_own_column(tmp_path: Path) -> None:
     layer = "\n".join(f"class {name}(Attention):\n    def forward(self, x): ..." for name in ("Own", "Other"))
     found = rows(tmp_path, layer, early=("vllm.model_executor.models.old.Own", "vllm.models.new.Other"))
     assert found == [(["OldForCausalLM"], ["Own"], ["Other"])]
@@ -91,13 +91,13 @@ def test_layers_of_other_platforms_are_not_listed(tmp_path: Path) -> None:
     assert rows(tmp_path, "class Own(Attention):\n    def forward(self, x): ...", "models/new/amd/model.py") == []
 
 
-def test_layers_that_another_module_defines_are_named_where_they_are_made(tmp_path: Path) -> None:
+def test_imported_layers_are_listed_for_the_model_that_creates_them(tmp_path: Path) -> None:
     rows(tmp_path, "class Own(Attention):\n    def forward(self, x): ...", "model_executor/models/shared.py")
     made = "from vllm.model_executor.models.shared import Own\ncache = Own()"
     assert rows(tmp_path, made, "models/new/model.py") == [(["NewForCausalLM", "NewMTP"], [], ["Own"])]
 
 
-def test_vllms_own_layers_are_told_apart() -> None:
+def test_unhooked_layers_of_the_installed_vllm_are_found() -> None:
     names = {layer.node.name for layer in Source(package("vllm")).unhooked()}
     assert names >= {"DeepseekV32Attention", "DeepseekV32IndexerCache", "DeepseekV4Attention", "InklingAttention"}
     assert not names & {"Attention", "MLAAttention", "ChunkedLocalAttention", "MambaMixer2", "CacheOnlyAttentionLayer"}

@@ -68,7 +68,7 @@ def lines_quoted(text: str) -> list[str]:
     return [span for span in found if not span.startswith(("vllm:", "layerpush_proxy_"))]
 
 
-def test_troubleshooting_quotes_what_is_said() -> None:
+def test_troubleshooting_quotes_existing_log_lines() -> None:
     text = (ROOT / TROUBLESHOOTING).read_text()
     quoted = lines_quoted(text)
     assert len(quoted) > 30
@@ -91,7 +91,7 @@ def test_a_line_that_no_program_logs_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_metrics_that_pages_name_are_there(scrape: Scrape, page: str) -> None:
+def test_metrics_on_pages_exist(scrape: Scrape, page: str) -> None:
     text = (ROOT / page).read_text()
     named = {span for span in _SPAN.findall(text) if re.fullmatch(r"vllm:layerpush_\w+(\{[^}]*\})?", span)}
     named -= {"vllm:layerpush_"}
@@ -108,7 +108,7 @@ def missing_metrics(named: set[str], scrape: Scrape) -> list[str]:
     return sorted(one for one in found if f"{one}_count" not in scrape.names)
 
 
-def test_a_metric_that_is_not_there_is_found(scrape: Scrape) -> None:
+def test_an_unknown_metric_is_found(scrape: Scrape) -> None:
     unknown = {"vllm:layerpush_pushs_total", 'vllm:layerpush_pushes_total{outcome="lost"}'}
     assert missing_metrics(unknown | {"vllm:layerpush_exposed_seconds"}, scrape) == sorted(unknown)
 
@@ -140,11 +140,11 @@ def wrong_evidence(cell: str) -> str | None:
 
 
 @pytest.mark.parametrize("cell", ["", "`tests/e2e/test_none.py`", "not tested: `tests/e2e`", "surely", "`layerpush`"])
-def test_evidence_that_is_none_is_found(cell: str) -> None:
+def test_an_invalid_evidence_cell_is_found(cell: str) -> None:
     assert wrong_evidence(cell) is not None
 
 
-def test_the_compatibility_tables_quote_what_is_said() -> None:
+def test_the_compatibility_tables_quote_existing_messages() -> None:
     text = (ROOT / COMPATIBILITY).read_text()
     fallbacks = re.findall(r"falls back: `([^`]+)`", text) + re.findall(r"which layer `([^`]+)`", text)
     refusals = [span for row in compatibility() if len(row) > 3 for span in _SPAN.findall(row[-2])]

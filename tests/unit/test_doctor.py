@@ -67,18 +67,18 @@ def test_vllm_without_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("check", [doctor.check_vllm, doctor.check_nixl])
-def test_not_installed(check: Callable[[], Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_fails(check: Callable[[], Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     expect(check(), FAIL, "not installed", "pip install")
 
 
-def test_companions_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_torch_companions_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: name != "torchcodec")
     monkeypatch.setattr(doctor, "_run_python", lambda code: answers(int("torchvision" in code))(code))
     expect(doctor.check_torch_companions(), FAIL, "torchvision cannot", "pip uninstall torchvision")
 
 
-def test_companions_that_can_be_loaded_or_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loadable_or_absent_torch_companions_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "_run_python", answers())
     expect(doctor.check_torch_companions(), OK, "torchvision, torchaudio, torchcodec can be loaded")
@@ -96,7 +96,7 @@ def test_plugin_left_out_by_vllm_plugins(monkeypatch: pytest.MonkeyPatch) -> Non
     expect(doctor.check_plugin(), FAIL, "VLLM_PLUGINS=other,another", "add layerpush")
 
 
-def test_plugin_that_clashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clash_of_connector_names_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def clash() -> None:
         raise plugin.ConnectorNameError("taken by theirs.Class")
 
@@ -125,7 +125,7 @@ def test_nixl_without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("1.4.9", FAIL), ("0.10.0", FAIL), ("1.5.0", OK), ("1.10", OK)])
-def test_nixl_that_is_too_old(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_version(version: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_run_python", answers(0, json.dumps({"version": version, "plugins": ["UCX"]})))
     expect(doctor.check_nixl(), verdict, version, "nixl>=1.5" if verdict is FAIL else "")
 
@@ -136,19 +136,19 @@ def test_real_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(doctor.check_nixl(), OK, "created an agent with UCX")
 
 
-def test_real_nixl_with_transports_that_ucx_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_nixl_with_unknown_ucx_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeon")
     expect(doctor.check_nixl(), FAIL, "cannot create an agent", "UCX_TLS=pigeon")
 
 
-def test_transports_name_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_with_a_missing_device_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo,mlx5_77:1")
     expect(doctor.check_transports(), FAIL, "UCX_NET_DEVICES=lo,mlx5_77:1", "names mlx5_77:1")
 
 
 @pytest.mark.parametrize("value", ["all", "lo", "^lo"])
-def test_transports_name_a_device_that_is_there(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_with_an_existing_device_pass(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_has_gpu", lambda: False)
     monkeypatch.setenv("UCX_NET_DEVICES", value)
     expect(doctor.check_transports(), OK, "lo")
@@ -219,17 +219,17 @@ def test_port_free_then_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "70000", "http", ""])
-def test_port_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_port_fails(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", value)
     expect(doctor.check_port(), FAIL, "is not a port number", "VLLM_NIXL_SIDE_CHANNEL_PORT=")
 
 
-def test_host_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_another_machine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "192.0.2.1")
     expect(doctor.check_port(), FAIL, "192.0.2.1:5600", "VLLM_NIXL_SIDE_CHANNEL")
 
 
-def test_a_check_that_breaks_is_a_failed_check_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_fails_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks() -> Result:
         raise OSError("libthing.so: cannot open")
 

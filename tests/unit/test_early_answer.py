@@ -34,12 +34,12 @@ def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> An
     ],
     ids=["asked for", "both roles", "not asked for", "a decode engine", "another connector", "no connector"],
 )
-def test_only_prefill_engines_that_ask_for_it(config: Any, allows: bool) -> None:
+def test_only_prefill_engines_with_the_setting_answer_early(config: Any, allows: bool) -> None:
     assert _allows(config, NAME) is allows
 
 
 @pytest.mark.parametrize("where", ["inside of MultiConnector", "with data_parallel_size above 1"])
-def test_it_is_said_where_there_is_no_early_answer(caplog: pytest.LogCaptureFixture, where: str) -> None:
+def test_engines_that_cannot_answer_early_log_a_warning(caplog: pytest.LogCaptureFixture, where: str) -> None:
     config = engine(connector="MultiConnector" if "Multi" in where else NAME, answer_early=True)
     if "above" in where:
         config.parallel_config.data_parallel_size = 2
@@ -58,7 +58,7 @@ class FrontEnd:
 
 
 @pytest.mark.parametrize("field", [{"n": 2}, {"output_kind": SimpleNamespace(name="DELTA")}, {}], ids=str)
-def test_a_mark_of_a_client_counts_for_nothing(field: dict[str, Any]) -> None:
+def test_a_mark_from_a_client_is_ignored(field: dict[str, Any]) -> None:
     """Only layerpush may set the mark."""
     transfer = {"do_remote_decode": True, MARK: True}
     usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}

@@ -40,13 +40,13 @@ def step(done: list[Any], connector: Any, metadata: Any, monkeypatch: pytest.Mon
     return done
 
 
-def test_the_connector_knows_before_the_runner_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connector_gets_the_metadata_before_the_runner_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     ours = LayerwiseMetadata()
     assert step(done, Connector(done), ours, monkeypatch) == [ours, "vLLM"]
 
 
-def test_of_several_connectors_only_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_connectors_only_ours_gets_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     ours, other = LayerwiseMetadata(), SimpleNamespace()
     several = SimpleNamespace(_connectors=[Connector(done), Connector(done)])
@@ -59,7 +59,7 @@ def test_engines_without_our_connector_are_left_alone(metadata: Any, monkeypatch
     assert step(done, None if metadata is None else Connector(done), metadata, monkeypatch) == ["vLLM"]
 
 
-def test_vllm_calls_it_before_it_zeroes_and_copies_blocks() -> None:
+def test_vllm_calls_the_patched_method_before_it_overwrites_blocks() -> None:
     """Checks the source of the installed vLLM: the runner itself needs a GPU."""
     tree = ast.parse((package("vllm") / "v1/worker/gpu/model_runner.py").read_text())
     functions = {each.name: each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}

@@ -17,7 +17,7 @@ def polls_until_landed(endpoint: FakeTransport, handle: WriteHandle, limit: int 
     raise AssertionError(f"pending after {limit} polls")
 
 
-def test_nothing_lands_unpolled() -> None:
+def test_no_bytes_land_without_a_poll() -> None:
     pair = Pair()
     handle = pair.post()
     for _ in range(10):
@@ -29,7 +29,7 @@ def test_nothing_lands_unpolled() -> None:
     assert pair.landed() == set(range(COUNT))
 
 
-def test_a_held_write_lands_piece_by_piece_in_no_order() -> None:
+def test_a_held_write_lands_piece_by_piece_in_random_order() -> None:
     pair = Pair(Faults(hold_writes={0: 7}))
     handle = pair.post()
     seen: list[set[int]] = []
@@ -85,7 +85,7 @@ def test_a_notification_sent_early_overtakes_the_bytes() -> None:
     assert pair.landed() == set()
 
 
-def test_release_is_no_cancel_and_takes_the_bytes_of_the_day() -> None:
+def test_a_released_write_still_lands_with_the_sources_current_bytes() -> None:
     pair = Pair(Faults(hold_writes={0: 1}))
     handle = pair.post()
     assert pair.p.poll(handle) is WriteState.PENDING
@@ -103,14 +103,14 @@ def test_release_is_no_cancel_and_takes_the_bytes_of_the_day() -> None:
     assert not (pair.target[early] == 1).all()
 
 
-def test_settle_lands_what_was_released() -> None:
+def test_settle_lands_released_writes() -> None:
     pair = Pair(Faults(hold_writes={0: 50}))
     pair.p.release(pair.post())
     pair.fabric.settle()
     np.testing.assert_array_equal(pair.target, pair.source)
 
 
-def test_the_dead_neither_receive_nor_send_what_was_released() -> None:
+def test_a_released_write_from_or_to_a_dead_endpoint_never_lands() -> None:
     for victim in ("P", "D"):
         pair = Pair(Faults(hold_writes={0: 50}))
         pair.p.release(pair.post())
@@ -147,7 +147,7 @@ def sent(faults: Faults, looks: int = 1) -> list[list[bytes]]:
     return [[payload for _, payload in pair.d.notifications()] for _ in range(looks)]
 
 
-def test_faults_of_notifications() -> None:
+def test_notifications_are_dropped_duplicated_reordered_and_delayed() -> None:
     assert sent(Faults(), looks=2) == [[b"a", b"b", b"c"], []]
     assert sent(Faults(drop_notifications={1})) == [[b"a", b"c"]]
     assert sent(Faults(duplicate_notifications={1})) == [[b"a", b"b", b"b", b"c"]]
@@ -155,7 +155,7 @@ def test_faults_of_notifications() -> None:
     assert sent(Faults(delay_notifications={0: 2}), looks=3) == [[b"b", b"c"], [], [b"a"]]
 
 
-def test_faults_without_end() -> None:
+def test_endless_faults_keep_their_rates() -> None:
     """They keep their rates far beyond the limit of a thousand that seeded faults have."""
     faults = Faults.endless(5, drop=0.2, duplicate=0.3, reorder=0.4, delay=0.5, most=4, hold_writes=0.1, fail_posts=0.6)
     for numbers in (range(2000), range(10**9, 10**9 + 2000)):
@@ -173,7 +173,7 @@ def test_faults_without_end() -> None:
         assert set(counts) == {0, 1, 2, 3, 4}
 
 
-def test_faults_without_end_are_those_of_their_seed() -> None:
+def test_endless_faults_depend_on_their_seed_only() -> None:
     def taken(seed: int) -> list[list[bytes]]:
         pair = Pair(Faults.endless(seed, drop=0.2, duplicate=0.2, reorder=0.2, delay=0.2))
         looks = []
@@ -190,7 +190,7 @@ def test_faults_without_end_are_those_of_their_seed() -> None:
     assert flat != sorted(flat, key=int)
 
 
-def test_faults_may_end() -> None:
+def test_endless_faults_can_be_turned_off() -> None:
     pair = Pair(Faults.endless(0, drop=1.0))
     pair.p.notify("D", b"lost")
     pair.fabric.faults = Faults()
@@ -199,7 +199,7 @@ def test_faults_may_end() -> None:
     assert pair.fabric.reached["notify"] == 2
 
 
-def test_death_at_a_scripted_moment() -> None:
+def test_an_endpoint_dies_at_a_scripted_moment() -> None:
     pair = Pair(Faults(hold_writes={0: 9}, at={("poll", 2): lambda fabric: fabric.kill("D")}))
     handle = pair.post()
     assert [pair.p.poll(handle) for _ in range(2)] == [WriteState.PENDING] * 2
@@ -215,7 +215,7 @@ def test_death_at_a_scripted_moment() -> None:
     assert pair.landed() == landed
 
 
-def test_the_dead_make_no_calls() -> None:
+def test_a_dead_endpoint_makes_no_calls() -> None:
     pair = Pair()
     handle = pair.post()
     pair.fabric.kill("P")
@@ -226,7 +226,7 @@ def test_the_dead_make_no_calls() -> None:
     assert pair.landed() == set()
 
 
-def test_bytes_of_the_dead_may_wait_in_a_socket() -> None:
+def test_bytes_of_a_dead_endpoint_may_land_from_its_socket() -> None:
     pair = Pair(Faults(hold_writes={0: 7}))
     pair.post()
     pair.fabric.kill("P", lingers=3)
@@ -237,7 +237,7 @@ def test_bytes_of_the_dead_may_wait_in_a_socket() -> None:
     assert seen == [2, 4, 6, 6, 6]
 
 
-def test_only_bytes_of_the_dead_move_unpolled_and_only_when_their_target_looks() -> None:
+def test_only_bytes_of_a_dead_endpoint_land_when_their_target_polls() -> None:
     pair = Pair(Faults(hold_writes={0: 7, 1: 7}))
     other = pair.fabric.endpoint("E")
     other.describe("kv", pair.source.reshape(-1), range(0, COUNT * SIZE, SIZE), SIZE)
@@ -252,7 +252,7 @@ def test_only_bytes_of_the_dead_move_unpolled_and_only_when_their_target_looks()
     assert pair.landed() == set(range(8))
 
 
-def test_a_frozen_peer_gets_it_after_the_thaw() -> None:
+def test_a_write_to_a_frozen_peer_lands_after_the_thaw() -> None:
     pair = Pair(Faults(at={("post", 0): lambda fabric: fabric.freeze("D")}))
     handle = pair.post()
     assert {pair.p.poll(handle) for _ in range(100)} == {WriteState.PENDING}
@@ -261,7 +261,7 @@ def test_a_frozen_peer_gets_it_after_the_thaw() -> None:
     polls_until_landed(pair.p, handle)
 
 
-def test_every_write_is_on_record() -> None:
+def test_the_fabric_records_every_posted_write() -> None:
     pair = Pair(Faults(fail_posts={0}))
     with pytest.raises(TransportError):
         pair.post()

@@ -17,7 +17,7 @@ def test_a_cpu_needs_no_fence() -> None:
 
 
 @pytest.mark.gpu
-def test_a_fence_is_passed_only_when_the_stream_has_got_there() -> None:
+def test_a_fence_passes_only_after_the_stream_reaches_it() -> None:
     device = torch.device("cuda")
     pool = FencePool(device, size=1)
     busy = torch.randn(8192, 8192, device=device)
@@ -33,7 +33,7 @@ def test_a_fence_is_passed_only_when_the_stream_has_got_there() -> None:
 
 
 @pytest.mark.gpu
-def test_fences_are_used_again() -> None:
+def test_a_recycled_fence_is_reused() -> None:
     pool = FencePool(torch.device("cuda"), size=1)
     first = pool.record()
     second = pool.record()

@@ -48,7 +48,7 @@ def test_every_file_is_listed_and_printed() -> None:
         assert done.stdout == text_of(name) != ""
 
 
-def test_a_file_that_does_not_exist_is_an_error_in_one_line() -> None:
+def test_an_unknown_file_is_an_error_of_one_line() -> None:
     done = CliRunner().invoke(app, ["files", "../cli.py"])
     assert done.exit_code == 2
     assert done.stderr.startswith("layerpush files: no file '../cli.py'; there are alerts.yml, ")
@@ -56,7 +56,7 @@ def test_a_file_that_does_not_exist_is_an_error_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_ALERTS)
-def test_alerts_name_the_page_where_the_operator_has_it(name: str) -> None:
+def test_alerts_link_to_the_operators_runbook_url(name: str) -> None:
     done = CliRunner().invoke(app, ["files", name, "--runbook-url", "https://docs.example.org/layerpush/metrics/"])
     assert done.exit_code == 0
     plain, linked = (re.findall(r"runbook(?:_url)?: (.*)", text) for text in (text_of(name), done.stdout))
@@ -74,7 +74,7 @@ def test_alerts_name_the_page_where_the_operator_has_it(name: str) -> None:
         ("alerts.yml", 'https://a.example/"', "--runbook-url must be the http address of a page"),
     ],
 )
-def test_a_page_that_alerts_cannot_name_is_an_error(name: str, url: str, problem: str) -> None:
+def test_a_bad_runbook_url_is_an_error(name: str, url: str, problem: str) -> None:
     done = CliRunner().invoke(app, ["files", name, "--runbook-url", url])
     assert done.exit_code == 2
     assert done.stderr.startswith(f"layerpush files: {problem}")
@@ -85,7 +85,7 @@ def test_the_prometheus_rule_has_the_alerts() -> None:
     assert of_kind(RULE, "PrometheusRule")["spec"] == yaml.safe_load(text_of("alerts.yml"))
 
 
-def test_all_manifests_are_one_text() -> None:
+def test_the_kubernetes_file_contains_all_manifests() -> None:
     together = list(yaml.safe_load_all(text_of("kubernetes")))
     assert together == [each for name in MANIFESTS for each in yaml.safe_load_all(text_of(name))]
     names = [(each["kind"], each["metadata"]["name"]) for each in together]
@@ -138,7 +138,7 @@ def test_a_bad_field_of_the_prometheus_operators_resources_is_found(
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_an_engine_is_configured(name: str) -> None:
+def test_each_deployment_configures_its_engine(name: str) -> None:
     container = engine(name)
     role = "prefill" if "prefill" in name else "decode"
     config = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
@@ -168,7 +168,7 @@ def test_an_engine_is_configured(name: str) -> None:
     assert container["args"][0] == "$(MODEL)"
 
 
-def test_names_and_ports_of_the_manifests_fit_each_other() -> None:
+def test_names_and_ports_of_the_manifests_match() -> None:
     arguments = engine("kubernetes/proxy.yaml")["args"]
     for role in ("prefill", "decode"):
         service = of_kind(f"kubernetes/{role}.yaml", "Service")

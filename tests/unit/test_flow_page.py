@@ -24,12 +24,12 @@ def functions_of(source: str) -> set[str]:
     return {f"{one.name}.{node.name}" for one in classes for node in one.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_page_lists_the_path() -> None:
+def test_the_page_lists_the_hops() -> None:
     assert ("transport/nixl.py", "NixlTransport.post_write") in HOPS
     assert ("transport/nixl.py", "NixlTransport.notify") in HOPS
     assert ("compat/push_worker.py", "VllmPushWorker.loaded") in HOPS
 
 
 @pytest.mark.parametrize(("module", "function"), sorted(set(HOPS)))
-def test_every_hop_is_there(module: str, function: str) -> None:
+def test_every_hop_exists_in_the_code(module: str, function: str) -> None:
     assert function in functions_of((ROOT / "layerpush" / module).read_text())

@@ -35,7 +35,7 @@ from layerpush.core.hosts import HostError, check_entry, host_allowed, is_host
         ("fe80::1%eth0", ["fe80::/10"]),
     ],
 )
-def test_what_an_entry_allows(host: str, allowed: list[str]) -> None:
+def test_an_entry_allows_matching_hosts(host: str, allowed: list[str]) -> None:
     for entry in allowed:
         check_entry(entry)
     assert is_host(host)
@@ -62,7 +62,7 @@ def test_what_an_entry_allows(host: str, allowed: list[str]) -> None:
         ("fd00::7", ["prefill-0"]),
     ],
 )
-def test_what_no_entry_allows(host: str, allowed: list[str]) -> None:
+def test_a_host_without_a_matching_entry_is_not_allowed(host: str, allowed: list[str]) -> None:
     assert not host_allowed(host, allowed)
 
 
@@ -105,12 +105,12 @@ def test_without_a_list_every_host_is_allowed() -> None:
         ".".join(["a" * 60] * 5),
     ],
 )
-def test_what_is_no_host(host: str) -> None:
+def test_invalid_hosts_are_rejected(host: str) -> None:
     assert not is_host(host)
 
 
 @given(st.text())
-def test_any_text_is_a_host_or_not(text: str) -> None:
+def test_any_text_can_be_checked_as_a_host(text: str) -> None:
     host_allowed(text, ["10.0.0.0/8", "prefill-0"])
     if is_host(text):
         assert text.isascii()
@@ -118,7 +118,7 @@ def test_any_text_is_a_host_or_not(text: str) -> None:
 
 
 @given(st.text())
-def test_any_text_is_an_entry_or_a_host_error(text: str) -> None:
+def test_any_text_is_a_valid_entry_or_raises_a_host_error(text: str) -> None:
     with contextlib.suppress(HostError):
         check_entry(text)
         assert is_host(text) or "/" in text

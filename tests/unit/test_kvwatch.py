@@ -27,6 +27,6 @@ def test_every_block_of_the_prompt_has_a_cell() -> None:
     assert present(watch(window=SIZE), [2, 0, 5], None) == [False, True, True]
 
 
-def test_a_prompt_that_is_computed_in_several_steps_does_not_have_all_its_blocks_yet() -> None:
+def test_a_partly_computed_prompt_has_no_cells_for_missing_blocks() -> None:
     assert present(watch(), [2, 0], {0, 5}) == [False, True, False]
     assert present(watch(), [], set()) == [False, False, False]

@@ -22,16 +22,16 @@ def paced(layer_s: float, layers: int = 4) -> LayerInterval:
 
 
 @pytest.mark.parametrize(("layer_s", "seconds"), [(1e-6, SHORTEST_S), (2e-3, POLLS_APART * 2e-3), (1.0, LONGEST_S)])
-def test_it_is_a_part_of_a_layers_time(layer_s: float, seconds: float) -> None:
+def test_the_interval_is_a_fraction_of_a_layers_time(layer_s: float, seconds: float) -> None:
     assert paced(layer_s).seconds == pytest.approx(seconds)
 
 
-def test_one_layer_says_nothing() -> None:
+def test_one_layer_gives_no_interval() -> None:
     assert paced(LAYER_S, 0).seconds is None
     assert paced(LAYER_S, 1).seconds is None
 
 
-def test_what_is_between_steps_does_not_count() -> None:
+def test_time_between_steps_does_not_count() -> None:
     pace = paced(LAYER_S)
     pace.step_begins()
     pace.layer_ready(200.0)
@@ -39,7 +39,7 @@ def test_what_is_between_steps_does_not_count() -> None:
     assert pace.seconds == pytest.approx(POLLS_APART * LAYER_S)
 
 
-def test_it_follows_steps_that_become_shorter() -> None:
+def test_the_interval_adapts_to_shorter_steps() -> None:
     pace = paced(LAYER_S)
     pace.step_begins()
     for number in range(40):
@@ -47,7 +47,7 @@ def test_it_follows_steps_that_become_shorter() -> None:
     assert pace.seconds == pytest.approx(POLLS_APART * LAYER_S / 2, rel=1e-3)
 
 
-def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer hurries before the step, after its last layer, and when a WRITE of another prompt may end."""
     monkeypatch.setattr("layerpush.prefill.layer_interval.SHORTEST_S", LONGEST_S)  # the rig's layers take no time
     rig = Rig(Faults(hold_writes={0: NEVER}))
@@ -79,7 +79,7 @@ def test_the_writer_keeps_it_between_layers_only(monkeypatch: pytest.MonkeyPatch
     assert set(hurried) == {WRITE_POLL_S}, "the first prompt's WRITE is still on the wire"
 
 
-def test_by_chunk_it_need_not_look_at_layers() -> None:
+def test_by_chunk_the_writer_uses_the_longest_interval() -> None:
     rig = Rig(policy=Policy(by_layer=False))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
@@ -88,6 +88,6 @@ def test_by_chunk_it_need_not_look_at_layers() -> None:
     assert seen == [LONGEST_S] * (len(seen) - 1) + [None]
 
 
-def test_it_expects_layers_after_the_last() -> None:
+def test_later_layers_are_expected_at_the_pace_of_earlier_ones() -> None:
     assert paced(LAYER_S, 1).expected(1) is None
     assert paced(LAYER_S, 2).expected(3) == pytest.approx(100.0 + 4 * LAYER_S)

@@ -32,7 +32,7 @@ def cache(index: int, group: int = 0, page: int = PAGE, start: int | None = None
     return LayerCache(f"layers.{index}", group, 0x1000 + index * SPAN if start is None else start, SPAN, page)
 
 
-def test_a_region_for_every_layer() -> None:
+def test_every_layer_has_its_own_region() -> None:
     layout = match_layers([cache(index) for index in range(3)], own_regions(3))
 
     assert [layer.slots for layer in layout.layers] == [(0,), (1,), (2,)]
@@ -41,7 +41,7 @@ def test_a_region_for_every_layer() -> None:
     assert layout.region_blocks == (BLOCKS,) * 3
 
 
-def test_slots_follow_the_addresses_and_layers_their_own_order() -> None:
+def test_slots_are_ordered_by_address_and_layers_keep_their_order() -> None:
     layout = match_layers([cache(2), cache(0), cache(1)], own_regions(3))
     assert [(layer.name, layer.slots) for layer in layout.layers] == [
         ("layers.2", (2,)),
@@ -58,7 +58,7 @@ def test_layers_of_two_groups_may_share_a_region() -> None:
     assert [(layer.group, layer.slots) for layer in layout.layers] == [(0, (0,)), (1, (0,)), (0, (1,))]
 
 
-def test_keys_and_values_in_two_regions() -> None:
+def test_keys_and_values_may_lie_in_two_regions() -> None:
     halves = [Region(0x1000, PAGE // 2, BLOCKS), Region(0x1000 + SPAN // 2, PAGE // 2, BLOCKS)]
     layout = match_layers([cache(0)], halves)
 
@@ -72,7 +72,7 @@ def test_a_page_may_be_several_kernel_blocks() -> None:
     assert layout.expand([2, 0]).tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
-def test_states_follow_attention_in_its_memory() -> None:
+def test_states_come_after_attention_and_share_its_memory() -> None:
     """Two regions: attention and a state share the first, the second holds states only."""
     attention = own_regions(2)
     parts = [Region(region.base + offset, 8, 4) for region in attention for offset in (0, 8)]
@@ -106,14 +106,14 @@ MIDDLE = cache(1, start=0x1000 + PAGE)
     ],
     ids=["a row of four layers", "a row of two", "the middle of a row", "a region of nobody", "too small", "no layer"],
 )
-def test_regions_that_are_not_the_layers_own_are_refused(
+def test_regions_that_do_not_match_the_layers_are_refused(
     caches: list[LayerCache], regions: list[Region], error: str
 ) -> None:
     with pytest.raises(LayoutError, match=error):
         match_layers(caches, regions)
 
 
-def test_named_layers_take_their_order() -> None:
+def test_named_layers_keep_the_order_of_their_names() -> None:
     layout = named_layers(["b", "a"], [0, 1], own_regions(2))
     assert layout.layers == (LayerSlots("b", 0, (0,)), LayerSlots("a", 1, (1,)))
     with pytest.raises(LayoutError, match="2 layer names, 1 groups and 2 regions"):
@@ -148,12 +148,12 @@ def test_expand_counts_kernel_blocks(blocks: list[int], per_page: int) -> None:
     assert expanded.tolist() == [block * per_page + part for block in blocks for part in range(per_page)]
 
 
-def test_the_last_id_that_fits_is_right() -> None:
+def test_the_largest_descriptor_id_is_correct() -> None:
     offsets = descriptor_offsets([1 << 30, (1 << 30) - 1, 1])
     assert descriptor_ids(offsets, [2], np.asarray([0], np.int32)).tolist() == [(1 << 31) - 1]
 
 
-def test_more_descriptors_than_an_id_can_count_are_refused() -> None:
+def test_more_descriptors_than_int32_can_number_are_refused() -> None:
     """Ids are int32: an overflow would name another layer's block, or none."""
     with pytest.raises(LayoutError, match="2147483648"):
         descriptor_offsets([1 << 30, 1 << 30, 1])

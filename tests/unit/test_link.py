@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[CacheLayout, tuple[int, ...], Write]:
 
 
 @given(cases())
-def test_pairs_are_those_of_brute_force(case: tuple[CacheLayout, tuple[int, ...], Write]) -> None:
+def test_descriptor_pairs_match_a_brute_force_count(case: tuple[CacheLayout, tuple[int, ...], Write]) -> None:
     layout, remote, write = case
     expected = []
     for part in write.segments:
@@ -67,7 +67,7 @@ def test_a_state_has_no_kernel_blocks() -> None:
 
 
 @given(cases())
-def test_ids_can_be_read_in_place(case: tuple[CacheLayout, tuple[int, ...], Write]) -> None:
+def test_descriptor_ids_are_contiguous_int32(case: tuple[CacheLayout, tuple[int, ...], Write]) -> None:
     layout, remote, write = case
     for ids in DirectPlanner(layout).descriptors(write, Link("D", (), remote)):
         assert ids.dtype.name == "int32"

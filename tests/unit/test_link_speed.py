@@ -25,7 +25,7 @@ def learned() -> LinkSpeed:
     return speed
 
 
-def test_a_line_through_the_writes() -> None:
+def test_the_estimate_is_a_line_through_the_writes() -> None:
     assert not LinkSpeed().is_known
     assert learned().line == pytest.approx((WRITE_S, BYTE_S), rel=1e-6)
     assert learned().slowdown(1.0) == pytest.approx(1.0)
@@ -39,7 +39,7 @@ def test_writes_of_one_size_give_a_mean() -> None:
     assert speed.line == pytest.approx((0.0, 0.005))
 
 
-def test_writes_of_one_size_do_not_change_what_a_write_of_any_size_costs() -> None:
+def test_writes_of_one_size_do_not_change_the_estimate_for_other_sizes() -> None:
     speed, size = learned(), 1 << 20
     for number in range(1000):
         speed.posted(number, size, number)
@@ -48,7 +48,7 @@ def test_writes_of_one_size_do_not_change_what_a_write_of_any_size_costs() -> No
 
 
 @pytest.mark.parametrize("real_s", [0.01, 0.1, 0.6, 0.9])
-def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
+def test_scheduled_looks_reveal_a_fast_link(real_s: float) -> None:
     """The writer looks at ``next_look``, and when the next layer is ready."""
     speed, layer_s = LinkSpeed(), 1.0
     assert speed.next_look(0.0) == math.inf
@@ -62,7 +62,7 @@ def test_looks_show_that_a_link_is_faster_than_it_seems(real_s: float) -> None:
     assert speed.slowdown(at) <= 2
 
 
-def test_a_write_that_overtakes_another_says_nothing_of_the_link() -> None:
+def test_a_write_that_overtakes_another_does_not_change_the_estimate() -> None:
     speed = LinkSpeed()
     speed.posted("large", 100_000_000, 0.0)
     speed.posted("small", 1_000_000, 45e-3)
@@ -73,7 +73,7 @@ def test_a_write_that_overtakes_another_says_nothing_of_the_link() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_the_next_look_of_a_tiny_write_is_found() -> None:
+def test_next_look_terminates_for_a_tiny_write() -> None:
     """At a late clock time, rounding loses half of the WRITE's time."""
     speed = LinkSpeed()
     speed.posted("tiny", 1, 0.0)
@@ -91,7 +91,7 @@ def test_writes_queue_for_the_link() -> None:
     assert speed.busy_s(1.0 + seconds(1 << 20), times=2.0) == pytest.approx(5 * seconds(1 << 20))
 
 
-def test_an_overdue_write_and_a_slow_one_raise_the_slowdown_at_once_and_fast_ones_lower_it_slowly() -> None:
+def test_late_writes_raise_the_slowdown_at_once_and_fast_writes_lower_it_slowly() -> None:
     speed, size = learned(), 1 << 20
     speed.posted("slow", size, 1.0)
     assert speed.slowdown(1.0 + 3 * seconds(size)) == pytest.approx(3.0)
@@ -103,7 +103,7 @@ def test_an_overdue_write_and_a_slow_one_raise_the_slowdown_at_once_and_fast_one
     assert speed.slowdown(at) == pytest.approx(4.0 - 0.2 * 3.0)
 
 
-def test_a_lost_write_says_nothing_of_the_link_and_is_no_part_of_the_next_one() -> None:
+def test_a_lost_write_changes_neither_the_estimate_nor_the_next_writes_time() -> None:
     speed = learned()
     line = speed.line
     speed.posted("lost", 1 << 30, 1.0)
@@ -115,7 +115,7 @@ def test_a_lost_write_says_nothing_of_the_link_and_is_no_part_of_the_next_one() 
     assert speed.slowdown(7.0) == pytest.approx(1.0)
 
 
-def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
+def test_a_clock_that_does_not_advance_causes_no_division_by_zero() -> None:
     speed = LinkSpeed()
     for key in range(3):
         speed.posted(key, 100, 1.0)
@@ -123,7 +123,7 @@ def test_a_clock_that_stands_still_is_no_division_by_zero() -> None:
     assert speed.slowdown(2.0) == 1.0
 
 
-def test_a_write_ends_between_two_looks() -> None:
+def test_a_write_counts_as_landed_halfway_between_two_looks() -> None:
     speed = LinkSpeed()
     speed.posted("first", 100, 1.0)
     speed.posted("second", 100, 2.0)
@@ -133,7 +133,7 @@ def test_a_write_ends_between_two_looks() -> None:
     assert speed.line == pytest.approx((0.0, (0.9 * 2.0 + 1.5) / 190)), "the second WRITE was alone from 3 to 4.5"
 
 
-def test_a_write_may_be_some_times_as_large_as_the_largest_recent_one() -> None:
+def test_the_size_limit_is_a_multiple_of_the_largest_recent_write() -> None:
     speed = LinkSpeed()
     assert speed.proven_bytes == 0
     for number, size in enumerate((100, 1000, 100, 100)):

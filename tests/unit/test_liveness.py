@@ -65,12 +65,12 @@ def ordered(*args: Any, **kwargs: Any) -> list[Action]:
     return [order for _, order in course(*args, **kwargs)]
 
 
-def test_nobody_is_watched_in_vain() -> None:
+def test_a_watch_without_sessions_gives_no_orders() -> None:
     watch = PeerWatch(T)
     assert (watch.next_due(0.0), watch.due(100.0)) == (None, [])
 
 
-def test_an_agent_that_answers_is_pinged_and_left_alone() -> None:
+def test_an_agent_that_answers_gets_only_pings() -> None:
     watch = watching()
     for beat in range(1, 20):
         now = beat * BEAT_S
@@ -80,40 +80,40 @@ def test_an_agent_that_answers_is_pinged_and_left_alone() -> None:
     assert watch.next_due(now) == now + BEAT_S
 
 
-def test_a_silent_agent_is_probed_from_half_the_time_on_and_reported_once() -> None:
+def test_a_silent_agent_is_probed_after_half_the_timeout_and_reported_once() -> None:
     seen = list(course(watching(), 3 * T, verdict=UNKNOWN))
     assert times(SILENT, seen) == [T]
     assert times(PROBE, seen) == [T / 2 + BEAT_S * beat for beat in range(11)]
     assert times(PING, seen) == [BEAT_S * beat for beat in range(1, 13)]
 
 
-def test_a_new_silence_is_reported_anew() -> None:
+def test_a_second_silence_is_reported_again() -> None:
     watch = watching()
     assert times(SILENT, course(watch, 30.0)) == [T]
     watch.on_message("A", 30.0, identified=True)
     assert times(SILENT, course(watch, 100.0, 30.0)) == [30.0 + T]
 
 
-def test_a_pause_of_our_own_is_no_silence_of_theirs() -> None:
+def test_a_pause_of_this_process_is_not_silence_of_the_agent() -> None:
     watch = watching()
     assert watch.due(10 * T) == [PING, PROBE]
     assert times(SILENT, course(watch, 20 * T, 10 * T)) == [10 * T + T - BEAT_S]
 
 
-def test_a_session_that_comes_during_a_silence_has_its_own_time() -> None:
+def test_a_session_added_during_a_silence_has_its_own_timeout() -> None:
     watch = watching()
     assert times(SILENT, course(watch, 25.0)) == [T]
     watch.add("P", ["A"], 25.0)
     assert times(SILENT, course(watch, 100.0, 25.0)) == [25.0 + T]
 
 
-def test_who_never_spoke_layerpush_gets_heartbeats_and_is_never_called_silent() -> None:
+def test_an_unidentified_agent_gets_heartbeats_and_is_never_reported_silent() -> None:
     orders = list(course(watching(identified=False), 2 * T, verdict=ALIVE))
     assert times(PROBE, orders) == [10.0, 20.0, 30.0, 40.0]
     assert {order for _, order in orders} == {PROBE, SendPing("P", "A", False)}
 
 
-def test_a_side_channel_that_names_layerpush_shows_that_silence_is_no_habit() -> None:
+def test_an_agent_identified_by_its_side_channel_can_be_reported_silent() -> None:
     """No message ever came from the agent. The agent had heartbeats; the verdict brings the first ping."""
     orders = list(course(watching(identified=False), 3 * T, verdict=IDENTIFIED))
     assert times(SendPing("P", "A", False), orders) == [5.0, 10.0]
@@ -121,18 +121,18 @@ def test_a_side_channel_that_names_layerpush_shows_that_silence_is_no_habit() ->
     assert times(SILENT, orders) == [10.0 + T - BEAT_S]
 
 
-def test_a_named_agent_that_answers_is_left_alone() -> None:
+def test_an_agent_identified_by_its_side_channel_is_not_silent_if_it_answers() -> None:
     watch = watching(identified=False)
     assert times(SILENT, course(watch, 12.0, verdict=IDENTIFIED)) == []
     watch.on_message("A", 12.0, identified=True)
     assert times(SILENT, course(watch, 60.0, 12.0)) == [15.0 + T - BEAT_S], "from its first ping after the answer"
 
 
-def test_who_speaks_is_silent_though_its_side_channel_lives() -> None:
+def test_a_silent_agent_is_reported_even_if_its_side_channel_answers() -> None:
     assert times(SILENT, course(watching(), 3 * T, verdict=ALIVE)) == [T]
 
 
-def test_a_dead_process_is_gone_within_a_second() -> None:
+def test_a_dead_process_is_reported_gone_within_a_second() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     assert (watch.next_due(1.0), watch.due(1.0)) == (1.0, [PROBE])
@@ -145,7 +145,7 @@ def test_a_dead_process_is_gone_within_a_second() -> None:
     assert (watch.next_due(1.7), watch.due(100.0)) == (None, [])
 
 
-def test_a_death_that_only_the_probe_sees_is_confirmed_by_a_send() -> None:
+def test_a_failed_send_confirms_a_death_found_by_a_probe() -> None:
     watch = watching()
     assert ordered(watch, T / 2) == [PING, PING, PROBE]
     watch.verdict("P", "A", ENDED, 10.0)
@@ -157,7 +157,7 @@ def test_a_death_that_only_the_probe_sees_is_confirmed_by_a_send() -> None:
     assert GONE in watch.due(10.5)
 
 
-def test_a_send_that_fails_after_both_probes_leads_to_a_third() -> None:
+def test_a_send_failure_after_both_probes_causes_a_third_probe() -> None:
     watch = watching()
     watch.due(10.0)
     watch.verdict("P", "A", ENDED, 10.0)
@@ -178,7 +178,7 @@ def test_probes_alone_do_not_prove_a_death() -> None:
 
 
 @pytest.mark.parametrize("between", ["a word", "another verdict"])
-def test_what_speaks_against_a_death_starts_the_proof_anew(between: str) -> None:
+def test_evidence_against_a_death_restarts_the_proof(between: str) -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.due(1.0)
@@ -194,7 +194,7 @@ def test_what_speaks_against_a_death_starts_the_proof_anew(between: str) -> None
     assert orders[: orders.index(GONE)].count(PROBE) == 2
 
 
-def test_a_probe_that_is_never_answered_does_not_speak_against_it() -> None:
+def test_an_unanswered_probe_is_no_evidence_against_a_death() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.due(1.0)
@@ -205,7 +205,7 @@ def test_a_probe_that_is_never_answered_does_not_speak_against_it() -> None:
     assert GONE in watch.due(2.1 + PROBE_LOST_S)
 
 
-def test_a_probe_that_was_begun_before_a_word_came_proves_nothing() -> None:
+def test_a_probe_started_before_a_message_proves_no_death() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     assert PROBE in watch.due(1.0)
@@ -218,7 +218,7 @@ def test_a_probe_that_was_begun_before_a_word_came_proves_nothing() -> None:
     assert GONE not in watch.due(now)
 
 
-def test_a_verdict_that_nobody_asked_for_counts_for_nothing() -> None:
+def test_an_unrequested_verdict_is_ignored() -> None:
     watch = watching("A", "B")
     watch.lost("A", 1.0)
     for now in (1.0, 2.0, 3.0):
@@ -231,7 +231,7 @@ def test_a_verdict_that_nobody_asked_for_counts_for_nothing() -> None:
     assert GONE not in watch.due(4.0)
 
 
-def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
+def test_a_living_agent_is_reconnected_after_a_failed_send() -> None:
     watch = watching("A", "B")
     watch.lost("A", 1.0)
     watch.lost("B", 1.0)
@@ -246,7 +246,7 @@ def test_who_lives_but_cannot_be_sent_to_is_connected_anew() -> None:
 
 
 @pytest.mark.parametrize("cure", ["a word", "a connection", "neither"])
-def test_a_send_that_failed_proves_something_until_the_agent_is_heard_or_connected_anew(cure: str) -> None:
+def test_a_failed_send_is_evidence_until_a_message_or_a_reconnection(cure: str) -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.due(1.0)
@@ -263,7 +263,7 @@ def test_a_send_that_failed_proves_something_until_the_agent_is_heard_or_connect
 
 
 @pytest.mark.parametrize("sign", ["a word", "a connection to others"])
-def test_after_the_connection_was_dropped_some_signs_prove_little(sign: str) -> None:
+def test_weak_signs_after_a_dropped_connection_do_not_prevent_a_gone_report(sign: str) -> None:
     """A message may be older than the failed send, and no later send can fail."""
     watch = watching()
     watch.lost("A", 1.0)
@@ -276,7 +276,7 @@ def test_after_the_connection_was_dropped_some_signs_prove_little(sign: str) -> 
 
 
 @pytest.mark.parametrize("trouble", ["lost", "cut"])
-def test_who_lives_and_is_not_connected_is_so_again_at_the_next_sign_of_life(trouble: str) -> None:
+def test_reconnection_is_retried_at_each_sign_of_life(trouble: str) -> None:
     """A reconnection may fail."""
     watch = watching()
     if trouble == "lost":
@@ -290,7 +290,7 @@ def test_who_lives_and_is_not_connected_is_so_again_at_the_next_sign_of_life(tro
     assert ordered(watch, 17.0 + T / 2 - 1, 17.0) == [PING, PING]
 
 
-def test_who_cannot_be_sent_to_because_we_dropped_the_connection_is_never_gone() -> None:
+def test_an_agent_whose_connection_we_dropped_is_never_reported_gone() -> None:
     """Our own act proves no death, even if the side channel says that the process has ended."""
     watch = watching()
     watch.cut("A")
@@ -303,7 +303,7 @@ def test_who_cannot_be_sent_to_because_we_dropped_the_connection_is_never_gone()
     assert GONE not in orders
 
 
-def test_a_new_connection_raises_nobody_from_the_dead() -> None:
+def test_a_new_connection_does_not_revive_a_dead_agent() -> None:
     watch = watching("A", "B")
     watch.lost("A", 1.0)
     watch.lost("B", 1.0)
@@ -317,7 +317,7 @@ def test_a_new_connection_raises_nobody_from_the_dead() -> None:
     assert "A" not in {getattr(order, "agent", None) for order in ordered(watch, 30.0, 10.0)}
 
 
-def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> None:
+def test_an_engine_has_one_probe_at_a_time_and_every_agent_gets_a_turn() -> None:
     watch = watching("A", "B", "C")
     watch.add("Q", ["D"], 0.0)
     for agent in "ABCD":
@@ -332,7 +332,7 @@ def test_one_engine_is_probed_once_at_a_time_and_every_agent_has_its_turn() -> N
     assert watch.due(3.0 + SETTLE_S) == [StartProbe("P", "B")]
 
 
-def test_a_probe_without_a_verdict_is_given_up() -> None:
+def test_a_probe_without_a_verdict_times_out() -> None:
     watch = watching(identified=False)
     assert times(StartProbe, course(watch, 100.0)) == [10.0, 10.0 + PROBE_LOST_S, 10.0 + 2 * PROBE_LOST_S, 100.0]
 
@@ -355,7 +355,7 @@ def test_sessions_are_counted() -> None:
     assert not any([watch._engines, watch._probes, watch._reconnects, watch._engine_of])
 
 
-def test_what_comes_back_is_watched_from_its_beginning() -> None:
+def test_a_removed_agent_that_returns_is_watched_from_the_start() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     watch.due(1.0)
@@ -367,7 +367,7 @@ def test_what_comes_back_is_watched_from_its_beginning() -> None:
     assert watch.due(50.0) == []
 
 
-def test_a_session_that_comes_after_a_death_is_told_too() -> None:
+def test_a_session_added_after_a_death_gets_the_gone_report() -> None:
     watch = watching()
     watch.lost("A", 1.0)
     for now in (1.0, 1.0 + SETTLE_S):

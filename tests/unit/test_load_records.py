@@ -21,7 +21,7 @@ class RecordedWorld(World):
         return record
 
 
-def test_a_load_that_completes() -> None:
+def test_a_completed_load_has_a_record_with_its_times() -> None:
     world = RecordedWorld()
     world.awaits()
     world.tick(1.0)
@@ -49,7 +49,7 @@ def test_a_load_is_recorded_and_counted_before_the_engine_can_report_it() -> Non
     assert noted == [(1, 1)]
 
 
-def test_the_registration_is_dated_when_it_is_sent() -> None:
+def test_the_registration_time_is_the_time_of_sending() -> None:
     world = RecordedWorld()
     world.network.listening = {}
     world.awaits()
@@ -60,7 +60,7 @@ def test_the_registration_is_dated_when_it_is_sent() -> None:
     assert (world.record.t_awaited, world.record.t_registered) == (100.0, 103.0)
 
 
-def test_accepted_is_dated_by_the_first_rank() -> None:
+def test_the_accepted_time_is_that_of_the_first_rank() -> None:
     world = RecordedWorld(ranks=2)
     world.awaits()
     world.hears(Accepted("r"), "p-1")
@@ -71,7 +71,7 @@ def test_accepted_is_dated_by_the_first_rank() -> None:
     assert world.record.t_accepted == 100.0
 
 
-def test_a_load_is_reported_later_than_settled_when_the_engine_does_not_know_it_yet() -> None:
+def test_a_load_settles_before_its_report_if_the_engine_does_not_know_it_yet() -> None:
     world = RecordedWorld()
     world.awaits(known=False)
     world.hears(Completion("r", 1))
@@ -82,14 +82,14 @@ def test_a_load_is_reported_later_than_settled_when_the_engine_does_not_know_it_
     assert (world.record.t_settled, world.record.t_reported) == (100.0, 101.0)
 
 
-def test_a_load_that_fails_says_why() -> None:
+def test_the_record_of_a_failed_load_has_the_reason() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
     world.hears(Fail("r", 0, "a WRITE failed", True))
     assert (world.record.outcome, world.record.reason) == ("failed", "a WRITE failed")
 
 
-def test_a_load_that_the_engine_dropped_is_cancelled() -> None:
+def test_an_aborted_load_is_recorded_as_cancelled() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
     world.loads.abort("r", "aborted", world.now)
@@ -97,7 +97,7 @@ def test_a_load_that_the_engine_dropped_is_cancelled() -> None:
     assert (world.record.outcome, world.record.reason) == ("cancelled", "aborted")
 
 
-def test_a_load_that_cannot_be_registered() -> None:
+def test_a_refused_load_is_recorded_as_failed() -> None:
     world = RecordedWorld()
     world.engine.known.add("r")
     world.loads.refuse("r", "it is odd", world.now)
@@ -106,7 +106,7 @@ def test_a_load_that_cannot_be_registered() -> None:
     assert (world.record.t_settled, world.record.t_reported, world.record.t_registered) == (100.0, 101.0, None)
 
 
-def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_free() -> None:
+def test_a_parked_load_has_a_second_record_when_its_blocks_are_free() -> None:
     world = RecordedWorld()
     world.awaiting("p-0")
     world.loads.time_out("r", "too late", world.now)
@@ -123,7 +123,7 @@ def test_a_load_whose_blocks_are_set_aside_has_a_second_record_when_they_are_fre
     assert world.records[1].t_parked == 121.0
 
 
-def test_a_second_request_of_the_same_id_has_a_record_of_its_own() -> None:
+def test_a_second_request_with_the_same_id_has_its_own_record() -> None:
     world = RecordedWorld()
     world.awaits()
     world.loads.register(registration(), world.peers.address("P"), {}, world.now)  # type: ignore[arg-type]

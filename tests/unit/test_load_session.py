@@ -65,7 +65,7 @@ def complete(*events: Event) -> LoadSession:
     return session
 
 
-def test_a_promised_token_is_awaited_for_a_while_and_no_longer() -> None:
+def test_the_wait_for_a_promised_token_is_bounded() -> None:
     assert complete(TokenPromised("A")).handle(TokenArrived("A", 7), 12.9) == [ReportLoaded(7)]
     session = complete(TokenPromised("A"))
     assert session.next_due(11.0) == 13.0
@@ -73,7 +73,7 @@ def test_a_promised_token_is_awaited_for_a_while_and_no_longer() -> None:
     assert session.handle(Tick(), 13.0) == [ReportLoaded("late")]
 
 
-def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
+def test_a_timed_out_load_parks_its_blocks_until_every_rank_has_ended() -> None:
     session = waiting("A", "B")
     assert session.handle(TimedOut("why"), 10.0) == [Cancel(("A", "B"))]
     assert session.handle(Tick(), 14.5) == [Cancel(("A", "B"))]
@@ -83,7 +83,7 @@ def test_the_engine_does_not_wait_for_ever_but_the_blocks_do() -> None:
     assert session.handle(Completed("B", 2), 600.0) == [Clear()]
 
 
-def test_a_registration_needs_somebody_to_go_to() -> None:
+def test_a_registration_needs_an_agent() -> None:
     with pytest.raises(IllegalTransitionError, match="d-1: registered with nobody"):
         LoadSession("d-1", PATIENCE_S).handle(Registered(frozenset()), 0.0)
 
@@ -93,7 +93,7 @@ def test_a_registration_needs_somebody_to_go_to() -> None:
     ("cancel_timeout_s", "retry_s", "pauses"),
     [(5.0, 1.0, [1, 2, 4, 5, 5]), (20.0, 1.0, [1, 2, 4, 8, 16, 20, 20]), (0.5, 1.0, [1, 1, 1])],
 )
-def test_cancels_become_rare_but_never_cease(
+def test_cancels_are_repeated_forever_at_growing_intervals(
     end: Event, cancel_timeout_s: float, retry_s: float, pauses: list[int]
 ) -> None:
     """A stopped prefill engine keeps each cancel in its queue."""
@@ -279,7 +279,7 @@ def explored() -> Iterator[tuple[State, type[Event], State]]:
                 fresh.append(after)
 
 
-def test_every_event_in_every_situation() -> None:
+def test_every_event_in_every_state_follows_the_transition_table() -> None:
     """The account agrees, each row of the table is used, and no transition is outside of the table."""
     table = {(state, event, to) for state, row in TRANSITIONS.items() for event, tos in row.items() for to in tos}
     assert set(explored()) == table

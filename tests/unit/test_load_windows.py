@@ -52,7 +52,7 @@ class Unpacking(World):
         return [int(block[0]) for block in self.cache.reshape(BLOCKS, BLOCK_BYTES)]
 
 
-def test_a_window_goes_out_with_the_registration() -> None:
+def test_a_registration_carries_a_window() -> None:
     world = Unpacking()
     world.awaits()
     world.awaits("s")
@@ -64,7 +64,7 @@ def test_a_window_goes_out_with_the_registration() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"tp_size": 2}, {"pp_size": 2}])
-def test_none_for_ranks_that_hold_other_parts_of_a_block(odd: dict[str, int]) -> None:
+def test_ranks_with_other_parts_of_a_block_get_no_window(odd: dict[str, int]) -> None:
     world = Unpacking()
     address = Address("P", "10.0.0.5", 5600, **{"tp_size": 1, **odd}, notify_only=True)
     world.loads.register(registration(), address, EXTRA, world.now)
@@ -90,7 +90,7 @@ ENDINGS: dict[str, Callable[[Unpacking], None]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("speaks", [True, False], ids=["layerpush", "stock"])
-def test_a_window_comes_back_with_the_request(ending: str, speaks: bool) -> None:
+def test_a_window_is_freed_at_the_end_of_the_request(ending: str, speaks: bool) -> None:
     world = Unpacking()
     world.awaiting(*["p-0"] * speaks)
     assert len(world.windows) == 1
@@ -100,7 +100,7 @@ def test_a_window_comes_back_with_the_request(ending: str, speaks: bool) -> None
     assert world.is_over()
 
 
-def test_a_window_comes_back_from_a_prefill_engine_that_is_not_there() -> None:
+def test_a_window_is_freed_if_the_prefill_engine_is_unreachable() -> None:
     world = Unpacking()
     world.network.broken = ConnectionError("refused")
     world.awaits()
@@ -110,14 +110,14 @@ def test_a_window_comes_back_from_a_prefill_engine_that_is_not_there() -> None:
     assert len(world.windows) == 0
 
 
-def test_a_window_comes_back_from_a_registration_that_cannot_be_sent() -> None:
+def test_a_window_is_freed_if_the_registration_cannot_be_sent() -> None:
     world = Unpacking()
     with pytest.raises(WireError):
         world.loads.register(registration(blocks=(1, 1)), P, EXTRA, world.now)
     assert len(world.windows) == len(world.staging.ring) == 0
 
 
-def test_a_window_is_kept_as_long_as_somebody_may_write() -> None:
+def test_a_window_is_kept_while_a_prefill_rank_may_write() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.loads.time_out("r", "late", world.now)
@@ -130,7 +130,7 @@ def test_a_window_is_kept_as_long_as_somebody_may_write() -> None:
     assert len(world.windows) == 0
 
 
-def test_what_is_packed_is_scattered_and_answered() -> None:
+def test_an_unpack_message_scatters_the_blocks_and_gets_an_answer() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.unpacks(world.packed(7))
@@ -138,7 +138,7 @@ def test_what_is_packed_is_scattered_and_answered() -> None:
     assert world.answers() == [Unpacked(7, True)]
 
 
-def test_a_request_that_nobody_knows_is_refused_at_once() -> None:
+def test_an_unpack_message_for_an_unknown_request_is_refused_at_once() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.unpacks(world.packed(7, request_id="unknown"))
@@ -146,7 +146,7 @@ def test_a_request_that_nobody_knows_is_refused_at_once() -> None:
     assert world.answers() == [Unpacked(7, False)]
 
 
-def test_a_stranger_unpacks_nothing() -> None:
+def test_an_unpack_message_from_an_unknown_agent_is_ignored() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.unpacks(world.packed(7), "somebody")
@@ -162,7 +162,7 @@ def test_a_packing_error_is_counted() -> None:
     assert world.peer_errors.counts == {"unpack": 1}
 
 
-def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
+def test_an_unpack_message_after_the_failure_of_its_rank_is_refused() -> None:
     """An unpack message comes late or twice, while another rank still writes."""
     world = Unpacking(ranks=2)
     world.loads.register(registration(), P, EXTRA, world.now)
@@ -175,7 +175,7 @@ def test_whoever_has_had_its_final_word_unpacks_nothing() -> None:
     assert Unpacked(7, False) in world.answers()
 
 
-def test_the_outcome_waits_until_nothing_is_scattered() -> None:
+def test_the_outcome_waits_for_the_end_of_the_scatter() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.staging.looks.append(3)
@@ -192,7 +192,7 @@ def test_the_outcome_waits_until_nothing_is_scattered() -> None:
     assert world.is_over()
 
 
-def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None:
+def test_parked_blocks_are_cleared_after_the_scatter() -> None:
     world = Unpacking()
     world.awaiting("p-0")
     world.loads.time_out("r", "late", world.now)
@@ -208,7 +208,7 @@ def test_blocks_that_were_set_aside_are_free_when_nothing_is_scattered() -> None
     assert world.told == ["parked", "failed", "cleared"]
 
 
-def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:
+def test_an_unpack_message_during_the_handshake_is_kept() -> None:
     world = Unpacking()
     world.engine.known.add("r")
     world.loads.register(registration(), P, EXTRA, world.now)
@@ -219,7 +219,7 @@ def test_a_question_that_comes_before_the_handshake_is_over_is_kept() -> None:
     assert world.unpacked[1:3] == [7, 7]
 
 
-def test_a_scatter_that_cannot_begin_ends_in_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpack_message_whose_scatter_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An early message behind the scatter is still handled."""
     world = Unpacking()
     world.engine.known.add("r")

@@ -248,7 +248,7 @@ class World(Town):
 # Registering.
 
 
-def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
+def test_every_prefill_rank_gets_the_registration_and_is_watched() -> None:
     world = World(ranks=2)
     world.loads.register(registration(), P, EXTRA, world.now)
     assert (world.mail.sent, world.watch.sessions) == ([], {})
@@ -263,7 +263,7 @@ def test_every_prefill_rank_is_sent_the_registration_and_watched() -> None:
     assert world.told == []
 
 
-def test_a_prefill_engine_that_does_not_fit_gets_no_registration() -> None:
+def test_a_mismatched_prefill_engine_gets_no_registration() -> None:
     """It writes nothing, so the blocks are free at once."""
     world = World()
     world.engine.misfit = "its block size is 64 tokens, ours 32"
@@ -276,7 +276,7 @@ def test_a_prefill_engine_that_does_not_fit_gets_no_registration() -> None:
     assert world.is_over()
 
 
-def test_a_prefill_engine_that_cannot_be_reached_fails_the_load() -> None:
+def test_an_unreachable_prefill_engine_fails_the_load() -> None:
     world = World()
     world.network.listening = {}
     world.awaits()
@@ -297,7 +297,7 @@ def test_a_prefill_engine_on_a_host_that_is_not_allowed_fails_the_load() -> None
     assert world.network.handshakes == []
 
 
-def test_a_connection_that_turns_out_to_be_dead_is_made_anew() -> None:
+def test_a_dead_connection_is_replaced() -> None:
     """The prefill engine was restarted under its old name and address."""
     world = World()
     world.awaiting("p-0", request_id="old")
@@ -310,7 +310,7 @@ def test_a_connection_that_turns_out_to_be_dead_is_made_anew() -> None:
     assert len(world.loads) == 2
 
 
-def test_a_connection_that_is_dead_again_fails_the_load() -> None:
+def test_a_second_dead_connection_fails_the_load() -> None:
     world = World()
     world.mail.lost = {"p-0"}
     world.awaits()
@@ -320,7 +320,7 @@ def test_a_connection_that_is_dead_again_fails_the_load() -> None:
     assert world.is_over()
 
 
-def test_ranks_that_were_reached_are_asked_to_stop_if_another_was_not() -> None:
+def test_registered_ranks_get_a_cancel_if_another_rank_is_unreachable() -> None:
     world = World(ranks=2)
     world.mail.lost = {"p-1"}
     world.awaits()
@@ -332,7 +332,7 @@ def test_ranks_that_were_reached_are_asked_to_stop_if_another_was_not() -> None:
     assert world.is_over()
 
 
-def test_what_cannot_be_registered_is_never_awaited() -> None:
+def test_a_load_that_cannot_be_registered_is_not_awaited() -> None:
     world = World()
     with pytest.raises(WireError, match="twice"):
         world.loads.register(registration(blocks=(4, 4)), P, EXTRA, world.now)
@@ -353,7 +353,9 @@ def test_what_cannot_be_registered_is_never_awaited() -> None:
     ("tp_size", "pp_size", "world_size", "needed"),
     [(1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (1, 1, 2, 1), (4, 1, 2, 2), (1, 2, 1, 2)],
 )
-def test_as_many_ranks_as_write_here_must_be_done(tp_size: int, pp_size: int, world_size: int, needed: int) -> None:
+def test_a_load_needs_a_completion_from_every_rank_that_writes_here(
+    tp_size: int, pp_size: int, world_size: int, needed: int
+) -> None:
     world = World(tp_size * pp_size, world_size)
     world.engine.known = {"r"}
     world.loads.register(registration(), Address("P", "10.0.0.5", 5600, 1, pp_size), EXTRA, world.now)
@@ -366,7 +368,7 @@ def test_as_many_ranks_as_write_here_must_be_done(tp_size: int, pp_size: int, wo
     assert world.is_over()
 
 
-def test_a_rank_that_says_it_twice_counts_once() -> None:
+def test_a_repeated_completion_of_a_rank_counts_once() -> None:
     world = World(ranks=2)
     world.awaiting()
     for _ in range(3):
@@ -378,7 +380,7 @@ def test_a_rank_that_says_it_twice_counts_once() -> None:
     assert len(world.engine.completions) == 2
 
 
-def test_who_was_not_asked_has_no_say() -> None:
+def test_messages_from_an_unregistered_agent_are_ignored() -> None:
     world = World()
     world.awaiting("p-0")
     for word in (Completion("r", 1), Cancelled("r"), Fail("r", 0, "no", True), Accepted("r")):
@@ -391,7 +393,7 @@ def test_who_was_not_asked_has_no_say() -> None:
 
 @pytest.mark.parametrize("outcome", ["loaded", "failed"])
 @pytest.mark.parametrize("step_s", [KEPT_S, 100 * KEPT_S])
-def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s: float) -> None:
+def test_a_long_step_does_not_lose_the_outcome_of_a_load(outcome: str, step_s: float) -> None:
     """The main thread knows of a request after the forward of its step, which may compile for minutes."""
     world = World()
     world.awaits(known=False)
@@ -411,7 +413,7 @@ def test_however_long_a_step_takes_its_outcome_is_not_lost(outcome: str, step_s:
 
 @pytest.mark.parametrize("connecting", [True, False], ids=["while it connects", "before it was asked for"])
 @pytest.mark.parametrize(("word", "outcome"), [(Completion("r", 1), "loaded"), (Fail("r", 0, "no", True), "failed")])
-def test_what_is_said_too_early_is_not_lost(connecting: bool, word: Completion | Fail, outcome: str) -> None:
+def test_an_early_message_is_not_lost(connecting: bool, word: Completion | Fail, outcome: str) -> None:
     world = World()
     if connecting:
         world.network.listening = {}
@@ -427,7 +429,7 @@ def test_what_is_said_too_early_is_not_lost(connecting: bool, word: Completion |
     assert world.is_over()
 
 
-def test_a_promised_token_may_come_a_little_later_and_then_counts_for_nothing() -> None:
+def test_a_promised_token_may_come_late_and_is_ignored_after_the_wait() -> None:
     for late in (False, True):
         world = World()
         world.awaits(sampling="greedy")
@@ -443,7 +445,7 @@ def test_a_promised_token_may_come_a_little_later_and_then_counts_for_nothing() 
         assert world.is_over(), "no message is kept for a load that is over"
 
 
-def test_a_p_that_promises_nothing_is_not_waited_for() -> None:
+def test_a_load_does_not_wait_for_a_token_that_p_did_not_promise() -> None:
     world = World()
     world.awaits(sampling="greedy")
     world.hears(Accepted("r"))
@@ -451,7 +453,7 @@ def test_a_p_that_promises_nothing_is_not_waited_for() -> None:
     assert world.told == ["first token not_promised", "loaded"]
 
 
-def test_a_first_token_that_nobody_has_asked_for_counts_for_nothing() -> None:
+def test_an_unrequested_first_token_is_ignored() -> None:
     world = World()
     world.awaiting("p-0")
     world.hears(FirstToken("r", 7))
@@ -461,7 +463,7 @@ def test_a_first_token_that_nobody_has_asked_for_counts_for_nothing() -> None:
     assert world.told == ["loaded"]
 
 
-def test_a_strangers_first_token_counts_for_nothing() -> None:
+def test_a_first_token_from_an_unregistered_agent_is_ignored() -> None:
     world = World()
     world.awaits(sampling="greedy")
     world.hears(Accepted("r", first_token=True))
@@ -472,7 +474,7 @@ def test_a_strangers_first_token_counts_for_nothing() -> None:
     assert world.told == ["first token 7", "loaded"]
 
 
-def test_a_first_token_for_a_rank_that_is_a_step_behind_is_kept() -> None:
+def test_a_first_token_before_the_rank_sends_its_registration_is_kept() -> None:
     world = World()
     world.loads.register(registration(sampling="greedy"), P, EXTRA, world.now)
     world.engine.known |= {"r"}
@@ -482,7 +484,7 @@ def test_a_first_token_for_a_rank_that_is_a_step_behind_is_kept() -> None:
     assert world.told == ["first token 7", "loaded"]
 
 
-def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
+def test_an_agent_identified_by_one_request_is_identified_for_the_next() -> None:
     """The answer about the next one may be lost."""
     world = World(ranks=2)
     world.awaiting("p-0", request_id="old")
@@ -493,7 +495,7 @@ def test_who_has_spoken_of_one_request_is_known_to_speak_of_the_next() -> None:
     assert world.mail.sent == [("p-0", encode(cancel)), ("p-1", encode_quietly(cancel))]
 
 
-def test_who_has_spoken_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_agents_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_peers, "IDENTIFIED_KEPT", 10)
     world = World()
     for number in range(50):
@@ -501,7 +503,7 @@ def test_who_has_spoken_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPat
     assert len(world.loads.peers._identified) == 10
 
 
-def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
+def test_an_early_message_from_an_unregistered_agent_is_ignored() -> None:
     world = World()
     world.hears(Completion("r", 1), "x-0")
     world.awaits()
@@ -510,7 +512,7 @@ def test_what_a_stranger_says_too_early_counts_for_nothing() -> None:
     assert world.peer_errors.counts == {"foreign word": 1}
 
 
-def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
+def test_an_early_message_expires() -> None:
     world = World()
     world.hears(Completion("r", 1))
     world.hears(Fail("s", 0, "no", True))
@@ -523,7 +525,7 @@ def test_what_is_said_too_early_is_not_kept_for_ever() -> None:
     assert world.told == []
 
 
-def test_early_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_early_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_messages, "KEPT", 10)
     world = World()
     for number in range(50):
@@ -534,7 +536,7 @@ def test_early_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # Giving up.
 
 
-def test_aborted_the_prefill_ranks_are_asked_to_stop_and_awaited() -> None:
+def test_an_abort_sends_cancels_and_waits_for_the_prefill_ranks() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.loads.abort("r", "aborted", world.now)
@@ -549,7 +551,7 @@ def test_aborted_the_prefill_ranks_are_asked_to_stop_and_awaited() -> None:
     assert world.is_over()
 
 
-def test_aborted_before_it_was_registered_nobody_is_asked() -> None:
+def test_an_abort_before_the_registration_sends_no_message() -> None:
     world = World()
     world.network.listening = {}
     world.awaits()
@@ -562,7 +564,7 @@ def test_aborted_before_it_was_registered_nobody_is_asked() -> None:
     assert world.is_over()
 
 
-def test_what_is_not_awaited_cannot_be_given_up() -> None:
+def test_an_abort_or_timeout_of_an_unknown_or_finished_load_is_ignored() -> None:
     world = World()
     world.loads.abort("r", "aborted", world.now)
     world.loads.time_out("r", "too late", world.now)
@@ -573,7 +575,7 @@ def test_what_is_not_awaited_cannot_be_given_up() -> None:
     assert world.told == ["loaded"]
 
 
-def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
+def test_blocks_are_parked_before_the_failure_is_reported() -> None:
     """The failure is reported only when the engine knows the request, the parking at once."""
     world = World()
     world.awaits(known=False)
@@ -585,7 +587,7 @@ def test_blocks_are_set_aside_before_the_engine_may_use_them() -> None:
     assert world.told == ["parked", "failed"]
 
 
-def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that_it_ignores() -> None:
+def test_a_possibly_stock_prefill_engine_gets_a_quiet_cancel() -> None:
     """It may speak layerpush: the registration, or the answer, may be lost."""
     world = World()
     world.awaiting()
@@ -602,7 +604,9 @@ def test_a_prefill_engine_that_may_be_a_stock_one_is_asked_to_stop_in_words_that
 
 
 @pytest.mark.parametrize(("wish", "level"), [("abort", logging.INFO), ("time_out", logging.WARNING)])
-def test_a_failure_is_said_once_and_an_abort_quietly(wish: str, level: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_once_and_an_abort_at_level_info(
+    wish: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World()
     world.awaiting("p-0")
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
@@ -615,7 +619,7 @@ def test_a_failure_is_said_once_and_an_abort_quietly(wish: str, level: int, capl
 # Signs of life.
 
 
-def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat() -> None:
+def test_an_identified_agent_gets_pings_and_another_gets_empty_heartbeats() -> None:
     world = World(ranks=2)
     world.awaiting("p-0")
     world.orders(liveness.SendPing("P", "p-0", True), liveness.SendPing("P", "p-1", False))
@@ -632,7 +636,7 @@ def test_an_agent_that_speaks_is_pinged_and_another_is_sent_an_empty_heartbeat()
     assert world.watch.lost_agents == ["p-0"]
 
 
-def test_an_agent_to_which_a_cancel_cannot_be_sent_is_lost() -> None:
+def test_an_agent_is_lost_if_a_cancel_to_it_fails() -> None:
     world = World()
     world.awaiting("p-0")
     world.mail.lost = {"p-0"}
@@ -641,7 +645,7 @@ def test_an_agent_to_which_a_cancel_cannot_be_sent_is_lost() -> None:
     assert world.told == []
 
 
-def test_whatever_an_agent_sends_it_is_heard_of() -> None:
+def test_every_message_of_an_agent_reaches_the_watch() -> None:
     world = World(ranks=3)
     world.awaiting()
     world.hears(None, "p-0")
@@ -650,7 +654,7 @@ def test_whatever_an_agent_sends_it_is_heard_of() -> None:
     assert world.watch.identified == {"p-0": True, "p-1": False, "p-2": True}
 
 
-def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None:
+def test_a_probe_uses_the_engines_address_and_the_watch_gets_its_verdict() -> None:
     world = World()
     world.awaiting()
     world.orders(liveness.StartProbe("P", "p-0"))
@@ -660,7 +664,7 @@ def test_a_probe_asks_where_the_engine_is_and_its_verdict_is_passed_on() -> None
 
 
 @pytest.mark.parametrize(("verdict", "identified"), [(Verdict.IDENTIFIED, True), (Verdict.ALIVE, False)])
-def test_the_next_load_knows_that_the_side_channel_named_layerpush(verdict: Verdict, identified: bool) -> None:
+def test_an_identification_by_the_side_channel_holds_for_the_next_load(verdict: Verdict, identified: bool) -> None:
     world = World()
     world.awaiting()
     world.orders(liveness.StartProbe("P", "p-0"))
@@ -669,7 +673,7 @@ def test_the_next_load_knows_that_the_side_channel_named_layerpush(verdict: Verd
     assert world.watch.identified == {"p-0": identified}
 
 
-def test_silence_gives_every_load_of_the_agent_up() -> None:
+def test_the_silence_of_an_agent_fails_all_its_loads() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.orders(liveness.ReportSilent("p-0", "nothing came"))
@@ -679,7 +683,7 @@ def test_silence_gives_every_load_of_the_agent_up() -> None:
     assert world.told == ["parked", "failed"]
 
 
-def test_a_dead_agent_writes_nowhere_any_more() -> None:
+def test_the_death_of_an_agent_fails_its_loads_without_parking_blocks() -> None:
     world = World()
     world.awaiting("p-0")
     world.awaiting("p-0", request_id="s")
@@ -691,7 +695,7 @@ def test_a_dead_agent_writes_nowhere_any_more() -> None:
     assert world.is_over()
 
 
-def test_an_order_about_what_has_just_ended_is_harmless() -> None:
+def test_an_order_for_an_ended_session_is_harmless() -> None:
     """Orders of one look: the first may end the last session of the engine."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
@@ -708,7 +712,7 @@ def test_an_order_about_what_has_just_ended_is_harmless() -> None:
     assert world.probe.asked == []
 
 
-def test_an_engine_that_lives_behind_a_dead_connection_is_connected_anew() -> None:
+def test_a_living_engine_with_a_dead_connection_is_reconnected() -> None:
     world = World()
     world.awaiting("p-0")
     world.orders(liveness.Reconnect("P"))
@@ -718,7 +722,7 @@ def test_an_engine_that_lives_behind_a_dead_connection_is_connected_anew() -> No
     assert world.told == ["loaded"]
 
 
-def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_reconnection_is_logged_and_left_to_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.awaiting("p-0")
     world.network.listening = {}
@@ -731,7 +735,7 @@ def test_an_engine_that_cannot_be_connected_anew_is_left_to_the_watch(caplog: py
     assert world.told == []
 
 
-def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
+def test_a_living_rank_keeps_its_connection_after_the_death_of_another() -> None:
     """Sends to it would fail, and that would count as its death."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
@@ -748,7 +752,7 @@ def test_a_rank_that_lives_is_not_cut_off_because_another_has_died() -> None:
     assert world.told == ["failed"]
 
 
-def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
+def test_a_rank_that_another_request_awaits_keeps_its_connection() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1", request_id="s")
     world.awaiting("p-0", "p-1")
@@ -758,7 +762,7 @@ def test_a_rank_that_another_request_awaits_is_not_cut_off_either() -> None:
     assert world.network.forgotten == []
 
 
-def test_a_rank_outlives_its_sibling_in_the_eyes_of_the_watch() -> None:
+def test_a_living_rank_is_not_reported_gone_after_the_death_of_its_sibling() -> None:
     """Its engine's listener ends with the sibling, so only successful sends show that it lives."""
     world = World(ranks=2, scripted=False)
     world.awaiting("p-0", "p-1")
@@ -774,7 +778,7 @@ def test_a_rank_outlives_its_sibling_in_the_eyes_of_the_watch() -> None:
     assert world.told == ["parked", "failed", "cleared"]
 
 
-def test_what_cannot_be_sent_for_want_of_a_connection_speaks_against_nobody() -> None:
+def test_a_send_without_a_connection_is_no_evidence_of_a_death() -> None:
     world = World()
     world.awaiting("p-0")
     world.network.listening = {}
@@ -799,7 +803,7 @@ def dies_a_little(world: World) -> None:
         world.probe.answer(Verdict.ENDED, world.now)
 
 
-def test_what_a_dead_agent_had_sent_before_does_not_keep_it_alive() -> None:
+def test_messages_sent_before_a_death_do_not_keep_the_agent_alive() -> None:
     """A send fails, we connect anew, and only then read its last messages. No further send to it can fail."""
     world = World(scripted=False)
     world.awaiting("p-0")
@@ -814,7 +818,7 @@ def test_what_a_dead_agent_had_sent_before_does_not_keep_it_alive() -> None:
     assert world.engine.told == [("failed", "r")]
 
 
-def test_a_connection_to_its_successor_does_not_keep_a_dead_agent_alive() -> None:
+def test_a_connection_to_the_successor_of_a_dead_agent_does_not_keep_it_alive() -> None:
     """It died between the probe that found it alive and the handshake."""
     world = World(scripted=False)
     world.awaiting("p-0")
@@ -830,7 +834,7 @@ def test_a_connection_to_its_successor_does_not_keep_a_dead_agent_alive() -> Non
     assert world.told == ["failed"]
 
 
-def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_connected() -> None:
+def test_a_probe_names_the_registered_rank_even_without_a_connection() -> None:
     """Another rank's answer would not name the agent: the agent would count as dead while it writes."""
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
@@ -842,7 +846,7 @@ def test_a_probe_asks_about_the_rank_that_registered_though_its_engine_is_not_co
     assert (asked.agent, asked.rank, asked.address) == ("p-1", (0, 1), P)
 
 
-def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it_is() -> None:
+def test_a_probe_uses_the_address_of_the_handshake_and_not_of_a_later_request() -> None:
     """A client names the address. At a wrong one, every probe would find a death."""
     world = World()
     world.awaiting("p-0", request_id="honest")
@@ -857,7 +861,7 @@ def test_a_probe_asks_where_the_engine_was_found_and_not_where_a_request_says_it
     assert world.network.handshakes == [P, P]
 
 
-def test_a_request_that_counts_the_ranks_otherwise_is_not_awaited() -> None:
+def test_a_request_with_a_different_number_of_ranks_is_not_awaited() -> None:
     world = World(ranks=2)
     two = Address("P", "10.0.0.5", 5600, tp_size=2)
     world.network.connected, world.network.addresses = {"P": world.agents}, {"P": two}
@@ -879,7 +883,7 @@ def asks_its_host(answer: bool) -> tuple[list[str], Callable[[str], bool]]:
     return asked, forget
 
 
-def test_only_its_host_drops_a_connection() -> None:
+def test_a_connection_is_dropped_only_through_the_forget_callback() -> None:
     """Pushes of this rank may be on their way to that engine."""
     asked, forget = asks_its_host(True)
     world = World(forget=forget)
@@ -893,7 +897,7 @@ def test_only_its_host_drops_a_connection() -> None:
     assert world.network.forgotten == []
 
 
-def test_a_connection_that_pushes_are_on_their_way_over_is_kept_for_now() -> None:
+def test_a_connection_with_pushes_in_flight_is_kept() -> None:
     """Then no new connection is made, and the failure remains."""
     asked, forget = asks_its_host(False)
     world = World(forget=forget)
@@ -911,7 +915,7 @@ def test_a_connection_that_pushes_are_on_their_way_over_is_kept_for_now() -> Non
     assert world.network.handshakes == [P]
 
 
-def test_a_connection_that_a_registration_makes_anew_cures_what_failed_on_the_old_one() -> None:
+def test_a_reconnection_by_a_registration_is_reported_to_the_watch() -> None:
     world = World()
     world.awaiting("p-0")
     world.network.connected["P"] = ("p-old",)
@@ -921,7 +925,7 @@ def test_a_connection_that_a_registration_makes_anew_cures_what_failed_on_the_ol
     assert world.watch.reconnections == [("p-0",)]
 
 
-def test_a_process_is_probed_where_it_was_found() -> None:
+def test_a_probe_uses_the_address_of_a_connection_made_by_vllm() -> None:
     """vLLM connected the engine for a heartbeat, before the first registration. That request names another address:
     there a living process seems dead, or a dead one never ends.
     """
@@ -934,7 +938,7 @@ def test_a_process_is_probed_where_it_was_found() -> None:
         assert world.probe.answer(Verdict.ENDED, world.now).address == P
 
 
-def test_an_engine_is_connected_anew_where_it_was_found() -> None:
+def test_a_reconnection_uses_the_address_of_the_last_successful_handshake() -> None:
     """A request that has not been registered yet may name any address."""
     world = World()
     nowhere = Address("P", "10.6.6.6", 1, tp_size=1, notify_only=True)
@@ -951,9 +955,7 @@ def test_an_engine_is_connected_anew_where_it_was_found() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "lost"), [(1, ["p-0"]), (2, [])])
-def test_what_somebody_else_found_broken_speaks_against_an_agent_only_if_there_is_one(
-    ranks: int, lost: list[str]
-) -> None:
+def test_a_connection_lost_elsewhere_is_evidence_only_against_a_lone_agent(ranks: int, lost: list[str]) -> None:
     world = World(ranks)
     world.awaiting(*world.agents)
     world.loads.peers.connection_lost(world.agents, world.now)
@@ -962,7 +964,7 @@ def test_what_somebody_else_found_broken_speaks_against_an_agent_only_if_there_i
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, ["failed"]), (2, ["parked", "failed"])])
-def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks: int, told: list[str]) -> None:
+def test_a_death_is_found_although_the_connection_was_dropped_elsewhere(ranks: int, told: list[str]) -> None:
     """A lone rank must be the one that died; of two it may be either. No send of ours will fail any more."""
     world = World(ranks, scripted=False)
     world.awaiting(*world.agents)
@@ -974,7 +976,7 @@ def test_who_died_when_somebody_else_dropped_the_connection_is_found_dead(ranks:
     assert world.told == told
 
 
-def test_an_id_whose_blocks_are_set_aside_is_not_registered_again() -> None:
+def test_a_request_id_with_parked_blocks_is_not_registered_again() -> None:
     """Messages about the old request would count for the new one."""
     world = World()
     world.awaiting("p-0")
@@ -1013,7 +1015,7 @@ def test_a_load_that_succeeds_is_counted_with_its_time() -> None:
     assert tally.observed(LOAD).total == pytest.approx(3.0)
 
 
-def test_loads_that_come_to_nothing_are_told_apart() -> None:
+def test_unsuccessful_loads_are_counted_by_outcome() -> None:
     world = World()
     world.awaiting("p-0", request_id="failed")
     world.hears(Fail("failed", 0, "no such request", True))
@@ -1028,7 +1030,7 @@ def test_loads_that_come_to_nothing_are_told_apart() -> None:
     assert counted(world) == ({"failed": 1, "aborted": 1, "refused": 1, "parked": 1}, {}, 0)
 
 
-def test_peers_that_are_given_up_are_counted() -> None:
+def test_lost_peers_are_counted_by_cause() -> None:
     world = World(ranks=2)
     world.awaiting("p-0", "p-1")
     world.orders(liveness.ReportSilent("p-0", "nothing came"), liveness.ReportGone("P", "p-1", "it ended"))

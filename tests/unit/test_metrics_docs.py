@@ -39,7 +39,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["dashboard", "alerts"])
-def test_what_they_name_is_scraped(scrape: Scrape, name: str) -> None:
+def test_dashboard_and_alert_metrics_are_scraped(scrape: Scrape, name: str) -> None:
     wanted = list(expressions(documents()[name]))
     assert len(wanted) > 10
     assert unknown_names(wanted, scrape) == []
@@ -57,7 +57,7 @@ def test_what_they_name_is_scraped(scrape: Scrape, name: str) -> None:
         ("sum by (outcomes) (vllm:layerpush_pushes_total)", "outcomes"),
     ],
 )
-def test_what_is_not_scraped_is_found(scrape: Scrape, expression: str, missing: str) -> None:
+def test_the_check_finds_unknown_metrics_and_labels(scrape: Scrape, expression: str, missing: str) -> None:
     assert unknown_names([expression], scrape) == [missing]
 
 
@@ -70,7 +70,7 @@ def test_the_dashboard_is_up_to_date() -> None:
     assert DASHBOARD.read_text() == dashboard.render(), "run scripts/pages"
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
     panels = documents()["dashboard"]["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -82,7 +82,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
     assert len(set(cells)) == len(cells)
 
 
-def test_panels_are_what_grafana_takes() -> None:
+def test_panels_match_grafanas_schema() -> None:
     board = documents()["dashboard"]
     variables = {each["name"]: each for each in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
@@ -99,7 +99,7 @@ def test_panels_are_what_grafana_takes() -> None:
             assert all(target["legendFormat"] for target in panel["targets"])
 
 
-def test_every_panel_and_variable_obeys_the_variables_before_it() -> None:
+def test_panels_filter_by_all_variables_and_variables_by_earlier_ones() -> None:
     board = documents()["dashboard"]
     labels = list(dashboard.VARIABLES)
     for panel in board["panels"]:
@@ -133,19 +133,19 @@ def test_expressions_are_promql() -> None:
         "sum by (x) (a) / sum by (y) (a)",
     ],
 )
-def test_an_expression_that_is_no_promql_or_matches_nothing_is_found(expression: str) -> None:
+def test_the_check_rejects_expressions_with_bad_syntax_or_no_match(expression: str) -> None:
     with pytest.raises(promql.PromqlError):
         promql.check(expression)
 
 
-def test_the_page_says_what_to_do_about_every_alert_and_the_alert_says_where() -> None:
+def test_every_alert_links_to_its_section_of_the_page() -> None:
     named = re.findall(r"^### (Layerpush\w+)$", PAGE.read_text(), re.MULTILINE)
     assert named == [rule["alert"] for rule in rules()]
     for rule in rules():
         assert rule["annotations"]["runbook"] == f"docs/metrics.md#{rule['alert'].lower()}"
 
 
-def test_rules_are_valid_and_have_a_severity_and_the_engine() -> None:
+def test_rules_are_valid_and_have_severity_and_engine_labels() -> None:
     for group in documents()["alerts"]["groups"]:
         assert set(group) == {"name", "rules"}
     for rule in rules():
@@ -161,12 +161,12 @@ def test_rules_are_valid_and_have_a_severity_and_the_engine() -> None:
         assert {"instance"} <= set(re.findall(r"\$labels\.(\w+)", summary_text)) <= kept, rule["alert"]
 
 
-def test_the_page_quotes_the_log_line_as_it_is() -> None:
+def test_the_page_quotes_the_current_log_line() -> None:
     (quoted,) = re.findall(r"^KV Transfer metrics: (.*), \.\.\.$", PAGE.read_text(), re.MULTILINE)
     tally = Tally()
     tally.count(PUSHES, "layerwise")
     assert re.findall(r"([^,=]+)=", quoted.replace(", ", ","))[:6] == list(summary(tally))[:6]
 
 
-def test_the_number_of_ranks_is_named_where_counts_are_explained() -> None:
+def test_the_page_names_the_metric_for_the_number_of_ranks() -> None:
     assert RANKS.exposed_name in PAGE.read_text()

@@ -28,7 +28,7 @@ def counted(ranks: int, *endings: Ending, steps: Sequence[float] = ()) -> Tally:
     return recorder.take()
 
 
-def test_an_end_counts_when_the_last_rank_has_reported_it() -> None:
+def test_an_end_counts_after_the_report_of_the_last_rank() -> None:
     ends = [push("layerwise", exposed_seconds=at, transfer_seconds=1.0) for at in (0.1, 0.4, 0.2)]
     assert counted(3, *ends[:2]).is_empty
     tally = counted(3, *ends)
@@ -42,7 +42,7 @@ def test_the_ranks_of_several_requests_may_report_in_any_order() -> None:
         assert counted(2, *order).counters == {PUSHES.key: {"layerwise": 1, "whole": 1}}
 
 
-def test_a_failure_on_one_rank_is_the_engines() -> None:
+def test_a_failure_on_one_rank_counts_as_a_failure_of_the_engine() -> None:
     completed, failed = push("layerwise", exposed_seconds=0.1, transfer_seconds=0.1), push("failed")
     for order in itertools.permutations([completed, completed, failed]):
         tally = counted(3, *order)
@@ -59,14 +59,14 @@ def test_a_fallback_on_any_rank_counts_once() -> None:
         }
 
 
-def test_a_load_and_a_push_of_one_name_are_two() -> None:
+def test_a_load_and_a_push_with_equal_names_count_separately() -> None:
     load = Ending("r", LOADS.key, "loaded", times={LOAD.key: 2.0})
     tally = counted(2, load, push("layerwise"), load, push("layerwise"))
     assert tally.counters == {PUSHES.key: {"layerwise": 1}, LOADS.key: {"loaded": 1}}
     assert (tally.observed(LOAD).count, tally.observed(LOAD).total) == (1, 2.0)
 
 
-def test_an_end_that_other_ranks_do_not_have_counts_after_a_time() -> None:
+def test_an_end_without_reports_of_the_other_ranks_counts_after_a_timeout() -> None:
     """A request may be aborted before all ranks have begun it."""
     assert counted(2, push("cancelled"), steps=[KEPT_S - 1]).is_empty
     assert counted(2, push("cancelled"), steps=[KEPT_S, KEPT_S]).counters == {PUSHES.key: {"cancelled": 1}}

@@ -84,7 +84,7 @@ def test_a_layerwise_push_is_counted_with_its_writes_and_times() -> None:
     assert transfer_s == tally.observed(TRANSFER).total
 
 
-def test_a_late_registration_is_told_from_other_fallbacks() -> None:
+def test_a_late_registration_has_its_own_fallback_label() -> None:
     metered = Metered(registered=False)
     for tokens in (9, 9, 9):
         metered.rig.step((metered.prompt, tokens))
@@ -102,7 +102,7 @@ def test_a_late_registration_is_told_from_other_fallbacks() -> None:
     assert metered.rig.host.transfers == [], "vLLM counts its own WRITE"
 
 
-def test_a_push_that_nobody_asked_for_is_no_failure_of_the_transfer() -> None:
+def test_an_unclaimed_push_is_no_failed_transfer() -> None:
     metered = Metered(registered=False)
     metered.rig.step((metered.prompt, 27))
     metered.rig.finish(metered.prompt)
@@ -118,7 +118,7 @@ def test_the_wait_for_a_late_registration_is_not_exposed_time() -> None:
     assert push.exposed_s == pytest.approx(0.5)
 
 
-def test_writes_are_told_apart_by_their_plan() -> None:
+def test_writes_are_counted_by_plan() -> None:
     metered = Metered()
     post, plans = Writes.post, itertools.cycle(Plan)
 
@@ -139,7 +139,7 @@ def test_writes_are_told_apart_by_their_plan() -> None:
 
 
 @pytest.mark.parametrize("faults", [Faults(fail_writes={1}), Faults(fail_posts={0})], ids=["lost", "not posted"])
-def test_a_failed_write_and_the_push_that_it_fails_are_counted(faults: Faults) -> None:
+def test_a_failed_write_and_its_failed_push_are_counted(faults: Faults) -> None:
     metered = Metered(faults)
     tally = metered.run()
     assert pushes(tally) == {"failed": 1}
@@ -148,7 +148,7 @@ def test_a_failed_write_and_the_push_that_it_fails_are_counted(faults: Faults) -
     assert tally.observed(EXPOSED).count == tally.observed(TRANSFER).count == 0
 
 
-def test_an_aborted_push_is_cancelled() -> None:
+def test_an_aborted_push_counts_as_cancelled() -> None:
     metered = Metered()
     metered.rig.step((metered.prompt, 9))
     assert metered.rig.writer.active == len(metered.rig.writer) == 1
@@ -160,7 +160,7 @@ def test_an_aborted_push_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("faults", [Faults(), Faults(fail_writes={1})], ids=["completed", "failed"])
-def test_a_push_is_counted_once_and_before_the_engine_hears_that_it_is_over(faults: Faults) -> None:
+def test_a_push_is_counted_once_and_before_its_release(faults: Faults) -> None:
     """The engine may stop stepping then, and so its reports."""
     metered = Metered(faults)
     seen: list[tuple[int, int]] = []
@@ -218,7 +218,7 @@ def push_of(rig: Rig | None = None) -> Push:
     return Push(Session("p", (0,), (16,), Policy()), record("pending", "layer"), (rig or Rig()).writer._shared)
 
 
-def test_exposed_time_is_unknown_without_a_moment_to_count_from() -> None:
+def test_exposed_time_is_unknown_without_a_start_time() -> None:
     push = push_of()
     assert push.exposed_s is None
     push.record.t_last_landed = 3.0

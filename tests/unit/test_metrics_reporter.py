@@ -22,7 +22,7 @@ from layerpush.telemetry.metrics.reporter import REPORT_S, Reporter
 from layerpush.worker.metric_sources import watch_rings
 
 
-def test_what_was_recorded_is_told_once() -> None:
+def test_recorded_values_are_reported_once() -> None:
     reporter = Reporter("0")
     reporter.recorder.count(PUSHES, "failed")
     reporter.recorder.observe((EXPOSED, 0.2), (EXPOSED, 0.4))
@@ -32,7 +32,7 @@ def test_what_was_recorded_is_told_once() -> None:
     assert reporter.take(1.0) is None
 
 
-def test_totals_of_others_are_told_by_what_came_on_top() -> None:
+def test_external_totals_are_reported_as_increments() -> None:
     reporter, totals = Reporter("0"), {"foreign_word": 2}
     reporter.total(DROPPED_MESSAGES, lambda: totals)
     told = []
@@ -43,7 +43,7 @@ def test_totals_of_others_are_told_by_what_came_on_top() -> None:
     assert told == [2, 0, 3]
 
 
-def test_a_level_is_told_when_it_changes_and_once_in_a_while() -> None:
+def test_a_level_is_reported_on_change_and_periodically() -> None:
     reporter, level = Reporter("0"), [0.0]
     reporter.level(AWAITED_LOADS, lambda: level[0])
 
@@ -67,7 +67,7 @@ class Ring:
     used_bytes: int
 
 
-def test_staging_rings_of_a_worker_are_one_level() -> None:
+def test_staging_rings_of_a_worker_add_up_to_one_level() -> None:
     """Without a ring, both levels are 0."""
     reporter, rings = Reporter("0"), list[Ring]()
     watch_rings(reporter, rings)
@@ -93,7 +93,7 @@ def test_every_report_has_every_level_and_the_lag() -> None:
     assert (tally.observed(WRITER_LAG).count, tally.observed(WRITER_LAG).total) == (1, 0.25)
 
 
-def test_threads_lose_nothing() -> None:
+def test_concurrent_threads_lose_no_counts() -> None:
     reporter, per_thread, writers = Reporter("0"), 5000, 3
     taken = {"counted": 0, "observed": 0}
 

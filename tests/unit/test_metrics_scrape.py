@@ -84,7 +84,7 @@ def upstream_stats() -> Any:
     return stats
 
 
-def test_every_metric_is_there_before_anything_has_happened(front_end: Opened) -> None:
+def test_every_metric_exists_before_the_first_event(front_end: Opened) -> None:
     front_end()
     scrape = Scrape()
     for metric in CATALOG:
@@ -97,7 +97,7 @@ def test_every_metric_is_there_before_anything_has_happened(front_end: Opened) -
     )
 
 
-def test_what_a_worker_tells_is_scraped(front_end: Opened) -> None:
+def test_worker_reports_are_scraped(front_end: Opened) -> None:
     one = front_end()
     for _ in range(2):
         one.hear(stats_of(pushed()).to_dict())
@@ -114,7 +114,7 @@ def test_what_a_worker_tells_is_scraped(front_end: Opened) -> None:
     assert scrape.value("pending_registrations") == 2
 
 
-def test_engines_are_kept_apart(front_end: Opened) -> None:
+def test_each_engine_has_its_own_series(front_end: Opened) -> None:
     both = front_end(engines=2)
     both.hear(stats_of(pushed()).to_dict(), engine=1)
     scrape = Scrape()
@@ -123,7 +123,7 @@ def test_engines_are_kept_apart(front_end: Opened) -> None:
     assert scrape.value("pending_registrations", engine="0") == 0
 
 
-def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
+def test_ranks_add_up_as_in_vllm(front_end: Opened) -> None:
     """Through the executor's aggregator, with a rank without a report and the scheduler's own report."""
     reports = [None, stats_of(pushed("1")), stats_of(pushed("2", 0.5), upstream_stats())]
     reports = pickle.loads(pickle.dumps(reports))  # from worker to engine core
@@ -147,7 +147,7 @@ def test_ranks_are_added_up_as_vllm_does_it(front_end: Opened) -> None:
     assert {s.name: s.value for s in Scrape().samples}["vllm:nixl_bytes_transferred_sum"] == 1 << 20
 
 
-def test_pushes_by_layer_are_transfers_of_vllm(front_end: Opened) -> None:
+def test_layer_wise_pushes_count_as_vllm_transfers(front_end: Opened) -> None:
     stats, transfers = LayerPushStats(), TransferStats()
     transfers.pushed(WriteSums(bytes=3 << 20, descriptors=48, post_s=0.002), transfer_s=0.25)
     transfers.landed(SimpleNamespace(xferDuration=5e5, postDuration=1e3, totalBytes=1 << 20, descCount=4))
@@ -166,7 +166,7 @@ def test_pushes_by_layer_are_transfers_of_vllm(front_end: Opened) -> None:
     assert "Num successful transfers=2" in (one.log_line() or "")
 
 
-def test_adding_up_leaves_the_added_alone() -> None:
+def test_aggregation_does_not_change_its_argument() -> None:
     first, second = stats_of(pushed(), upstream_stats()), stats_of(pushed("1"), upstream_stats())
     before = repr(second.to_dict())
     first.aggregate(second).aggregate(second)
@@ -175,14 +175,14 @@ def test_adding_up_leaves_the_added_alone() -> None:
     assert len(first.data["transfer_duration"]) == 3
 
 
-def test_a_kind_of_message_that_nobody_foresaw_is_counted_too(front_end: Opened) -> None:
+def test_an_unknown_kind_of_message_is_counted(front_end: Opened) -> None:
     tally = Tally()
     tally.count(DROPPED_MESSAGES, "from_the_future", 3)
     front_end().hear(stats_of(tally).to_dict())
     assert Scrape().value("dropped_messages_total", kind="from_the_future") == 3
 
 
-def test_statistics_of_nothing() -> None:
+def test_empty_statistics() -> None:
     empty = LayerwisePushConnector.build_kv_connector_stats()
     assert empty.is_empty()
     assert empty.tally.is_empty
@@ -196,7 +196,7 @@ def test_statistics_of_nothing() -> None:
     assert empty.is_empty()
 
 
-def test_under_multi_connector(front_end: Opened) -> None:
+def test_metrics_work_under_multi_connector(front_end: Opened) -> None:
     inner = {"kv_connector": "LayerwisePushConnector", "kv_role": "kv_both"}
     one = front_end(connector="MultiConnector", connectors=[inner])
     one.hear({"LayerwisePushConnector": stats_of(pushed()).to_dict()})
@@ -246,14 +246,14 @@ def test_levels_and_lag_alone_are_scraped_and_not_logged(front_end: Opened) -> N
     assert Scrape().value("writer_lag_seconds_count") == 1
 
 
-def test_levels_alone_are_not_empty_where_they_are_made() -> None:
+def test_a_report_of_levels_only_is_not_empty() -> None:
     """vLLM drops an empty report of a scheduler's connector."""
     tally = Tally()
     tally.level(PARKED_BLOCKS, "scheduler", 0)
     assert not stats_of(tally).is_empty()
 
 
-def test_two_loggers_hear_the_same(front_end: Opened) -> None:
+def test_two_loggers_get_equal_reports(front_end: Opened) -> None:
     """vLLM gives one dict to all loggers, step by step."""
     one = front_end()
     other = KVConnectorLogging(one.transfer)
@@ -306,7 +306,7 @@ for reports in (0, 2):
 
 
 @pytest.mark.slow
-def test_with_several_front_ends(tmp_path: Path) -> None:
+def test_metrics_work_with_several_front_ends(tmp_path: Path) -> None:
     """prometheus_client then keeps its values in files, which are read together."""
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(

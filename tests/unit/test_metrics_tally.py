@@ -51,7 +51,7 @@ def test_ranks_add_up_in_any_order() -> None:
     assert left.counted(PUSHES) == left.counted(FAILED_WRITES) == left.observed(EXPOSED).count == 150
 
 
-def test_a_merge_leaves_what_it_takes_alone() -> None:
+def test_a_merge_does_not_change_its_argument() -> None:
     data = sample(1).to_data()
     before = msgspec.json.encode(data)
     total = Tally.from_data(data)
@@ -60,19 +60,19 @@ def test_a_merge_leaves_what_it_takes_alone() -> None:
     assert msgspec.json.encode(data) == before
 
 
-def test_data_survives_the_way_between_processes() -> None:
+def test_data_survives_msgpack() -> None:
     """vLLM sends it in MessagePack, decoded without a type."""
     data = sample(3).to_data()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == data
 
 
-def test_data_does_not_grow_with_what_is_observed() -> None:
+def test_data_does_not_grow_with_observations() -> None:
     once, often = merged(sample(1)), merged(*(sample(1) for _ in range(200)))
     size_once, size_often = (len(msgspec.msgpack.encode(tally.to_data())) for tally in (once, often))
     assert size_often < 2 * size_once
 
 
-def test_of_a_gauge_the_newest_level_of_every_reporter_counts() -> None:
+def test_a_gauge_keeps_the_newest_level_of_each_reporter() -> None:
     """Every rank counts every request, so the ranks' levels are not added up."""
     total = Tally()
     for reporter, level in (("0", 3), ("1", 4), ("1", 2)):
@@ -91,13 +91,13 @@ def test_label_values_are_bounded() -> None:
     assert tally.counted(LOADS) == 10 * MAX_LABEL_VALUES
 
 
-def test_nothing_counts_as_nothing() -> None:
+def test_a_count_of_zero_leaves_the_tally_empty() -> None:
     tally = Tally()
     tally.count(PUSHES, "failed", 0)
     assert tally.is_empty
 
 
-def test_a_value_on_a_bound_belongs_below_it() -> None:
+def test_a_bucket_includes_its_upper_bound() -> None:
     """As in Prometheus, where a bucket includes its bound."""
     buckets = Buckets.empty((1.0, 2.0))
     for value in (0.0, 1.0, 1.5, 2.0, 2.1):
@@ -105,14 +105,14 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
     assert (buckets.counts, buckets.sums) == ([2, 2, 1], [1.0, 3.5, 2.1])
 
 
-def test_no_observation_is_below_zero() -> None:
+def test_negative_observations_become_zero() -> None:
     tally = Tally()
     tally.observe(EXPOSED, -1e-9)
     assert tally.observed(EXPOSED).total == 0.0
 
 
 @pytest.mark.parametrize("part", [0.5, 0.9, 0.99])
-def test_quantiles_are_right_to_a_bucket(part: float) -> None:
+def test_quantiles_are_exact_to_one_bucket(part: float) -> None:
     dice, buckets = random.Random(7), Buckets.empty(EXPOSED.buckets)
     values = sorted(dice.expovariate(20.0) for _ in range(1000))
     for value in values:
@@ -123,7 +123,7 @@ def test_quantiles_are_right_to_a_bucket(part: float) -> None:
     assert low <= buckets.quantile(part) <= high
 
 
-def test_quantiles_of_nothing_and_of_what_is_beyond_the_last_bound() -> None:
+def test_quantiles_of_no_values_and_of_values_beyond_the_last_bound() -> None:
     buckets = Buckets.empty((1.0,))
     assert (buckets.quantile(0.9), buckets.mean) == (0.0, 0.0)
     buckets.observe(9.0)

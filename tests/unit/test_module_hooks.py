@@ -71,7 +71,7 @@ def log() -> list[str]:
     return []
 
 
-def test_a_layer_is_saved_once_its_module_has_written(log: list[str]) -> None:
+def test_a_layer_is_saved_after_the_forward_of_its_module(log: list[str]) -> None:
     module = Attention(log, "model.layers.1.attn")
     names = watch(config_of(module, module.name), log.append, OWN)
     assert names == [module.name, f"{module.name}.indexer.cache"]
@@ -81,7 +81,7 @@ def test_a_layer_is_saved_once_its_module_has_written(log: list[str]) -> None:
         assert log == [f"wrote {module.name}", *names]
 
 
-def test_a_class_may_write_for_another_layer_only(log: list[str]) -> None:
+def test_a_class_may_write_only_the_cache_of_another_layer(log: list[str]) -> None:
     """vLLM's own hook reports the attention; its indexer ran before."""
     module = Attention(log, "model.layers.0.attn")
     watch(config_of(module, module.name), log.append, {kind(Attention): (kind(Cache),)})
@@ -99,18 +99,18 @@ def test_a_class_may_write_for_another_layer_only(log: list[str]) -> None:
         (Attention, "attn"),
     ],
 )
-def test_unknown_and_drafted_layers_are_left_to_the_sweep(module: type[Attention], name: str, log: list[str]) -> None:
+def test_unknown_and_drafter_layers_get_no_hook(module: type[Attention], name: str, log: list[str]) -> None:
     layer = module(log, name)
     assert watch(config_of(layer, name), log.append, OWN) == []
     layer(X)
     assert log == [f"wrote {name}"]
 
 
-def test_a_layer_that_is_no_module_is_left_out(log: list[str]) -> None:
+def test_a_layer_without_a_module_gets_no_hook(log: list[str]) -> None:
     assert watch(context(**{"model.layers.0.attn": SimpleNamespace()}), log.append, OWN) == []
 
 
-def test_a_forward_that_fails_saves_nothing(log: list[str]) -> None:
+def test_a_failed_forward_saves_no_layer(log: list[str]) -> None:
     module = Attention(log, "model.layers.0.attn")
     watch(config_of(module, module.name), log.append, OWN)
     with pytest.raises(ValueError, match="no token"):
@@ -132,7 +132,7 @@ def test_neither_a_trace_nor_a_capture_saves_a_layer(
     assert log == [f"wrote {module.name}"]
 
 
-def test_vllm_has_each_class_and_calls_no_hook_for_its_layers() -> None:
+def test_vllm_has_each_class_and_calls_no_hook_for_its_layer() -> None:
     unhooked = {layer.name: layer for layer in Source(package("vllm")).unhooked()}
     written = {name for names in WRITTEN.values() for name in names}
     assert written <= set(unhooked)

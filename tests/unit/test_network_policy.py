@@ -86,7 +86,7 @@ EPPS = [Pod({label: "pool-epp"}) for label in ("inferencepool", "llm-d-router-ga
 
 @pytest.mark.parametrize("names", [PLAIN, WITH_LLM_D], ids=["plain", "llm-d"])
 @pytest.mark.parametrize("target", [P, D], ids=["P", "D"])
-def test_engines_reach_each_other_and_the_proxy_their_servers(names: Sequence[str], target: Pod) -> None:
+def test_engines_reach_each_other_and_the_proxy_reaches_their_servers(names: Sequence[str], target: Pod) -> None:
     for port in (HTTP, SIDE_CHANNEL, UCX):
         assert admits(names, P, target, port)
         assert admits(names, D, target, port)

@@ -56,7 +56,7 @@ class CrowdedAgent:
 
 
 @pytest.mark.parametrize("lock", [True, False])
-def test_one_thread_at_a_time(lock: bool) -> None:
+def test_the_locked_agent_admits_one_thread_at_a_time(lock: bool) -> None:
     crowded = CrowdedAgent()
     agent = LockedAgent(crowded) if lock else crowded
     with ThreadPoolExecutor(4) as pool:
@@ -65,7 +65,7 @@ def test_one_thread_at_a_time(lock: bool) -> None:
     assert (crowded.most == 1) is lock  # without the lock the same calls do meet
 
 
-def test_the_rest_of_the_agent_shows_through() -> None:
+def test_the_locked_agent_forwards_other_attributes() -> None:
     crowded = CrowdedAgent()
     agent = LockedAgent(crowded)
     assert agent.name == "P"
@@ -75,7 +75,7 @@ def test_the_rest_of_the_agent_shows_through() -> None:
     assert not hasattr(agent, "missing")
 
 
-def test_an_error_leaves_the_lock_open() -> None:
+def test_an_error_releases_the_lock() -> None:
     agent = LockedAgent(CrowdedAgent())
     with pytest.raises(TypeError):
         agent.enter("patience", "and more")
@@ -152,14 +152,14 @@ def test_calls_translate_errors(locked: bool) -> None:
         assert type(failure.value) is kind
 
 
-def test_a_post_that_shows_a_disconnect_gives_its_handle_back() -> None:
+def test_a_post_with_a_disconnect_releases_its_handle() -> None:
     agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"))
     with pytest.raises(PeerLostError, match="cannot post a WRITE to D: GONE"):
         NixlTransport(agent).post_write(ROUTE, IDS, IDS)
     assert agent.released == [0]
 
 
-def test_a_failed_post_reports_itself_even_if_the_handle_stays() -> None:
+def test_a_failed_post_is_reported_even_if_the_release_fails() -> None:
     agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"), release=nixlBackendError("BUSY"))
     with pytest.raises(PeerLostError, match="GONE"):
         NixlTransport(agent).post_write(ROUTE, IDS, IDS)
@@ -215,7 +215,7 @@ def over(transport: NixlTransport, handle: WriteHandle) -> str:
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_a_write_that_failed_is_over_when_its_fence_has_landed(tear: str, clock: SimpleNamespace) -> None:
+def test_a_failed_write_is_over_after_its_fence_has_landed(tear: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
     transport = torn(agent, tear)
     ours, theirs = OURS.copy(), THEIRS.copy()
@@ -247,7 +247,7 @@ def test_a_write_that_failed_is_over_when_its_fence_has_landed(tear: str, clock:
     ],
     ids=["not prepared", "the post raises", "the post says so", "it ends in an error", "its check raises"],
 )
-def test_a_fence_that_fails_is_tried_again_after_a_pause(
+def test_a_failed_fence_is_retried_after_a_pause(
     fence: dict[str, Exception | str], prepared: bool, clock: SimpleNamespace
 ) -> None:
     agent = ScriptedAgent()
@@ -270,7 +270,7 @@ def test_a_fence_that_fails_is_tried_again_after_a_pause(
 
 
 @pytest.mark.parametrize("step", ["make 1", "transfer 1", "check 1"])
-def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
+def test_a_fence_with_a_disconnect_ends_the_write(step: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
     transport = torn(agent, script={step: nixlRemoteDisconnectError("GONE")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
@@ -292,7 +292,7 @@ def test_a_fence_that_shows_a_disconnect_ends_the_write(step: str, clock: Simple
         (math.inf, 3 * SPLIT_AT, True),
     ],
 )
-def test_no_fence_covers_what_is_spread_over_endpoints(
+def test_no_fence_covers_a_write_over_several_endpoints(
     split_at: float | None, count: int, fenced: bool, clock: SimpleNamespace
 ) -> None:
     """A fence goes by one endpoint only, so such a WRITE ends with its peer."""
@@ -315,7 +315,7 @@ def test_no_fence_covers_what_is_spread_over_endpoints(
         transport.poll(handle)
 
 
-def test_who_releases_a_torn_write_gives_its_fence_back_too(clock: SimpleNamespace) -> None:
+def test_the_release_of_a_failed_write_releases_its_fence(clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
     transport = torn(agent, script={"release 0": nixlBackendError("BUSY")})
     handle = transport.post_write(ROUTE, OURS, THEIRS)
@@ -345,7 +345,7 @@ def upstream_posts(agent: ScriptedAgent, transport: NixlTransport) -> tuple[Writ
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_what_somebody_else_posts_is_polled_and_released_here(locked: bool) -> None:
+def test_an_upstream_write_is_polled_and_released_by_the_transport(locked: bool) -> None:
     agent = ScriptedAgent(check="PROC")
     transport = NixlTransport(LockedAgent(agent) if locked else agent)
     handle, post = upstream_posts(agent, transport)
@@ -359,7 +359,7 @@ def test_what_somebody_else_posts_is_polled_and_released_here(locked: bool) -> N
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_what_somebody_else_posts_and_fails_is_fenced(tear: str, clock: SimpleNamespace) -> None:
+def test_a_failed_upstream_write_is_fenced(tear: str, clock: SimpleNamespace) -> None:
     agent = ScriptedAgent()
     transport = torn(agent, tear)
     handle, post = upstream_posts(agent, transport)
@@ -371,7 +371,7 @@ def test_what_somebody_else_posts_and_fails_is_fenced(tear: str, clock: SimpleNa
     assert ("BAD" in over(transport, handle)) == ("raises" in tear)
 
 
-def test_what_somebody_else_posts_to_a_peer_that_is_gone_is_over_at_once() -> None:
+def test_an_upstream_write_to_a_lost_peer_is_over_at_once() -> None:
     agent = ScriptedAgent(transfer=nixlRemoteDisconnectError("GONE"))
     transport = NixlTransport(agent)
     handle, _ = upstream_posts(agent, transport)
@@ -382,7 +382,7 @@ def test_what_somebody_else_posts_to_a_peer_that_is_gone_is_over_at_once() -> No
     assert agent.released == [0]
 
 
-def test_what_somebody_else_cannot_even_prepare_is_theirs_to_report() -> None:
+def test_errors_of_upstreams_preparation_reach_upstream() -> None:
     """All else goes straight to the agent; exceptions come through, too."""
     agent = ScriptedAgent(make=nixlBackendError("BAD"))
     post = NixlTransport(agent).noted()
@@ -398,7 +398,7 @@ def test_what_somebody_else_cannot_even_prepare_is_theirs_to_report() -> None:
 # Handles.
 
 
-def test_a_handle_that_nixl_keeps_can_be_released_later() -> None:
+def test_a_refused_release_can_be_repeated() -> None:
     agent = ScriptedAgent(release=nixlBackendError("BUSY"))
     transport = NixlTransport(agent)
     handle = transport.post_write(ROUTE, IDS, IDS)
@@ -413,7 +413,7 @@ def test_a_handle_that_nixl_keeps_can_be_released_later() -> None:
         transport.poll(handle)
 
 
-def test_only_nixl_agents() -> None:
+def test_the_transport_rejects_other_agents() -> None:
     with pytest.raises(TypeError, match="not a NIXL agent"):
         NixlTransport(object())
 

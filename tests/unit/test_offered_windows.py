@@ -65,7 +65,7 @@ def offering(**changes: Any) -> Registration:
     return msgspec.structs.replace(registration((1, 2)), window=msgspec.structs.replace(OFFER, **changes))
 
 
-def test_an_offer_is_taken() -> None:
+def test_a_valid_offer_is_accepted() -> None:
     window = host()._window(LINK, offering())
     assert window is not None
     assert (window.route, window.request_id) == (RING, "d-1")
@@ -83,7 +83,7 @@ def test_an_offer_is_taken() -> None:
         {"size": MAX_RING_BYTES},
     ],
 )
-def test_one_that_is_not_for_us_or_lies_outside_of_its_ring_is_not(changes: dict[str, Any]) -> None:
+def test_an_offer_for_another_rank_or_outside_its_ring_is_ignored(changes: dict[str, Any]) -> None:
     assert host()._window(LINK, offering(**changes)) is None
 
 
@@ -95,26 +95,26 @@ def test_one_that_is_not_for_us_or_lies_outside_of_its_ring_is_not(changes: dict
         replace(LINK, share=0.5),
     ],
 )
-def test_nor_is_one_of_an_engine_whose_blocks_are_split(link: Link) -> None:
+def test_an_offer_of_an_engine_with_split_blocks_is_ignored(link: Link) -> None:
     assert host()._window(link, offering()) is None
 
 
-def test_nor_is_one_by_an_engine_that_packs_nothing() -> None:
+def test_an_offer_is_ignored_without_packing() -> None:
     assert host(packs=False)._window(LINK, offering()) is None
     assert host()._window(LINK, registration((1, 2))) is None
 
 
-def test_no_more_staging_memory_than_peers_would_read_of() -> None:
+def test_staging_bytes_are_limited_to_the_largest_valid_ring() -> None:
     assert LayerPushConfig.from_extra_config({"staging_bytes": MAX_RING_BYTES}).staging_bytes == MAX_RING_BYTES
     with pytest.raises(ValueError, match="staging_bytes"):
         LayerPushConfig.from_extra_config({"staging_bytes": MAX_RING_BYTES + 1})
 
 
-def test_windows_do_not_tell_registrations_apart() -> None:
+def test_the_fingerprint_of_a_registration_ignores_the_window() -> None:
     """Each rank of a decode engine offers its own window."""
     assert offering().fingerprint == registration((1, 2)).fingerprint
 
 
-def test_an_offer_is_small() -> None:
+def test_an_offer_adds_few_bytes_to_a_registration() -> None:
     """NIXL's notifications are slow."""
     assert len(encode_registration(offering())) - len(encode_registration(registration((1, 2)))) < 200

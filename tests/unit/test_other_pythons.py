@@ -47,7 +47,7 @@ def interpreter(version: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_needs_no_engine_runs(version: str, tmp_path: Path) -> None:
+def test_modules_without_an_engine_work_on_other_pythons(version: str, tmp_path: Path) -> None:
     """A fresh environment has the extra `proxy`, with the versions of the lock, and neither torch nor vLLM."""
     python = str(tmp_path / "fresh/bin/python")
     subprocess.run([interpreter(version), "-m", "venv", tmp_path / "fresh"], check=True, timeout=60)

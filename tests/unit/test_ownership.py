@@ -20,7 +20,7 @@ def accusation(pair: Pair) -> str:
     return str(pair.fabric.violations[0])
 
 
-def test_landing_in_what_was_given_away_is_a_violation() -> None:
+def test_a_write_that_lands_in_a_freed_block_is_a_violation() -> None:
     pair = held()
     handle = pair.post(ALL[:4], ALL[4:8])
     pair.theirs.give_away([5])
@@ -28,7 +28,7 @@ def test_landing_in_what_was_given_away_is_a_violation() -> None:
     assert pair.fabric.violations == [Violation("D", "kv", 5)]
 
 
-def test_reading_what_was_given_away_is_a_violation() -> None:
+def test_a_read_from_a_freed_block_is_a_violation() -> None:
     pair = Pair()
     handle = pair.post(ALL[:4], ALL[4:8])
     pair.ours.give_away([2])
@@ -38,7 +38,7 @@ def test_reading_what_was_given_away_is_a_violation() -> None:
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-def test_posting_for_what_was_given_away_is_a_violation_at_once(side: str) -> None:
+def test_a_post_for_a_freed_block_is_a_violation_at_once(side: str) -> None:
     pair = Pair()
     (pair.ours if side == "P" else pair.theirs).give_away([3])
     handle = pair.post()
@@ -47,7 +47,7 @@ def test_posting_for_what_was_given_away_is_a_violation_at_once(side: str) -> No
     assert len(pair.fabric.violations) == 1
 
 
-def test_what_was_taken_back_may_be_written() -> None:
+def test_a_reclaimed_block_may_be_written() -> None:
     pair = Pair()
     pair.theirs.give_away(ALL)
     pair.theirs.take_back(ALL[:4])
@@ -70,7 +70,7 @@ def test_owners_have_names() -> None:
         pieces.give_away([1], "r1")
 
 
-def test_a_block_handed_to_the_next_request_is_not_the_writes_any_more() -> None:
+def test_a_write_into_a_block_of_the_next_request_is_a_violation() -> None:
     """The block needs an owner, and this must be the WRITE's own request."""
     pair = held()
     pair.ours.hand_to(ALL[:4], "r1")
@@ -84,7 +84,7 @@ def test_a_block_handed_to_the_next_request_is_not_the_writes_any_more() -> None
     )
 
 
-def test_handed_on_and_back_is_the_writes_again() -> None:
+def test_a_write_may_land_after_its_blocks_return_to_their_request() -> None:
     pair = held()
     pair.theirs.hand_to(ALL, "r1")
     handle = pair.post()
@@ -94,7 +94,7 @@ def test_handed_on_and_back_is_the_writes_again() -> None:
     assert pair.fabric.violations == []
 
 
-def test_what_landed_in_time_may_be_given_away() -> None:
+def test_blocks_may_be_freed_after_the_write_has_landed() -> None:
     pair = held()
     pair.theirs.hand_to(ALL, "r1")
     pair.land(pair.post())
@@ -104,7 +104,7 @@ def test_what_landed_in_time_may_be_given_away() -> None:
     assert pair.fabric.violations == []
 
 
-def test_from_one_requests_blocks_into_anothers_is_a_violation_at_once() -> None:
+def test_a_write_between_blocks_of_two_requests_is_a_violation_at_once() -> None:
     pair = Pair()
     pair.ours.hand_to(ALL, "r1")
     pair.theirs.hand_to(ALL, "r1")
@@ -123,7 +123,7 @@ def test_from_one_requests_blocks_into_anothers_is_a_violation_at_once() -> None
         (["ours", "theirs"], r"for 'r1'.* belongs to 'r2'"),
     ],
 )
-def test_no_side_may_be_handed_to_the_next_request(handed_on: list[str], error: str) -> None:
+def test_blocks_of_either_side_may_not_change_owner_during_a_write(handed_on: list[str], error: str) -> None:
     pair = held()
     for pieces in (pair.ours, pair.theirs):
         pieces.hand_to(ALL, "r1")
@@ -134,7 +134,7 @@ def test_no_side_may_be_handed_to_the_next_request(handed_on: list[str], error: 
     assert re.search(error, accusation(pair))
 
 
-def test_a_named_owner_comes_too_late_for_a_write_of_anyone() -> None:
+def test_a_new_owner_during_a_write_of_anyone_is_a_violation() -> None:
     pair = held()
     handle = pair.post()
     pair.theirs.hand_to([0], "r1")
@@ -158,7 +158,7 @@ def test_requests_may_share_a_source_block() -> None:
     assert "is for 'r1', the descriptor belongs to 'r2'" in accusation(pair)
 
 
-def test_a_released_write_is_watched_too() -> None:
+def test_a_released_write_is_still_checked() -> None:
     pair = held()
     pair.p.release(pair.post())
     pair.theirs.give_away([5])
@@ -166,7 +166,7 @@ def test_a_released_write_is_watched_too() -> None:
     assert "lands in descriptor 5" in accusation(pair)
 
 
-def test_bytes_of_the_dead_are_watched_too() -> None:
+def test_writes_of_a_dead_peer_are_still_checked() -> None:
     pair = held()
     pair.post()
     pair.fabric.kill("P", lingers=9)
@@ -176,7 +176,7 @@ def test_bytes_of_the_dead_are_watched_too() -> None:
     assert "lands in descriptor 5" in accusation(pair)
 
 
-def test_every_violation_is_on_record() -> None:
+def test_every_violation_is_recorded() -> None:
     pair = held()
     handle = pair.post()
     pair.theirs.give_away([5, 6])

@@ -130,7 +130,7 @@ def link_packages(packages: Path, distributions: Iterable[metadata.Distribution]
 @pytest.mark.parametrize(
     ("extra", "archive"), [("", "sdist"), ("proxy", "wheel"), ("plot", "wheel")], ids=lambda value: value or "base"
 )
-def test_an_installed_archive_works_with_the_packages_of_its_extra_only(
+def test_an_installed_archive_needs_only_the_packages_of_its_extra(
     extra: str, archive: str, built: Built, tmp_path: Path
 ) -> None:
     """Other packages cannot be imported: the fresh environment links only the distributions of the extra."""
@@ -217,7 +217,7 @@ def test_a_fresh_environment_installs_the_wheel_from_the_index(extra: str, built
         assert "vLLM" in failures
 
 
-def test_the_sdist_has_all_that_the_wheel_needs(built: Built) -> None:
+def test_the_sdist_builds_the_wheel_of_the_checkout(built: Built) -> None:
     """A wheel made of the sdist equals one made of the checkout, even if other files lie there."""
     assert set(zipfile.ZipFile(built.wheel).namelist()) == built.names_of_the_checkout
     with tarfile.open(built.sdist) as archive:
@@ -248,7 +248,7 @@ def test_the_archives_name_the_requirements_of_each_extra(built: Built) -> None:
 
 
 @pytest.mark.parametrize("extra", ["", "proxy"])
-def test_no_engine_comes_with(extra: str) -> None:
+def test_no_extra_installs_an_engine(extra: str) -> None:
     """Nor matplotlib, and not through other packages."""
     names = {canonicalize_name(each.name) for each in installed([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])}
     assert "typer" in names
@@ -351,14 +351,14 @@ BESIDE_RAY = "layerpush.ray"
 
 
 @pytest.mark.parametrize("extra", ENTRIES)
-def test_an_entry_reaches_only_modules_of_the_base_and_of_its_extra(extra: str) -> None:
+def test_an_entry_imports_only_modules_of_the_base_and_of_its_extra(extra: str) -> None:
     _, others = reached(ENTRIES[extra])
     assert others
     assert others - modules([*PROJECT["dependencies"], *EXTRAS.get(extra, [])]) == set()
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_the_backend_for_ray_reaches_only_ray_beside_the_packages_of_an_engine(extra: str) -> None:
+def test_the_ray_backend_imports_only_ray_and_the_packages_of_an_engine(extra: str) -> None:
     _, others = reached([BESIDE_RAY])
     assert others - modules([*PROJECT["dependencies"], *EXTRAS[extra]]) == {"ray"}
 
@@ -374,7 +374,7 @@ def test_the_entries_reach_every_module() -> None:
     assert shipped - ours == {"layerpush.__main__", "layerpush.apps.cli", "layerpush_kernels.reference"}
 
 
-def test_the_entry_of_a_command_is_that_of_the_extra_that_it_names() -> None:
+def test_each_command_is_an_entry_of_its_extra() -> None:
     """``require("demo", "cpu")`` in the source, and an import of ``layerpush.apps.demo`` in the table above."""
     sources = "".join(file.read_text() for file in (ROOT / "layerpush/apps").rglob("*.py"))
     named = re.findall(r'\brequire\("(\w+)", "(\w+)"\)', sources)
@@ -388,7 +388,7 @@ def test_a_command_checks_the_modules_of_its_extra(extra: Extra) -> None:
     assert set(MODULES[extra]) == modules(EXTRAS[extra])
 
 
-def test_the_proxy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = CliRunner().invoke(app, ["proxy", "--prefill", "http://p:8000", "--decode", "http://d:8000"])
     assert done.exit_code == 2
@@ -402,7 +402,7 @@ def lock() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pins.items()}
 
 
-def test_lock_leaves_out_what_breaks_cpu_torch() -> None:
+def test_lock_leaves_out_packages_that_break_cpu_torch() -> None:
     assert not lock().keys() & {"torchvision", "torchaudio", "torchcodec"}
     assert not [name for name in lock() if name.startswith(("nvidia-", "cuda-"))]
     assert lock()["torch"].endswith("+cpu")
@@ -418,7 +418,7 @@ def test_lock_satisfies_the_project(group: str) -> None:
         assert requirement.specifier.contains(pinned.split("+")[0]), f"{requirement} but {pinned} is locked"
 
 
-def test_setup_names_pytorchs_index_where_the_cpu_build_is_missing(tmp_path: Path) -> None:
+def test_setup_names_pytorchs_index_if_the_cpu_build_is_missing(tmp_path: Path) -> None:
     for folder in ("scripts", "requirements"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("pyproject.toml", "Makefile"):
@@ -451,7 +451,7 @@ DOCKERFILES = sorted((ROOT / "docker").iterdir())
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
-def test_pip_takes_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, tmp_path: Path) -> None:
+def test_pip_accepts_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, tmp_path: Path) -> None:
     """pip resolves them against the environment of the tests, which has all but vLLM's CUDA build, and installs
     nothing.
     """
@@ -478,7 +478,7 @@ def test_pip_takes_the_commands_of_a_dockerfile(dockerfile: Path, built: Built, 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
-def test_hadolint_finds_nothing_in_a_dockerfile(dockerfile: Path) -> None:
+def test_hadolint_accepts_each_dockerfile(dockerfile: Path) -> None:
     """It parses the instructions, and the shell in them."""
     assert hadolint(dockerfile.read_text()) == []
 

@@ -127,7 +127,7 @@ class Pair:
         )
 
 
-def test_packed_blocks_land_where_they_belong() -> None:
+def test_packed_blocks_land_in_their_target_blocks() -> None:
     pair = Pair()
     staged = pair.packed()
     assert pair.run(staged) is WriteState.LANDED
@@ -136,7 +136,7 @@ def test_packed_blocks_land_where_they_belong() -> None:
     assert (pair.d_cache.reshape(LAYERS, BLOCKS, BLOCK_BYTES)[:, others] == 0xEE).all()
 
 
-def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scattered() -> None:
+def test_a_write_starts_after_its_gather_and_lands_after_its_scatter() -> None:
     pair = Pair()
     pair.ours.looks.append(4)
     pair.theirs.looks.append(3)
@@ -153,14 +153,14 @@ def test_nothing_is_written_before_it_is_gathered_nor_landed_before_it_is_scatte
     assert pair.has_landed()
 
 
-def test_what_is_gathered_at_once_is_written_at_once() -> None:
+def test_a_write_starts_at_once_after_an_instant_gather() -> None:
     pair = Pair()
     staged = pair.packed()
     assert staged.stage is Stage.WRITING
     assert len(pair.fabric.writes) == 1
 
 
-def test_a_copy_that_is_noticed_late_costs_what_the_device_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_copy_is_its_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's kernels and the writer's other work delay it: neither makes another plan faster."""
     clock = itertools.count(0.0, 1.0)
     monkeypatch.setattr("layerpush.transport.packing.packer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -175,7 +175,7 @@ def test_a_copy_that_is_noticed_late_costs_what_the_device_needed(monkeypatch: p
     assert staged.copy_s == 1.25, "between two looks at this clock a second passes"
 
 
-def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
+def test_a_failed_post_keeps_no_ring_space() -> None:
     pair = Pair()
     window = pair.window()
     pair.fabric.kill("D")
@@ -184,7 +184,7 @@ def test_what_cannot_be_written_at_once_keeps_nothing() -> None:
     assert len(pair.ours.ring) == len(window.spans) == 0
 
 
-def test_our_ring_is_free_as_soon_as_nothing_reads_from_it() -> None:
+def test_the_local_ring_is_free_before_the_unpack_ends() -> None:
     pair = Pair()
     staged = pair.packed()
     while staged.stage is not Stage.UNPACKING:
@@ -196,7 +196,7 @@ def test_our_ring_is_free_as_soon_as_nothing_reads_from_it() -> None:
 
 
 @pytest.mark.parametrize("full", ["ours", "theirs"])
-def test_a_full_ring_takes_nothing_and_keeps_nothing(full: str) -> None:
+def test_a_full_ring_refuses_a_write_and_keeps_no_space_for_it(full: str) -> None:
     pair = Pair()
     window = pair.window()
     ring = pair.ours.ring if full == "ours" else window.spans
@@ -224,7 +224,7 @@ def test_a_lost_message_is_sent_again(faults: Faults) -> None:
     assert pair.has_landed()
 
 
-def test_doubled_messages_change_nothing() -> None:
+def test_duplicate_messages_change_nothing() -> None:
     pair = Pair(Faults(duplicate_notifications={0, 1, 2, 3}))
     window = pair.window()
     for layers in (slice(0, 2), slice(2, 3)):
@@ -250,7 +250,7 @@ def test_an_answer_counts_once() -> None:
     assert staged.poll() is WriteState.LANDED
 
 
-def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
+def test_a_window_is_not_reused_during_an_unpack() -> None:
     pair = Pair()
     pair.theirs.looks.append(5)
     staged = pair.packed()
@@ -278,7 +278,7 @@ def test_a_window_is_not_for_others_while_it_is_read_from() -> None:
         (part(first=3, end=2), "blocks"),
     ],
 )
-def test_what_was_not_registered_is_not_scattered(bad: Part, why: str) -> None:
+def test_unregistered_parts_are_not_scattered(bad: Part, why: str) -> None:
     pair = Pair()
     pair.window()
     before = pair.d_cache.copy()
@@ -298,7 +298,7 @@ def test_nothing_outside_of_the_window_is_scattered(shift: int) -> None:
         pair.asks(part(), offset=shift)
 
 
-def test_null_blocks_are_nobodys() -> None:
+def test_parts_with_null_blocks_are_not_scattered() -> None:
     pair = Pair()
     pair.window()
     with pytest.raises(UnpackError, match="not all this request's"):
@@ -314,7 +314,7 @@ def test_nothing_is_scattered_from_the_middle_of_a_piece(shift: int) -> None:
         pair.asks(part(end_layer=1, end=1), offset=PIECE_BYTES + shift)
 
 
-def test_a_window_that_is_closed_is_not_for_reading() -> None:
+def test_a_closed_window_takes_no_new_unpack() -> None:
     pair = Pair()
     pair.theirs.looks.append(50)
     pair.window()
@@ -324,7 +324,7 @@ def test_a_window_that_is_closed_is_not_for_reading() -> None:
         pair.asks(part(), number=2)
 
 
-def test_parts_without_end_are_counted_and_not_looked_up() -> None:
+def test_oversized_parts_are_refused_without_much_memory() -> None:
     """The most parts of a message, each with the most blocks of a registration, would not fit into memory."""
     pair = Pair()
     pair.window()
@@ -339,7 +339,7 @@ def test_parts_without_end_are_counted_and_not_looked_up() -> None:
         tracemalloc.stop()
 
 
-def test_what_is_scattered_is_not_refused_meanwhile() -> None:
+def test_a_repeated_message_is_not_refused_during_its_scatter() -> None:
     """The request may be over on D while the same message comes again."""
     pair = Pair()
     pair.theirs.looks.append(2)
@@ -366,7 +366,7 @@ def fails_second(copy: Callable[..., Any], how: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("fails", ["at once", "later"])
-def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_scatter_is_answered_after_the_other_copies_end(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     pair.theirs.looks.append(3)
     monkeypatch.setattr(pair.theirs, "scatter", fails_second(pair.theirs.scatter, fails))
@@ -381,9 +381,7 @@ def test_a_scatter_that_fails_is_answered_when_the_others_are_over(fails: str, m
 
 
 @pytest.mark.parametrize("fails", ["at once", "later"])
-def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_gather_frees_its_span_after_the_other_copies_end(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     pair.ours.looks.append(3)
     monkeypatch.setattr(pair.ours, "gather", fails_second(pair.ours.gather, fails))
@@ -400,7 +398,7 @@ def test_a_gather_that_fails_frees_its_span_when_the_others_are_over(
     assert not pair.fabric.writes
 
 
-def test_no_agent_pushes_out_what_another_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_one_agent_evict_no_answers_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forgotten number would be scattered again, from bytes of another request."""
     monkeypatch.setattr(unpacker, "ANSWERS_KEPT", 4)
     pair = Pair()

@@ -54,13 +54,13 @@ def test_parts_have_all_blocks_and_none_twice(given: list[Segment], limit: int) 
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [(1000, [360]), (240, [240, 120]), (120, [120, 120, 120]), (60, [60] * 6)])
-def test_parts_are_as_large_as_they_may_be(limit: int, sizes: list[int]) -> None:
+def test_parts_are_as_large_as_the_limit_allows(limit: int, sizes: list[int]) -> None:
     """12 blocks of 10 bytes in three layers; layers stay whole where they fit."""
     blocks = tuple(range(12))
     write = Write(0, 0, 0, 360, (Segment(slice(0, 3), 0, 0, 12, blocks, blocks),))
     assert [part.size for part in split(write, (10, 10, 10), limit)] == sizes
 
 
-def test_a_block_that_is_too_large_is_a_part_of_its_own() -> None:
+def test_an_oversized_block_is_a_part_of_its_own() -> None:
     write = Write(0, 0, 0, 90, (Segment(slice(2, 3), 0, 0, 3, (1, 2, 3), (4, 5, 6)),))
     assert [part.size for part in split(write, LAYER_BYTES, 20)] == [30, 30, 30]

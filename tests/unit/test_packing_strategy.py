@@ -92,7 +92,9 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
-def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transfer_size_is_computed_only_for_a_forced_plan(
+    packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[object] = []
     monkeypatch.setattr(
         "layerpush.transport.packing.strategy.transfer_size", lambda *_: looked.append(1) or TransferSize(0, 0, 0)
@@ -119,7 +121,7 @@ def test_nobody_looks_at_how_few_descriptors_lie(packing: Any, looks: bool, monk
         ("auto", "direct", 3000, 1),
     ],
 )
-def test_what_is_to_be_packed_and_too_large_is_split(packing: Any, plan: str, room: int, parts: int) -> None:
+def test_an_oversized_packed_write_is_split(packing: Any, plan: str, room: int, parts: int) -> None:
     """2000 pieces. With a window too small for all of them, the second half would go by another plan."""
     costs = {
         "packed": Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1),
@@ -142,7 +144,7 @@ def test_what_is_to_be_packed_and_too_large_is_split(packing: Any, plan: str, ro
 @pytest.mark.parametrize(
     ("blocks", "of", "packs"), [(MAX_PIECES, MAX_PIECES, True), (1024, 1024, False), (9, 10, False)]
 )
-def test_what_is_too_large_or_has_gaps_is_not_packed(blocks: int, of: int, packs: bool) -> None:
+def test_an_oversized_write_or_one_with_gaps_is_not_packed(blocks: int, of: int, packs: bool) -> None:
     packed: list[int] = []
     packer = SimpleNamespace(block_bytes=PIECE_BYTES, pack=lambda write, window, size, record: packed.append(size))
     ids = np.arange(blocks, dtype=np.int32)
@@ -161,7 +163,7 @@ def unpack_in(strategy: PackingStrategy, packer: OnePacker, clock: Clock, second
     return strategy.costs_to(ENGINE).messages_s
 
 
-def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
+def test_the_message_time_is_learned(clock: Clock) -> None:
     packer = OnePacker()
     strategy = calibrated(clock, packer)
     copied = 5e-4 + PIECES * PIECE_BYTES * 1e-9
@@ -175,7 +177,7 @@ def test_the_way_of_the_messages_is_learned(clock: Clock) -> None:
     assert learned == pytest.approx(2e-3)
 
 
-def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -> None:
+def test_refusals_unknown_agents_and_lost_engines_do_not_change_the_costs(clock: Clock) -> None:
     packer = OnePacker()
     strategy = calibrated(clock, packer)
     for _ in range(5):
@@ -192,7 +194,7 @@ def test_nothing_is_learned_from_refusals_strangers_and_the_dead(clock: Clock) -
     assert unpack_in(strategy, packer, clock, 1.0) == 1e-3
 
 
-def test_copies_teach_what_they_cost() -> None:
+def test_copy_costs_are_learned_from_copies() -> None:
     estimates = CopyEstimates(Costs(copy_s=1e-4, gather_s=1e-10))
     for _ in range(20):
         estimates.copied(16 << 10, 5e-4 + (16 << 10) * 2e-10)
@@ -205,7 +207,7 @@ def test_copies_teach_what_they_cost() -> None:
     assert estimates.applied_to(Costs()).copy_s == learned.copy_s, "one copy may be an accident"
 
 
-def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
+def test_an_estimate_ignores_two_outliers_and_expires() -> None:
     clock = Clock()
     running = RunningEstimate(1.0, clock.perf_counter)
     for _ in range(2):
@@ -218,7 +220,7 @@ def test_two_accidents_are_not_believed_and_nothing_is_for_ever() -> None:
     assert running.value == 1.0, "a plan that is not chosen gets no new times"
 
 
-def test_what_is_gathered_teaches_of_every_engine(clock: Clock) -> None:
+def test_a_gather_updates_the_copy_cost_for_every_engine(clock: Clock) -> None:
     strategy = calibrated(clock, OnePacker())
     record = WriteRecord(0, (0, 0), (0, 0), 1, 100, 0.0, 0.0)
     for _ in range(8):

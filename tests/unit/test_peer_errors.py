@@ -18,7 +18,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_flood_is_one_line_per_second_that_counts_the_rest(lines: list[str]) -> None:
+def test_repeated_errors_log_one_line_per_second_with_a_count(lines: list[str]) -> None:
     peer_errors = PeerErrors(LOGGER)
     for moment in range(2500):
         peer_errors.add("garbage", f"number {moment}", moment / 1000)
@@ -31,7 +31,7 @@ def test_a_flood_is_one_line_per_second_that_counts_the_rest(lines: list[str]) -
     assert peer_errors.counts == {"garbage": 2500}
 
 
-def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> None:
+def test_a_line_after_a_quiet_time_has_no_count(lines: list[str]) -> None:
     peer_errors = PeerErrors(LOGGER)
     for now in (0.0, 0.5, 1.5, 2.5):
         peer_errors.add("garbage", "again", now)
@@ -42,7 +42,7 @@ def test_after_a_quiet_time_nothing_is_said_of_the_past(lines: list[str]) -> Non
     ]
 
 
-def test_kinds_without_end_become_one(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_beyond_the_limit_count_as_other(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerpush.telemetry.peer_errors.MAX_KINDS", 3)
     peer_errors = PeerErrors(LOGGER)
     for number in range(100):
@@ -53,7 +53,7 @@ def test_kinds_without_end_become_one(lines: list[str], monkeypatch: pytest.Monk
     assert len(lines) == 4
 
 
-def test_a_text_forges_no_line(lines: list[str]) -> None:
+def test_control_characters_cannot_forge_a_log_line(lines: list[str]) -> None:
     PeerErrors(LOGGER).add("garbage", "one\ntwo\x1b[2J\u2028three", 0.0)
     assert lines == ["layerpush: one?two?[2J?three"]
 

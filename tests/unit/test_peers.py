@@ -31,7 +31,7 @@ def test_a_connected_engine_is_reached_at_once() -> None:
     assert town.network.handshakes == []
 
 
-def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
+def test_an_unconnected_engine_is_reached_after_the_handshake() -> None:
     town, first, second = Town(), Outcomes(), Outcomes()
     town.peers.reach(D, first, 0.0)
     town.peers.reach(D, second, 0.0)
@@ -51,7 +51,7 @@ def test_an_engine_that_is_not_is_reached_when_the_handshake_is_over() -> None:
     assert town.peers.rank_of("D", "d-1") is None, "not another engine's rank"
 
 
-def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
+def test_a_failed_handshake_is_retried_before_its_last_error_is_reported() -> None:
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
     for attempt in range(1, TRIES + 1):
@@ -72,7 +72,7 @@ def test_it_is_tried_again_and_then_the_last_error_is_said() -> None:
     assert len(town.network.handshakes) == TRIES
 
 
-def test_an_error_without_a_text_names_the_keys_to_look_at() -> None:
+def test_an_error_without_a_text_names_the_keys_to_check() -> None:
     """vLLM's handshake asserts that the side channel knows the rank."""
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now, tries=1)
@@ -83,7 +83,7 @@ def test_an_error_without_a_text_names_the_keys_to_look_at() -> None:
     ]
 
 
-def test_a_later_try_succeeds() -> None:
+def test_a_later_handshake_succeeds() -> None:
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
     town.network.reject("D", OSError("not yet"))
@@ -94,7 +94,7 @@ def test_a_later_try_succeeds() -> None:
     assert (outcomes, town.peers._retries) == ([None], [])
 
 
-def test_a_handshake_that_cannot_even_begin_is_a_failed_try() -> None:
+def test_a_handshake_that_cannot_begin_counts_as_a_failed_try() -> None:
     town, outcomes = Town(), Outcomes()
     town.network.broken = KeyError("a stale engine")
     town.peers.reach(D, outcomes, town.now, tries=1)
@@ -126,14 +126,14 @@ def test_only_allowed_hosts_are_connected_to(allowed: tuple[str, ...] | None, ho
         assert not town.peers._retries
 
 
-def test_an_engine_that_is_connected_is_not_reached_under_a_host_that_is_not_allowed() -> None:
+def test_a_connected_engine_is_not_reached_under_a_forbidden_host() -> None:
     town, outcomes = Town(("10.0.0.7",)), Outcomes()
     town.network.connected["D"] = ("d-0",)
     town.peers.reach(Address("D", "192.168.0.7", 5600, 1), outcomes, town.now)
     assert outcomes != [None]
 
 
-def test_what_is_said_goes_to_every_rank() -> None:
+def test_a_broadcast_reaches_every_rank() -> None:
     town = Town()
     town.network.listening["D"] = ("d-0", "d-1")
     town.peers.broadcast(D, PING, town.now)
@@ -142,7 +142,7 @@ def test_what_is_said_goes_to_every_rank() -> None:
     assert town.mail.sent == [("d-0", PING), ("d-1", PING)]
 
 
-def test_one_rank_that_is_lost_keeps_nothing_from_the_others_and_is_said_once() -> None:
+def test_a_broadcast_skips_lost_ranks_and_reports_the_loss_once() -> None:
     town, lost = Town(), list[str]()
     town.peers.on_lost = lost.append
     town.network.connected["D"] = ("d-0", "d-1", "d-2")
@@ -152,7 +152,7 @@ def test_one_rank_that_is_lost_keeps_nothing_from_the_others_and_is_said_once() 
     assert lost == ["D"]
 
 
-def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_broadcast_is_logged_and_not_retried(caplog: pytest.LogCaptureFixture) -> None:
     town, lost = Town(), list[str]()
     town.peers.on_lost = lost.append
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
@@ -164,7 +164,7 @@ def test_what_cannot_be_said_is_logged_and_not_tried_for_ever(caplog: pytest.Log
     assert lost == []
 
 
-def test_an_agent_that_cannot_be_notified_is_no_exception() -> None:
+def test_a_failed_notification_raises_no_exception() -> None:
     town = Town()
     town.network.connected = {"D": ("d-0", "dead", "odd")}
     town.mail.lost, town.mail.unknown = {"dead"}, {"odd"}
@@ -181,7 +181,7 @@ def _broken(agent: str, payload: bytes) -> None:
     raise ZeroDivisionError  # a defect is no dead peer
 
 
-def test_a_forgotten_engine_is_connected_anew() -> None:
+def test_a_forgotten_engine_is_connected_again() -> None:
     town, outcomes = Town(), Outcomes()
     town.network.listening["D"] = ("d-0",)
     town.peers.reach(D, outcomes, town.now)
@@ -199,7 +199,7 @@ def test_a_forgotten_engine_is_connected_anew() -> None:
 ELSEWHERE = Address("D", "10.9.9.9", 1, tp_size=2)
 
 
-def test_a_request_does_not_say_where_a_connected_engine_is() -> None:
+def test_a_request_does_not_change_the_address_of_a_connected_engine() -> None:
     """The address of the handshake counts. vLLM may have begun it for a heartbeat. A probe of another address finds a
     living process dead, or learns nothing of a dead one.
     """
@@ -220,7 +220,7 @@ def test_a_request_joins_a_handshake_that_vllm_began() -> None:
     assert town.peers.address("D") == ELSEWHERE
 
 
-def test_a_heartbeats_handshake_at_the_same_address_is_a_try() -> None:
+def test_a_heartbeat_handshake_at_the_same_address_counts_as_a_try() -> None:
     """vLLM prepares descriptors for it, and we do not."""
     town, outcomes = Town(), Outcomes()
     load = replace(D, notify_only=True)
@@ -236,7 +236,7 @@ def test_a_heartbeats_handshake_at_the_same_address_is_a_try() -> None:
     assert len(outcomes) == 1
 
 
-def test_who_joins_a_handshake_does_not_say_where_it_is_made() -> None:
+def test_a_request_that_joins_a_handshake_does_not_change_its_address() -> None:
     """A handshake proves the address of the caller that began it, and no other."""
     town, outcomes = Town(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
@@ -248,7 +248,7 @@ def test_who_joins_a_handshake_does_not_say_where_it_is_made() -> None:
     assert town.network.handshakes == [D]
 
 
-def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
+def test_the_address_of_a_failed_handshake_is_forgotten() -> None:
     town, outcomes = Town(), Outcomes()
     town.peers.reach(ELSEWHERE, outcomes, town.now, tries=1)
     town.network.reject("D", OSError("refused"))
@@ -262,7 +262,7 @@ def test_a_handshake_that_failed_leaves_its_address_to_nobody() -> None:
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
 @pytest.mark.parametrize("other", [{"tp_size": 1}, {"tp_size": 2, "pp_size": 2, "notify_only": True}])
-def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str, other: dict[str, int]) -> None:
+def test_a_request_with_other_rank_counts_is_refused(when: str, other: dict[str, int]) -> None:
     """A load needs one completion of each rank."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
     town.peers.reach(D, outcomes, town.now)
@@ -282,7 +282,7 @@ def test_who_counts_an_engines_ranks_otherwise_is_not_connected_to_it(when: str,
 
 
 @pytest.mark.parametrize("when", ["connected", "connecting"])
-def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) -> None:
+def test_a_request_without_pp_size_reaches_an_engine_with_stages(when: str) -> None:
     """A registration does not name its sender's stages; the registering engine knows P's, and has connected first."""
     town, outcomes = Town(), Outcomes()
     staged = Address("D", "10.0.0.7", 5600, tp_size=2, pp_size=2, notify_only=True)
@@ -298,7 +298,7 @@ def test_who_cannot_know_of_stages_is_connected_to_whatever_has_them(when: str) 
     assert town.peers.address("D") == staged
 
 
-def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
+def test_handshakes_at_another_address_use_up_no_tries() -> None:
     """Else a request with a wrong address would make a right one fail."""
     town, outcomes, mistaken = Town(), Outcomes(), Outcomes()
     town.peers.reach(ELSEWHERE, mistaken, town.now, tries=1)
@@ -319,7 +319,7 @@ def test_handshakes_elsewhere_use_up_nobodys_tries() -> None:
     assert len(outcomes) == 1
 
 
-def test_a_handshake_that_others_wait_for_too_is_a_try_of_each() -> None:
+def test_a_shared_handshake_counts_as_a_try_for_each_request() -> None:
     town, first, second = Town(), Outcomes(), Outcomes()
     town.peers.reach(D, first, town.now)
     town.peers.reach(D, second, town.now)
@@ -332,7 +332,7 @@ def test_a_handshake_that_others_wait_for_too_is_a_try_of_each() -> None:
     assert len(town.network.handshakes) == TRIES
 
 
-def test_what_follows_may_ask_again() -> None:
+def test_a_callback_may_reach_the_engine_again() -> None:
     """The callback of one ``reach`` starts another, as a load does that finds a dead connection."""
     town, outcomes = Town(), Outcomes()
 

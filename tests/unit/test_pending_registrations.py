@@ -24,7 +24,7 @@ def pending_of(*registrations: Registration, kept: int = 100, kept_s: float = 10
     return pending
 
 
-def test_the_exact_id_goes_before_the_base_id() -> None:
+def test_an_exact_id_takes_precedence_over_a_base_id() -> None:
     pending = pending_of(*map(registration, ("a/1", "a/2", "b/1")))
     assert pending.take("a/1", 0.0) == registration("a/1")
     assert pending.take("b/7", 0.0) == registration("b/1")
@@ -33,7 +33,7 @@ def test_the_exact_id_goes_before_the_base_id() -> None:
     assert len(pending) == 1
 
 
-def test_the_id_that_the_prefill_engine_gave_is_exact_too() -> None:
+def test_the_prefill_request_id_counts_as_an_exact_id() -> None:
     named = registration("a/d", prefill="a/p7")
     pending = pending_of(named, registration("a/new"))
     assert pending.take("a/p7", 0.0) == named
@@ -41,13 +41,13 @@ def test_the_id_that_the_prefill_engine_gave_is_exact_too() -> None:
     assert pending_of(other).take("a/p7", 0.0) == other
 
 
-def test_of_one_base_id_the_newest_is_meant() -> None:
+def test_the_newest_registration_of_a_base_id_is_taken_first() -> None:
     pending = pending_of(*map(registration, ("a/old", "a/older", "a/new")))
     assert pending.take("a/x", 1.0) == registration("a/new")
     assert pending.take("a/y", 1.0) == registration("a/older")
 
 
-def test_older_ones_of_stock_engines_end_with_it() -> None:
+def test_a_taken_registration_drops_older_stock_ones_of_its_base_id() -> None:
     """A stock engine never cancels a registration that a router left behind for a new try; others do."""
     ours = registration("a/ours")
     pending = pending_of(registration("a/stock", layerpush=0), ours, registration("b/stock", layerpush=0))
@@ -58,7 +58,7 @@ def test_older_ones_of_stock_engines_end_with_it() -> None:
     assert ("D", "b/stock") in pending
 
 
-def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
+def test_matching_registrations_come_oldest_first_without_expired_ones() -> None:
     pending = pending_of(registration("a/1"))
     pending.add(registration("a/2"), 5.0)
     pending.add(registration("a/3"), 6.0)
@@ -67,26 +67,26 @@ def test_what_means_a_request_comes_oldest_first_and_not_too_old() -> None:
     assert len(pending) == 3
 
 
-def test_engines_that_use_the_same_id_are_told_apart() -> None:
+def test_equal_ids_of_two_engines_are_distinct() -> None:
     pending = pending_of(registration("a/1", engine="D"), registration("a/1", engine="E"))
     assert len(pending) == 2
     pending.drop(("D", "a/1"))
     assert pending.take("a/1", 0.0) == registration("a/1", engine="E")
 
 
-def test_an_engine_that_has_ended_takes_its_own_with_it() -> None:
+def test_drop_if_drops_only_the_registrations_of_one_engine() -> None:
     pending = pending_of(registration("a/1"), registration("b/1"), registration("a/1", engine="E"))
     pending.drop_if(lambda entry: entry.decode_engine_id == "D")
     assert len(pending) == 1
     assert ("E", "a/1") in pending
 
 
-def test_a_second_copy_replaces_the_first_and_counts_as_new() -> None:
+def test_a_repeated_registration_replaces_the_first_and_counts_as_new() -> None:
     pending = pending_of(registration("a/1", block=1), registration("a/2"), registration("a/1", block=5))
     assert pending.take("a/x", 0.0) == registration("a/1", block=5)
 
 
-def test_nothing_is_kept_for_ever() -> None:
+def test_pending_registrations_are_bounded_and_expire() -> None:
     pending = PendingRegistrations(has_base, kept=2, kept_s=10.0)
     pending.add(registration("a/1"), 0.0)
     assert pending.add(registration("b/1"), 10.0) == [registration("a/1")]

@@ -36,7 +36,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_vllm_finds_the_connector_lazily_and_nothing_is_calmed_unasked() -> None:
+def test_vllm_loads_the_connector_lazily_and_calm_is_off_by_default() -> None:
     done = python(
         LOAD
         + """
@@ -72,7 +72,7 @@ assert (cls.__module__, cls.__qualname__) == ("layerpush.connector", "LayerwiseP
 
 
 @pytest.mark.slow
-def test_somebody_elses_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
+def test_a_foreign_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
     done = python(
         """
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -102,7 +102,7 @@ try_with("collections")
 
 
 @pytest.mark.slow
-def test_calm_cures_the_loops_when_asked() -> None:
+def test_calm_patches_the_busy_loops_on_request() -> None:
     done = python(
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         + LOAD
@@ -140,7 +140,7 @@ assert "class nixl_agent" in inspect.getsource(nixl._api)
 
 
 @pytest.mark.slow
-def test_a_calm_progress_thread_leaves_the_core_alone() -> None:
+def test_a_calm_progress_thread_uses_little_of_its_core() -> None:
     """Real agents. The first one, made before the cure, shows the ill."""
     done = python(
         """
@@ -183,7 +183,7 @@ class Clock:
         self.now += seconds
 
 
-def test_a_long_wait_has_long_sleeps_but_none_beyond_a_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeps_grow_with_a_wait_up_to_a_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(busy_wait, "time", clock)
     rest, start = busy_wait.Rest(), clock.now
@@ -280,7 +280,7 @@ def test_an_engine_with_a_request_at_hand_does_not_rest() -> None:
     assert ends(busy_wait.InputWait(inputs))
 
 
-def test_a_worker_ends_its_engines_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_the_rest_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(busy_wait, "EMPTY_STEP_SECONDS", 100.0)
     core = calm_core(Core())
     resting = threading.Thread(target=core._process_engine_step, daemon=True)
@@ -308,7 +308,7 @@ def test_a_wake_up_ends_one_rest_only() -> None:
     assert not resting.is_alive()
 
 
-def test_two_engines_with_one_id_have_one_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_engine_with_the_same_id_is_logged_and_not_woken(caplog: pytest.LogCaptureFixture) -> None:
     engine_id = f"twin-{uuid.uuid4()}"
     woken, other = threading.Event(), threading.Event()
     engine_wake.listen(f"not-{engine_id}", other.set)
@@ -322,18 +322,18 @@ def test_two_engines_with_one_id_have_one_address(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", " 1 "])
-def test_calm_is_wanted(value: str) -> None:
+def test_calm_is_enabled_by_a_true_value(value: str) -> None:
     assert busy_wait.wanted({busy_wait.VARIABLE: value})
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "No", "off"])
-def test_calm_is_not_wanted(value: str) -> None:
+def test_calm_is_disabled_by_a_false_value(value: str) -> None:
     assert not busy_wait.wanted({busy_wait.VARIABLE: value})
     assert not busy_wait.wanted({})
 
 
 @pytest.mark.parametrize("value", ["2", "maybe", "y", "enabled"])
-def test_neither_yes_nor_no_is_refused_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_calm_value_is_refused_with_the_variables_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(busy_wait.VARIABLE, value)
     with pytest.raises(ConfigError, match=f"LAYERPUSH_CALM={value!r}"):
         plugin.register()

@@ -17,6 +17,6 @@ def test_no_two_parts_share_a_port() -> None:
     assert [port for port, parts in taken.items() if parts > 1] == []
 
 
-def test_the_ports_are_not_those_that_the_kernel_hands_out() -> None:
+def test_the_ports_lie_outside_the_kernels_ephemeral_range() -> None:
     lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(max(one) for one in (*RANGES.values(), DEMO_PORTS)) < lowest_ephemeral

@@ -36,7 +36,7 @@ TABLES = {"p-1": [[1, 2, 3, 4]], "p-2": [[1, 2, 3, 5]], "p-3": [[8, 9, 3]]}
         "filled by this step, for a request that goes on",
     ],
 )
-def test_a_hit_counts_up_to_the_first_block_that_the_step_writes(
+def test_a_hit_ends_at_the_first_block_that_the_step_writes(
     hits: dict[str, int], scheduled: dict[str, int], computed: dict[str, int], expected: dict[str, int]
 ) -> None:
     found = PrefixHits([SIZE])
@@ -51,14 +51,14 @@ def test_the_shortest_group_decides() -> None:
     assert found == {"p-1": 32}
 
 
-def test_a_state_that_the_step_writes_shortens_no_hit() -> None:
+def test_a_written_state_shortens_no_hit() -> None:
     """The step begins with a copy of the state that it hits. P's table has the newest state only."""
     tables = {"p-1": [[1, 2, 3, 4], [9]]}
     found = PrefixHits([16, WHOLE_PROMPT]).in_memory({"p-1": 48}, {"p-1": 8}, {"p-1": 48}, tables.__getitem__)
     assert found == {"p-1": 48}
 
 
-def test_the_null_block_belongs_to_nobody() -> None:
+def test_a_null_block_shortens_no_hit() -> None:
     """Groups of sliding windows have it in the place of dropped blocks."""
     tables = {"p-1": [[0, 2, 3, 4]], "p-2": [[0, 0, 7]]}
     found = PrefixHits([16]).in_memory({"p-1": 48}, {"p-1": 8, "p-2": 48}, {"p-1": 48, "p-2": 0}, tables.__getitem__)

@@ -134,11 +134,11 @@ def endlessly(data: bytes, pause_s: float = 0.0) -> Talk:
     return talk
 
 
-def test_stock_engines_take_the_answer_of_a_layerpush_engine() -> None:
+def test_stock_engines_decode_the_answer_of_a_layerpush_engine() -> None:
     assert msgspec.msgpack.decode(SIGNED, type=NixlHandshakePayload) == payload(NAME)
 
 
-def test_nobody_listens() -> None:
+def test_a_closed_port_proves_the_end_of_the_agent() -> None:
     assert ask(PORTS.take()) is Verdict.ENDED
 
 
@@ -155,7 +155,7 @@ def test_nobody_listens() -> None:
         pytest.param(frame(b"\x04PING\x00\x00", zmtp.COMMAND) + GOOD, Verdict.ALIVE, id="a command before it"),
     ],
 )
-def test_an_answer_names_the_agent_that_lives_there(said: bytes, verdict: Verdict) -> None:
+def test_the_verdict_follows_the_agent_in_the_answer(said: bytes, verdict: Verdict) -> None:
     with listening(says(said)) as port:
         assert ask(port) is verdict
 
@@ -192,12 +192,12 @@ def test_an_answer_names_the_agent_that_lives_there(said: bytes, verdict: Verdic
         pytest.param(says(GOOD.replace(b"\xa3abc", b"\xa3\xff\xff\xff")), id="a hash that is no UTF-8"),
     ],
 )  # fmt: skip
-def test_anything_else_proves_nothing(talk: Talk | None) -> None:
+def test_any_other_answer_gives_an_unknown_verdict(talk: Talk | None) -> None:
     with listening(talk) as port:
         assert ask(port, timeout_s=TIMEOUT_S) is Verdict.UNKNOWN
 
 
-def test_no_more_is_read_than_an_answer_can_be() -> None:
+def test_the_probe_reads_at_most_the_largest_answer() -> None:
     sent: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def flood(connection: socket.socket) -> None:
@@ -216,18 +216,18 @@ def test_no_more_is_read_than_an_answer_can_be() -> None:
 
 
 @pytest.mark.parametrize("host", ["", "\0", "a..b", "x" * 300, "300.1.1.1.", "[", "-"])
-def test_hosts_that_are_none(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hosts_give_an_unknown_verdict(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offline(monkeypatch)
     assert ask(PORTS.take(), host=host) is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize("port", [0, -1, 1 << 16])
-def test_ports_that_are_none(port: int) -> None:
+def test_invalid_ports_give_an_unknown_verdict(port: int) -> None:
     assert ask(port) is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize("name", ["", "\ud800"])
-def test_without_a_name_nothing_is_proved(name: str) -> None:
+def test_an_invalid_agent_name_gives_an_unknown_verdict(name: str) -> None:
     with listening(says(GOOD)) as port:
         assert ask(port, name=name) is Verdict.UNKNOWN
 
@@ -246,7 +246,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, look_up: Callable[[], list[Any]] | 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-def test_a_look_up_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_lookup_that_hangs_gives_an_unknown_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def hang() -> list[Any]:
@@ -282,7 +282,7 @@ def test_an_unreachable_address_does_not_count_as_refusing(monkeypatch: pytest.M
         assert ask(1, host="p.example") is Verdict.UNKNOWN
 
 
-def test_nothing_is_left_open() -> None:
+def test_a_probe_leaves_no_file_or_thread_open() -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -359,7 +359,9 @@ class HeldProbe:
         assert self._probing.wait(10)
 
 
-def test_when_too_many_wait_the_verdict_comes_at_once(prober: Prober, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_beyond_the_queue_limit_gets_its_verdict_at_once(
+    prober: Prober, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = HeldProbe(monkeypatch)
     held.start(prober, -1)
     held.start(prober, *range(probe_module.MAX_PENDING + 1))
@@ -384,7 +386,7 @@ def test_a_defect_costs_one_verdict_only(prober: Prober, monkeypatch: pytest.Mon
     assert [heard.get(timeout=10) for _ in range(2)] == [Verdict.UNKNOWN, Verdict.ALIVE]
 
 
-def test_closed_it_starts_nothing_and_says_nothing() -> None:
+def test_a_closed_prober_starts_and_reports_nothing() -> None:
     prober, heard = Prober(), []
     prober.close()
     for _ in range(probe_module.MAX_PENDING + 2):
@@ -393,7 +395,7 @@ def test_closed_it_starts_nothing_and_says_nothing() -> None:
     assert heard == []
 
 
-def test_closing_drops_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_drops_waiting_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     held, prober = HeldProbe(monkeypatch), Prober()
     held.start(prober, *range(5))
     prober.close()

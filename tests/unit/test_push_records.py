@@ -17,7 +17,7 @@ def ended(rig: Rig, prompt: Prompt) -> PushRecord:
     return record
 
 
-def test_the_registration_was_there_first() -> None:
+def test_a_registration_before_prefill_is_recorded() -> None:
     rig, prompt = Rig(), prompt_of(tokens=8)
     rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 8))
@@ -27,7 +27,7 @@ def test_the_registration_was_there_first() -> None:
     assert record.t_first_planned <= record.t_registered <= record.writes[0].t_post
 
 
-def test_the_registration_came_while_prefill_ran() -> None:
+def test_a_registration_during_prefill_is_recorded() -> None:
     rig, prompt = Rig(), prompt_of(tokens=16)
     wanted = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 8))
@@ -38,7 +38,7 @@ def test_the_registration_came_while_prefill_ran() -> None:
     assert before <= (ended(rig, prompt).t_registered or 0.0) <= after
 
 
-def test_the_registration_came_after_prefill() -> None:
+def test_a_registration_after_prefill_is_recorded() -> None:
     rig, prompt = Rig(), prompt_of(tokens=8)
     wanted = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 8))
@@ -51,7 +51,7 @@ def test_the_registration_came_after_prefill() -> None:
     assert before <= (record.t_registered or 0.0)
 
 
-def test_the_registration_is_found_when_prefill_has_ended() -> None:
+def test_a_registration_found_at_the_end_of_prefill_is_recorded() -> None:
     rig, prompt = Rig(), prompt_of(tokens=8)
     wanted = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 8))
@@ -62,7 +62,7 @@ def test_the_registration_is_found_when_prefill_has_ended() -> None:
     assert record.t_registered is not None
 
 
-def test_nobody_registered() -> None:
+def test_a_push_without_a_registration_is_recorded() -> None:
     rig, prompt = Rig(), prompt_of(tokens=8)
     rig.decoder()
     rig.step((prompt, 8))

@@ -33,13 +33,13 @@ def backend(ours: ModuleType, **engine: Any) -> Any:
     return made
 
 
-def test_an_application_has_the_backend(ours: ModuleType) -> None:
+def test_an_application_gets_the_backend(ours: ModuleType) -> None:
     args = {"prefill_config": {}, "decode_config": {}}
     for _ in range(2):  # Ray builds an application again when it is deployed again
         assert ours.build_pd_openai_app(args) == (args, {CONNECTOR_NAME: "layerpush.ray:LayerwisePushBackend"})
 
 
-def test_ray_asks_p_and_d_at_the_same_time(ours: ModuleType) -> None:
+def test_ray_sends_to_p_and_d_at_the_same_time(ours: ModuleType) -> None:
     made = backend(ours)
     assert made.requires_peer_binding
     assert made.concurrent_handoff

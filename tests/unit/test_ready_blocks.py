@@ -17,14 +17,14 @@ def four_blocks() -> ReadyBlocks:
     return made
 
 
-def test_layers_come_in_the_models_order_however_they_became_ready() -> None:
+def test_layers_come_in_model_order_in_spite_of_their_ready_order() -> None:
     made = four_blocks()
     for layer in (80, 3, 81, 64, 4):
         made.ready(0, layer)
     assert [(part.layers.start, part.layers.stop) for part in made.pending()] == [(3, 5), (64, 65), (80, 82)]
 
 
-def test_what_was_taken_does_not_come_again() -> None:
+def test_taken_layers_do_not_come_again() -> None:
     made = four_blocks()
     made.ready(0, 3)
     made.take()
@@ -34,7 +34,7 @@ def test_what_was_taken_does_not_come_again() -> None:
     assert [(part.layers.start, part.source) for part in made.pending()] == [(4, BLOCKS)]
 
 
-def test_bytes_are_those_of_the_groups_that_have_layers() -> None:
+def test_chunk_bytes_sum_over_the_layers_of_each_group() -> None:
     made = ReadyBlocks([0, 0, 1], [64, 64, 8], by_layer=True)
     groups = tuple(GroupSlice(0, BLOCKS, len(BLOCKS)) for _ in range(3))
     made.plan(ChunkPlan("r", 0, 0, 0, 64, 64, groups, streams=True))
@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_groups_that_have_layers() -> None:
     assert made.planned_bytes == made.chunk_bytes == 4 * 128 + 3 * 8
 
 
-def test_what_is_not_taken_stays() -> None:
+def test_pending_layers_stay_until_taken() -> None:
     made = four_blocks()
     made.ready(0, 3)
     assert made.pending() == made.pending() != ()

@@ -226,14 +226,14 @@ class World(Town):
 # The request that a registration means.
 
 
-def test_registered_first_it_is_accepted_and_kept_for_its_request() -> None:
+def test_an_early_registration_is_accepted_and_kept_for_its_request() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert world.heard() == [Accepted("a/d")]
     assert [world.takes(name) for name in ("b/p", "a/p", "a/p")] == [None, wanted, None]
 
 
-def test_a_first_token_is_promised_and_sent_to_who_asks_for_it() -> None:
+def test_a_requested_first_token_is_promised_and_sent() -> None:
     world, wanted = World(), asks(sampling="greedy")
     world.says(wanted)
     assert world.heard() == [Accepted("a/d", first_token=True)]
@@ -243,7 +243,7 @@ def test_a_first_token_is_promised_and_sent_to_who_asks_for_it() -> None:
         assert world.heard() == [FirstToken("a/d", token)]
 
 
-def test_a_stock_d_gets_no_message_of_ours_whatever_it_asks_for() -> None:
+def test_a_stock_d_gets_no_layerpush_message() -> None:
     world, wanted = World(), asks(layerpush=0, sampling="greedy")
     world.says(wanted)
     world.registrations.send_first_token(SendFirstToken(wanted, 7), world.now)
@@ -251,7 +251,7 @@ def test_a_stock_d_gets_no_message_of_ours_whatever_it_asks_for() -> None:
     assert world.heard() == []
 
 
-def test_what_its_request_has_taken_can_be_cancelled_and_is_not_kept_again() -> None:
+def test_a_taken_registration_can_be_cancelled_and_is_not_kept_again() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert world.takes() == wanted
@@ -262,7 +262,7 @@ def test_what_its_request_has_taken_can_be_cancelled_and_is_not_kept_again() -> 
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_every_rank_registers_and_the_first_counts_for_all(begun: bool) -> None:
+def test_the_first_registration_counts_for_all_ranks(begun: bool) -> None:
     world = World(*(["a/p", "a/q"] if begun else []))
     for rank in ("d-0", "d-1", "d-0"):
         world.says(asks(), rank)
@@ -284,9 +284,7 @@ def test_every_rank_registers_and_the_first_counts_for_all(begun: bool) -> None:
     ],
     ids=["by its base id", "the one that is named first", "several answers to one prompt"],
 )
-def test_the_request_that_is_meant_is_found(
-    begun: list[str], wanted: list[Registration], pushes: dict[str, str]
-) -> None:
+def test_a_registration_finds_its_request(begun: list[str], wanted: list[Registration], pushes: dict[str, str]) -> None:
     world = World(*begun)
     for registration in wanted:
         world.says(registration)
@@ -295,7 +293,7 @@ def test_the_request_that_is_meant_is_found(
 
 @pytest.mark.parametrize("digest", ["same", None])
 @pytest.mark.parametrize("base", ["chatcmpl-req-{}", "cmpl-req-{}-0", "req-{}", "chatcmpl-{}", "cmpl-{}-0"])
-def test_a_router_may_number_its_requests(base: str, digest: str | None) -> None:
+def test_a_registration_finds_its_request_if_a_router_numbers_requests(base: str, digest: str | None) -> None:
     """D got P's id, which differs from D's. An unrelated request on P has D's id."""
     at_p, at_d, unrelated = base.format(1) + "/p", base.format(2) + "/d", base.format(2) + "/p"
     world = World(unrelated, at_p, digests={} if digest is None else {at_p: digest, unrelated: digest})
@@ -319,7 +317,7 @@ def test_equal_prompts_of_one_request_get_one_push_each(told: str, first: str, o
     assert pushes == dict(zip(at_p, at_d, strict=True))
 
 
-def test_equal_base_ids_are_told_apart_by_their_prompts() -> None:
+def test_prompts_distinguish_equal_base_ids() -> None:
     world = World("a/p1", "a/p2", digests={"a/p1": "one", "a/p2": "two"})
     world.says(asks("a/d2", digest="two"))
     world.says(asks("a/d3", digest="three"))
@@ -331,14 +329,14 @@ def test_equal_base_ids_are_told_apart_by_their_prompts() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(None, "one"), ("one", None), (None, None)])
-def test_a_prompt_that_one_side_does_not_tell_of_keeps_nobody_apart(ours: str | None, theirs: str | None) -> None:
+def test_a_missing_prompt_digest_prevents_no_match(ours: str | None, theirs: str | None) -> None:
     world = World("a/p", digests={} if ours is None else {"a/p": ours})
     world.says(asks(digest=theirs))
     assert world.pushes == {"a/p": "a/d"}
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_request_that_is_named_but_has_another_prompt_is_not_meant(begun: bool) -> None:
+def test_a_registration_fails_if_the_named_request_has_another_prompt(begun: bool) -> None:
     world = World(*(["a/p"] if begun else []), digests={"a/p": "one"} if begun else {})
     world.says(asks("b/d", prefill="a/p", digest="two"))
     world.digests["a/p"] = "one"
@@ -348,14 +346,14 @@ def test_a_request_that_is_named_but_has_another_prompt_is_not_meant(begun: bool
     assert world.registrations.pending == 0
 
 
-def test_other_prompts_of_a_request_that_is_named_wait_for_their_own() -> None:
+def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
     world = World("cmpl-a-0/p", digests={"cmpl-a-0/p": "one"})
     world.says(asks("cmpl-a-1/d", prefill="cmpl-a-0/p", digest="two"))
     assert world.heard() == [Accepted("cmpl-a-1/d")]
     assert world.registrations.pending == 1
 
 
-def test_digests_of_requests_that_are_over_are_forgotten() -> None:
+def test_digests_of_ended_requests_are_forgotten() -> None:
     world = World(digests={"a/p": "one", "b/p": "two"})
     world.ends("a/p", None)
     world.ends("unknown")
@@ -365,7 +363,7 @@ def test_digests_of_requests_that_are_over_are_forgotten() -> None:
 # Cancelled registrations.
 
 
-def test_cancelled_before_its_request_came_it_is_gone_and_unwanted_once() -> None:
+def test_a_cancel_before_the_request_drops_the_registration() -> None:
     world, wanted = World(), asks()
     world.says(wanted)
     assert not world.is_unwanted()
@@ -381,7 +379,7 @@ def test_cancelled_before_its_request_came_it_is_gone_and_unwanted_once() -> Non
 
 
 @pytest.mark.parametrize("after", ["it is old", "the request was aborted"])
-def test_what_is_unwanted_is_forgotten(after: str) -> None:
+def test_an_early_cancel_is_forgotten(after: str) -> None:
     """A client that hangs up ends both halves. When it tries again, the request is wanted."""
     world, wanted = World(), asks()
     world.says(wanted)
@@ -393,7 +391,7 @@ def test_what_is_unwanted_is_forgotten(after: str) -> None:
         assert not world.is_unwanted("a/q")
 
 
-def test_cancelled_before_it_was_registered_it_never_will_be() -> None:
+def test_a_cancel_before_the_registration_prevents_the_push() -> None:
     """The cancel of one rank may overtake the registration of another."""
     world, wanted = World("a/p"), asks()
     world.cancels(wanted)
@@ -404,7 +402,7 @@ def test_cancelled_before_it_was_registered_it_never_will_be() -> None:
     assert world.pushes == {}
 
 
-def test_cancelled_under_a_write_nothing_is_said_until_it_has_ended() -> None:
+def test_a_cancel_during_a_write_is_answered_after_its_end() -> None:
     """A rank that asks meanwhile gets no answer: all ranks would believe it."""
     world = World()
     wanted = world.served()
@@ -420,7 +418,7 @@ def test_cancelled_under_a_write_nothing_is_said_until_it_has_ended() -> None:
     assert world.heard() == [Cancelled("a/d")]
 
 
-def test_what_another_engine_registered_is_not_its_to_cancel() -> None:
+def test_an_engine_cannot_cancel_registrations_of_another() -> None:
     world = World()
     wanted = world.served()
     world.cancels(wanted, "e-0")
@@ -431,7 +429,7 @@ def test_what_another_engine_registered_is_not_its_to_cancel() -> None:
     assert len(world.writer.cancelled) == 1
 
 
-def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
+def test_a_rank_may_cancel_after_a_late_registration() -> None:
     """Its answer may have been lost, and it repeats the cancel until it gets one."""
     world = World()
     wanted = world.served()
@@ -446,7 +444,7 @@ def test_a_rank_that_registered_when_all_was_over_may_cancel() -> None:
 # Failed pushes.
 
 
-def test_a_failure_of_a_cancelled_push_that_has_not_drained_is_no_answer_to_it() -> None:
+def test_an_undrained_failure_does_not_answer_the_cancel() -> None:
     world = World()
     world.fails(world.served(), "it hangs", drained=False, cancelled=True)
     assert world.heard() == [failure("it hangs", drained=False)]
@@ -458,7 +456,7 @@ def test_a_long_reason_is_cut_short() -> None:
     assert world.heard() == [failure("x" * MAX_REASON)]
 
 
-def test_who_waits_for_a_request_that_ends_badly_is_told() -> None:
+def test_a_waiting_registration_fails_with_its_request() -> None:
     world = World()
     world.says(asks())
     world.says(asks("b/d"))
@@ -470,7 +468,7 @@ def test_who_waits_for_a_request_that_ends_badly_is_told() -> None:
 
 
 @pytest.mark.parametrize("wanted", [asks(), asks("zzz", prefill="a/p")], ids=["by base id", "by name"])
-def test_who_comes_after_a_bad_end_is_told(wanted: Registration) -> None:
+def test_a_registration_after_a_failed_request_is_refused(wanted: Registration) -> None:
     world = World()
     world.ends("a/p", "its lease ran out")
     world.now += ENDED_S - 1
@@ -482,7 +480,7 @@ def test_who_comes_after_a_bad_end_is_told(wanted: Registration) -> None:
     assert world.takes("a/q") is None
 
 
-def test_what_is_no_bad_end_of_this_request_refuses_nobody() -> None:
+def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world = World()
     world.ends("a/p", None)
     world.ends("cmpl-b-0/p")  # another prompt of the request
@@ -498,7 +496,7 @@ def test_what_is_no_bad_end_of_this_request_refuses_nobody() -> None:
     assert world.takes("e/q") == asks("e/d")
 
 
-def test_a_bad_end_is_forgotten_in_time() -> None:
+def test_a_failed_request_is_forgotten_after_a_timeout() -> None:
     world = World()
     world.ends("a/p")
     world.now += ENDED_S
@@ -511,7 +509,7 @@ def test_a_bad_end_is_forgotten_in_time() -> None:
 UNKNOWN = failure("no such request came to the prefill engine", epoch=0)
 
 
-def test_what_no_request_came_for_is_refused_in_the_end() -> None:
+def test_a_registration_without_a_request_is_refused_after_a_timeout() -> None:
     """The engine is idle: it would have begun a step for any request."""
     world = World()
     world.says(asks())
@@ -530,7 +528,7 @@ def test_what_no_request_came_for_is_refused_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("request_id", "transfer"), [("a/p", None), ("cmpl-p-0/p", "t")], ids=["by name", "by transfer"]
 )
-def test_a_request_in_the_queue_is_waited_for_until_it_leaves(request_id: str, transfer: str | None) -> None:
+def test_a_registration_waits_while_its_request_is_in_the_queue(request_id: str, transfer: str | None) -> None:
     """It leaves when it was pushed to another decode engine."""
     world = World()
     world.registrations.came({request_id: transfer, "b/p": None})
@@ -544,7 +542,7 @@ def test_a_request_in_the_queue_is_waited_for_until_it_leaves(request_id: str, t
     assert world.heard() == [UNKNOWN]
 
 
-def test_a_request_that_was_aborted_at_once_is_not_here() -> None:
+def test_an_aborted_request_is_removed_from_the_arrivals() -> None:
     """Its arrival is handled on demand, and before its end."""
     world = World()
     world.registrations.came({"a/p": None, "b/p": None})
@@ -552,7 +550,7 @@ def test_a_request_that_was_aborted_at_once_is_not_here() -> None:
     assert world.registrations._arrivals.requests == ["b/p"]
 
 
-def test_a_request_that_comes_after_its_registration_was_refused_is_not_wanted() -> None:
+def test_a_request_after_the_refusal_of_its_registration_is_unwanted() -> None:
     world = World()
     world.says(asks())
     world.tick(UNKNOWN_S)
@@ -562,7 +560,7 @@ def test_a_request_that_comes_after_its_registration_was_refused_is_not_wanted()
     assert world.is_unwanted()
 
 
-def test_an_engine_that_computes_a_long_step_has_not_seen_its_queue() -> None:
+def test_a_long_step_delays_the_refusal_of_a_registration() -> None:
     """A step that begins next may have been scheduled before the request came."""
     world = World()
     world.steps = 1, True
@@ -576,7 +574,7 @@ def test_an_engine_that_computes_a_long_step_has_not_seen_its_queue() -> None:
     assert world.heard() == [UNKNOWN]
 
 
-def test_too_many_are_refused_oldest_first() -> None:
+def test_the_oldest_registration_is_refused_beyond_the_limit() -> None:
     world = World()
     for number in range(KEPT + 1):
         world.says(asks(f"r{number}/d"))
@@ -587,7 +585,7 @@ def test_too_many_are_refused_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("order", ["the request first", "the registration first"])
-def test_a_transfer_id_pairs_requests_of_different_names(order: str) -> None:
+def test_a_transfer_id_matches_requests_with_different_names(order: str) -> None:
     world, wanted = World(), asks("cmpl-d-0/d", transfer="t")
     if order == "the request first":
         world.begins(p_0="t")
@@ -599,7 +597,7 @@ def test_a_transfer_id_pairs_requests_of_different_names(order: str) -> None:
         assert world.takes("cmpl-p-0/p") == wanted
 
 
-def test_transfer_ids_that_differ_keep_equal_names_apart() -> None:
+def test_different_transfer_ids_distinguish_equal_names() -> None:
     """A router tries again with the same id."""
     world = World()
     world.begins(x_0="t-1")
@@ -610,7 +608,7 @@ def test_transfer_ids_that_differ_keep_equal_names_apart() -> None:
 
 
 @pytest.mark.parametrize("ours", [None, "t"])
-def test_without_a_transfer_id_on_both_sides_names_decide(ours: str | None) -> None:
+def test_names_match_without_a_transfer_id_on_both_sides(ours: str | None) -> None:
     world = World()
     world.registrations.came({"a/p": ours})
     world.writer.unclaimed = ["a/p"]
@@ -627,7 +625,7 @@ def test_without_a_transfer_id_on_both_sides_names_decide(ours: str | None) -> N
     ],
     ids=["prompts by their numbers", "a completion and a chat", "the first of several answers"],
 )
-def test_requests_of_one_transfer_find_each_other(
+def test_prompts_and_answers_of_one_transfer_are_matched(
     begun: list[str], registered: list[str], pushes: dict[str, str]
 ) -> None:
     world = World()
@@ -640,7 +638,7 @@ def test_requests_of_one_transfer_find_each_other(
     assert refused == [failure(SPARE_ANSWER, request_id=request_id, epoch=0) for request_id in spare]
 
 
-def test_a_transfer_id_pairs_no_different_prompts() -> None:
+def test_a_transfer_id_does_not_match_different_prompts() -> None:
     world = World(digests={"cmpl-p-0/p": "one"})
     world.begins(p_0="t")
     world.says(asks("cmpl-d-0/d", transfer="t", digest="another"))
@@ -648,7 +646,7 @@ def test_a_transfer_id_pairs_no_different_prompts() -> None:
 
 
 @pytest.mark.parametrize("why", ["aborted", "another answer"])
-def test_what_became_of_a_transfer_is_known_for_a_while(why: str) -> None:
+def test_the_end_of_a_transfer_is_remembered_until_its_next_request(why: str) -> None:
     world = World()
     world.begins(p_0="t")
     world.writer.unclaimed = []
@@ -668,7 +666,7 @@ ELSEWHERE = failure("the request went to data-parallel rank 1 of the prefill eng
 
 
 @pytest.mark.parametrize("registered", ["before", "after"])
-def test_a_decode_engine_that_was_given_the_wrong_rank_hears_so_at_once(registered: str) -> None:
+def test_a_registration_at_the_wrong_rank_fails_at_once(registered: str) -> None:
     world = World()
     if registered == "before":
         world.says(asks())
@@ -680,7 +678,7 @@ def test_a_decode_engine_that_was_given_the_wrong_rank_hears_so_at_once(register
     assert world.takes() is None
 
 
-def test_the_next_attempt_may_come_to_this_rank() -> None:
+def test_the_next_attempt_may_use_this_rank() -> None:
     world = World()
     world.registrations.went_elsewhere("a/p", 1, world.now)
     world.tick(ELSEWHERE_S)
@@ -689,7 +687,7 @@ def test_the_next_attempt_may_come_to_this_rank() -> None:
     assert world.takes("a/q") == asks()
 
 
-def test_a_request_that_is_here_is_pushed_although_another_went_elsewhere() -> None:
+def test_a_local_request_is_pushed_even_if_another_went_elsewhere() -> None:
     world = World("a/p")
     world.registrations.went_elsewhere("a/q", 1, world.now)
     world.says(asks())
@@ -700,7 +698,7 @@ def test_a_request_that_is_here_is_pushed_although_another_went_elsewhere() -> N
 
 
 @pytest.mark.parametrize("when", ["it is pushed", "it waits in the queue", "it is not here", "it was declined"])
-def test_a_request_is_withdrawn_from(when: str) -> None:
+def test_a_cancelled_or_declined_request_is_withdrawn(when: str) -> None:
     world, wanted = World(), asks()
     if when == "it is pushed":
         world.served(wanted)
@@ -714,7 +712,7 @@ def test_a_request_is_withdrawn_from(when: str) -> None:
     assert world.withdrawn == ([] if when == "it is not here" else ["a/p"])
 
 
-def test_a_decline_that_names_an_ended_request_withdraws_no_other() -> None:
+def test_a_decline_of_an_ended_request_withdraws_no_other() -> None:
     """The next attempt has the same id but for its random suffix."""
     world = World()
     world.registrations.came({"a/p": None})
@@ -727,7 +725,7 @@ def test_a_decline_that_names_an_ended_request_withdraws_no_other() -> None:
 # Stock engines: they understand no answer, so they wait.
 
 
-def test_a_stock_engine_is_told_nothing() -> None:
+def test_a_stock_engine_gets_no_answers() -> None:
     world = World()
     wanted = world.served(STOCK)
     world.says(wanted, "d-1")
@@ -743,7 +741,7 @@ def test_a_stock_engine_is_told_nothing() -> None:
 
 
 @pytest.mark.parametrize("registered", ["before the abort", "after it"])
-def test_a_stock_engine_waits_for_a_request_that_was_aborted_to_come_again(registered: str) -> None:
+def test_a_stock_registration_is_kept_after_an_abort(registered: str) -> None:
     world = World()
     if registered == "before the abort":
         world.fails(world.served(STOCK), "aborted")
@@ -754,7 +752,7 @@ def test_a_stock_engine_waits_for_a_request_that_was_aborted_to_come_again(regis
 
 
 @pytest.mark.parametrize(("reason", "drained"), [("cut off", True), ("aborted", False)])
-def test_a_stock_engine_is_kept_for_nothing_else(reason: str, drained: bool) -> None:
+def test_a_stock_registration_is_dropped_after_other_failures(reason: str, drained: bool) -> None:
     world = World()
     world.fails(world.served(STOCK), reason, drained)
     assert world.takes("a/q") is None
@@ -786,7 +784,7 @@ def test_memory_is_bounded(crowded: World) -> None:
     assert all(len(memory) <= 10 for memory in (known._served, known._answers, known._senders))
 
 
-def test_a_push_that_outlives_thousands_of_others_can_still_be_cancelled(crowded: World) -> None:
+def test_a_long_push_can_still_be_cancelled_after_many_others(crowded: World) -> None:
     """Else its cancel would be answered with a write on the wire."""
     wanted = crowded.served()
     crowded.writer.on_the_wire = {"a/p"}
@@ -799,7 +797,7 @@ def test_a_push_that_outlives_thousands_of_others_can_still_be_cancelled(crowded
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, crowded: World) -> None:
+def test_the_sender_of_a_live_registration_is_remembered(begun: bool, crowded: World) -> None:
     """Else the sender would seem to be a restarted process."""
     wanted = asks()
     if begun:
@@ -815,7 +813,7 @@ def test_who_asked_is_known_for_as_long_as_it_is_wanted(begun: bool, crowded: Wo
         assert crowded.is_current(wanted)
 
 
-def test_registrations_of_further_ranks_push_nobody_out(crowded: World) -> None:
+def test_registrations_of_further_ranks_evict_no_others(crowded: World) -> None:
     """More requests may be wanted at once than ended ones are remembered."""
     wanted = [asks(f"r{number}/d") for number in range(30)]
     for rank, one in product(("d-0", "d-1"), wanted):
@@ -826,7 +824,7 @@ def test_registrations_of_further_ranks_push_nobody_out(crowded: World) -> None:
 # One id for two requests.
 
 
-def test_a_registration_that_differs_takes_the_place_of_one_that_still_waits() -> None:
+def test_a_different_registration_replaces_a_waiting_one() -> None:
     """The process that sent the first one is dead, and its successor has given its blocks to others."""
     world = World()
     world.says(FIRST, "d-0")
@@ -837,7 +835,7 @@ def test_a_registration_that_differs_takes_the_place_of_one_that_still_waits() -
     assert world.peer_errors.counts == {}
 
 
-def test_who_sent_the_older_one_does_not_vouch_for_the_newer() -> None:
+def test_the_sender_of_the_older_registration_does_not_confirm_the_newer() -> None:
     world = World()
     world.says(FIRST, "d-0")
     world.says(SECOND, "d-1")
@@ -845,7 +843,7 @@ def test_who_sent_the_older_one_does_not_vouch_for_the_newer() -> None:
     assert (world.is_current(FIRST), world.is_current(SECOND)) == (False, False)
 
 
-def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() -> None:
+def test_a_different_registration_is_refused_during_the_push() -> None:
     world = World()
     world.served(FIRST)
     world.writer.unclaimed = ["a/q"]
@@ -861,7 +859,7 @@ def test_a_registration_that_differs_from_one_that_is_being_served_is_refused() 
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled", "completed"])
-def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
+def test_a_reused_id_starts_without_the_earlier_result(end: str) -> None:
     """The end of the id's earlier request does not count."""
     world = World()
     world.served(FIRST)
@@ -877,7 +875,7 @@ def test_an_id_that_is_free_again_starts_anew(end: str) -> None:
     assert world.peer_errors.counts == {}
 
 
-def test_a_window_is_used_by_the_word_of_the_rank_that_has_it() -> None:
+def test_only_the_owning_rank_can_offer_its_window() -> None:
     """Another rank that knows the request could name any memory of that engine."""
     world = World()
     asked, mine, forged = (
@@ -897,7 +895,7 @@ def test_a_window_is_used_by_the_word_of_the_rank_that_has_it() -> None:
 # Signs of life.
 
 
-def test_a_peer_is_answered_and_a_stranger_is_not() -> None:
+def test_a_ping_is_answered_only_for_a_known_agent() -> None:
     world = World()
     world.registrations.on_ping("d-0", Ping("D", 7))
     world.served()
@@ -944,7 +942,7 @@ def these(*messages: Message) -> list[str]:
 
 @pytest.mark.parametrize("how", ["registers", "cancels"])
 @pytest.mark.parametrize("about", ["the same", "another"])
-def test_what_could_not_be_said_is_said_once_to_an_engine_that_shows_that_it_lives(how: str, about: str) -> None:
+def test_withheld_messages_are_sent_once_to_an_engine_that_sends_again(how: str, about: str) -> None:
     world, wanted = doomed()
     drops(world)
     assert world.mail.sent == [], "D may be dead"
@@ -963,7 +961,7 @@ def test_what_could_not_be_said_is_said_once_to_an_engine_that_shows_that_it_liv
 
 
 @pytest.mark.parametrize("dropped", [True, False])
-def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
+def test_withheld_messages_expire(dropped: bool) -> None:
     world, wanted = doomed()
     if dropped:
         drops(world)
@@ -984,7 +982,7 @@ def test_what_could_not_be_said_is_forgotten_in_time(dropped: bool) -> None:
     assert world.registrations.peers._withheld == {}
 
 
-def test_what_is_refused_meanwhile_is_not_said_either() -> None:
+def test_refusals_are_withheld_until_the_connection_is_dropped() -> None:
     world = World()
     world.says(asks("b/d"))
     world.heard()
@@ -997,7 +995,7 @@ def test_what_is_refused_meanwhile_is_not_said_either() -> None:
     assert failure("aborted", request_id="b/d", epoch=0) in world.heard()
 
 
-def test_however_many_engines_are_lost_none_is_told_before_its_connection_has_been_dropped(
+def test_no_lost_engine_gets_a_message_before_its_connection_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world, wanted = doomed()
@@ -1010,7 +1008,7 @@ def test_however_many_engines_are_lost_none_is_told_before_its_connection_has_be
     assert len(world.network.handshakes) == 1
 
 
-def test_a_cancel_is_not_answered_before_the_connection_has_been_dropped() -> None:
+def test_a_cancel_is_not_answered_before_the_lost_connection_is_dropped() -> None:
     """This holds for any request, with or without a WRITE on the wire."""
     world, wanted = doomed()
     for cancelled in (wanted, asks("never/registered")):
@@ -1025,7 +1023,7 @@ def test_a_cancel_is_not_answered_before_the_connection_has_been_dropped() -> No
 
 
 @pytest.mark.parametrize("rank", ["d-0", "d-1", "d-new"])
-def test_what_registers_meanwhile_is_heard_when_the_connection_has_been_dropped(rank: str) -> None:
+def test_a_registration_is_deferred_until_the_lost_connection_is_dropped(rank: str) -> None:
     world, wanted = doomed()
     world.writer.unclaimed = ["b/p"]
     world.says(asks("b/d"), rank)
@@ -1043,7 +1041,7 @@ def test_what_registers_meanwhile_is_heard_when_the_connection_has_been_dropped(
     assert len(world.pushes) == 2
 
 
-def test_other_engines_are_told_at_once() -> None:
+def test_messages_to_other_engines_are_sent_at_once() -> None:
     world, _ = doomed()
     other = asks("b/d", engine="E")
     world.writer.unclaimed = ["b/p"]
@@ -1066,7 +1064,7 @@ def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
     return world, newer
 
 
-def test_an_engine_that_was_restarted_is_connected_anew() -> None:
+def test_a_restarted_engine_is_connected_again() -> None:
     world, newer = strange()
     world.says(asks("m/d"), "d-new")
     assert len(world.probed) == 1
@@ -1085,7 +1083,7 @@ def test_an_engine_that_was_restarted_is_connected_anew() -> None:
     assert world.takes("l/p") == asks("l/d")
 
 
-def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
+def test_registrations_from_before_a_restart_are_dropped() -> None:
     world = World()
     world.says(asks("old/d"))
     world.says(asks("other/d", engine="E"), "e-0")
@@ -1097,9 +1095,7 @@ def test_what_a_restarted_engine_asked_for_before_is_forgotten() -> None:
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "10.6.6.6"], ids=["an earlier process", "from elsewhere"])
 @pytest.mark.parametrize("verdicts", [[Verdict.ALIVE], [Verdict.UNKNOWN] * PROBES], ids=["alive", "no answer"])
-def test_a_stranger_in_the_name_of_an_engine_that_may_live_is_not_listened_to(
-    host: str, verdicts: list[Verdict]
-) -> None:
+def test_an_unknown_agent_of_a_possibly_live_engine_is_ignored(host: str, verdicts: list[Verdict]) -> None:
     """The stranger may be left over from an earlier process, whose blocks have other owners by now."""
     world, _ = strange(host)
     for verdict in verdicts:
@@ -1112,7 +1108,7 @@ def test_a_stranger_in_the_name_of_an_engine_that_may_live_is_not_listened_to(
     assert (world.writer.failed, world.network.forgotten) == ([], [])
 
 
-def test_further_ranks_of_what_is_being_served_are_no_strangers_but_for_other_blocks() -> None:
+def test_an_unknown_rank_is_probed_only_if_its_registration_differs() -> None:
     """Ranks that this rank does not write to register, too."""
     world = World()
     world.served(FIRST)
@@ -1124,7 +1120,7 @@ def test_further_ranks_of_what_is_being_served_are_no_strangers_but_for_other_bl
     assert world.heard() == []
 
 
-def test_a_registration_counts_only_for_the_process_that_sent_it() -> None:
+def test_a_registration_is_current_only_while_its_sender_is_connected() -> None:
     """A process that was restarted under the same name has given the same blocks to other requests."""
     world, wanted = World(), asks()
     world.says(wanted, "d-1")
@@ -1137,7 +1133,7 @@ def test_a_registration_counts_only_for_the_process_that_sent_it() -> None:
 
 
 @pytest.mark.parametrize("verdict", Verdict)
-def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_nothing(verdict: Verdict) -> None:
+def test_a_probe_verdict_changes_nothing_while_the_connection_closes(verdict: Verdict) -> None:
     world, newer = strange()
     world.says(asks("m/d"), "d-0")
     world.heard()
@@ -1156,7 +1152,7 @@ def test_a_verdict_on_an_engine_whose_connection_is_about_to_be_dropped_changes_
 
 
 @pytest.mark.parametrize("verdict", Verdict)
-def test_strangers_of_an_engine_that_was_forgotten_meanwhile_are_heard(verdict: Verdict) -> None:
+def test_an_unknown_agent_is_served_after_the_engine_is_forgotten(verdict: Verdict) -> None:
     """Upstream forgets an engine after a long silence."""
     world, newer = strange()
     world.network.listening["D"] = ("d-new",)
@@ -1166,7 +1162,7 @@ def test_strangers_of_an_engine_that_was_forgotten_meanwhile_are_heard(verdict: 
     assert world.writer.pushes[1:] == [("n/p", newer)]
 
 
-def test_an_engine_that_others_connected_to_is_asked_where_it_says_it_is() -> None:
+def test_an_engine_connected_by_upstream_is_probed_at_its_own_address() -> None:
     """Upstream's heartbeats connect, too."""
     world = World("n/p")
     world.network.connected["D"] = ("d-0",)
@@ -1193,7 +1189,7 @@ def unreached(world: World, *ranks: str) -> Registration:
     return world.writer.pushes[0][1]
 
 
-def test_a_failed_handshake_is_reported_without_one() -> None:
+def test_a_failed_handshake_is_reported_through_the_contact() -> None:
     """Else D would take this engine for a stock one, and wait for its own deadline."""
     world = World()
     served = unreached(world, "d-0", "d-1")
@@ -1202,7 +1198,7 @@ def test_a_failed_handshake_is_reported_without_one() -> None:
     assert world.network.handshakes[2:] == [], "no further try delays it"
 
 
-def test_a_cancelled_registration_of_an_engine_out_of_reach_is_answered() -> None:
+def test_a_cancel_of_an_unreachable_engine_is_answered() -> None:
     world = World()
     served = unreached(world, "d-0")
     world.cancels(served)
@@ -1210,7 +1206,7 @@ def test_a_cancelled_registration_of_an_engine_out_of_reach_is_answered() -> Non
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_an_answer_overtakes_no_other_one_while_a_handshake_runs(reached: bool) -> None:
+def test_answers_keep_their_order_during_a_handshake(reached: bool) -> None:
     world = World("a/p")
     world.network.listening = {}
     world.says(asks(contact=b"contact of d-0"))
@@ -1245,7 +1241,7 @@ def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_with_allowed_hosts_an_answer_goes_where_an_allowed_side_channel_points(allowed: bool) -> None:
+def test_with_allowed_hosts_answers_use_contacts_of_allowed_side_channels(allowed: bool) -> None:
     """Never to the contact in the registration: it may lead anywhere."""
     world = World(allowed_hosts=(asks().decode_host if allowed else "10.9.9.9",))
     world.network.listening = {}
@@ -1261,7 +1257,7 @@ def test_with_allowed_hosts_an_answer_goes_where_an_allowed_side_channel_points(
     assert len(world.network.handshakes) == allowed
 
 
-def test_every_rank_has_a_contact_of_its_own() -> None:
+def test_the_fingerprint_of_a_registration_ignores_the_contact() -> None:
     """Contacts do not tell the registrations of two ranks apart."""
     world = World()
     for rank in ("d-0", "d-1"):
@@ -1277,7 +1273,7 @@ def declined(request_id: str = "a/d", prefill: str | None = None, digest: str | 
     return Decline(request_id, "D", prefill, digest)
 
 
-def test_a_finished_request_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decline_releases_a_finished_request(caplog: pytest.LogCaptureFixture) -> None:
     world = World("a/p")
     world.writer.finished = {"a/p"}
     world.registrations.on_decline(declined(), world.now)
@@ -1287,13 +1283,13 @@ def test_a_finished_request_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("begun", [["a/p"], []])
-def test_a_request_that_is_not_finished_is_let_go_later(begun: list[str]) -> None:
+def test_a_decline_releases_an_unfinished_request_later(begun: list[str]) -> None:
     world = World(*begun)
     world.registrations.on_decline(declined(), world.now)
     assert [world.is_unwanted(name) for name in ("b/p", "a/p", "a/p")] == [False, True, False]
 
 
-def test_another_prompt_of_the_same_id_is_kept() -> None:
+def test_a_decline_keeps_another_prompt_of_the_same_id() -> None:
     world = World("a/p", digests={"a/p": "one"})
     world.writer.finished = {"a/p"}
     world.registrations.on_decline(declined(digest="other"), world.now)
@@ -1301,7 +1297,7 @@ def test_another_prompt_of_the_same_id_is_kept() -> None:
     assert not world.is_unwanted()
 
 
-def test_a_registration_outweighs_a_decline() -> None:
+def test_a_registration_takes_precedence_over_a_decline() -> None:
     """A decode engine that has registered cancels, and waits for the answer."""
     world = World()
     world.says(asks())
@@ -1310,7 +1306,7 @@ def test_a_registration_outweighs_a_decline() -> None:
     assert world.takes() == asks()
 
 
-def test_a_decline_is_forgotten_in_time() -> None:
+def test_a_decline_expires() -> None:
     world = World()
     world.registrations.on_decline(declined(), world.now)
     world.tick(KEPT_S)
@@ -1335,7 +1331,7 @@ def test_the_first_answer_gets_the_only_push(order: tuple[int, ...], told: str) 
     assert failures == [Fail(wanted[each].request_id, 0, SPARE_ANSWER, True) for each in order if each]
 
 
-def test_spare_answers_fail_when_the_only_request_begins() -> None:
+def test_spare_answers_fail_at_the_start_of_the_only_request() -> None:
     world, wanted = World(), answers()
     for registration in wanted:
         world.says(registration)
@@ -1346,7 +1342,7 @@ def test_spare_answers_fail_when_the_only_request_begins() -> None:
     assert world.registrations.pending == 0
 
 
-def test_a_spare_answer_fails_a_while_after_the_only_request_has_ended() -> None:
+def test_a_spare_answer_fails_until_the_ended_request_is_forgotten() -> None:
     world, (first, spare) = World("chat-a/p"), answers()
     world.says(first)
     world.closes(first)
@@ -1359,7 +1355,7 @@ def test_a_spare_answer_fails_a_while_after_the_only_request_has_ended() -> None
     assert world.registrations.pending == 1
 
 
-def test_an_answer_to_another_prompt_is_no_spare_one() -> None:
+def test_an_answer_to_another_prompt_is_not_spare() -> None:
     world = World("chat-a/p", digests={"chat-a/p": "one"})
     world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
     assert world.heard() == [Accepted("1_chat-a/d")]

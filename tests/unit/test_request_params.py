@@ -123,13 +123,13 @@ def test_a_bad_key_is_named_with_its_value_and_the_remedy(key: str, value: objec
 
 
 @pytest.mark.parametrize("mode", ["", "Layer", "packed", True, 0, 1.0, ["layer"], {}])
-def test_a_mode_that_there_is_none_of_is_refused_by_the_engine_that_pushes(mode: object) -> None:
+def test_an_unknown_mode_is_refused_by_the_prefill_engine(mode: object) -> None:
     says = f"'layerpush_mode' is {mode!r} ({type(mode).__name__}), must be one of 'auto', 'layer', 'chunk', 'request'"
     assert refusal(TO_P | {"layerpush_mode": mode}) == f"kv_transfer_params: {says}"
     assert refusal(TO_P | {"layerpush_mode": mode}, "kv_producer", LayerPushConfig(layerwise=False)).endswith(says)
 
 
-def test_a_request_that_does_not_choose_leaves_its_mode_to_the_configuration() -> None:
+def test_a_request_without_a_mode_uses_the_configured_mode() -> None:
     assert chosen_mode({}) is chosen_mode({"layerpush_mode": None}) is None
     assert chosen_mode(TO_P | {"layerpush_mode": "chunk"}) == "chunk"
     assert [LayerPushConfig().mode, LayerPushConfig(granularity="chunk").mode] == ["auto", "chunk"]
@@ -147,7 +147,7 @@ def test_the_error_has_the_keys_path() -> None:
 
 
 @pytest.mark.parametrize("params", [[], [1], "do_remote_prefill", 7, True, 0.5, b"x"])
-def test_what_is_no_object_is_refused(params: object) -> None:
+def test_params_other_than_an_object_are_refused(params: object) -> None:
     assert refusal(params).startswith(f"kv_transfer_params: must be an object, not {params!r}")
 
 
@@ -162,7 +162,7 @@ def test_a_request_for_the_other_role_is_refused() -> None:
     check_params(TO_D, "kv_consumer", PLAIN)
 
 
-def test_a_host_that_the_operator_did_not_allow_is_refused() -> None:
+def test_a_host_outside_allowed_hosts_is_refused() -> None:
     config = LayerPushConfig(allowed_hosts=("10.0.0.0/8", "prefill-0"))
     for host in ("10.1.2.3", "Prefill-0", "::ffff:10.0.0.1"):
         check_params(changed(remote_host=host), "kv_both", config)
@@ -188,7 +188,7 @@ CHANGES = st.dictionaries(st.sampled_from([*TO_D, "_p_side_truncated", "layerpus
 
 
 @given(CHANGES.map(lambda changes: changed(**changes)) | JSON)
-def test_whatever_comes_is_passed_or_refused_in_one_short_line(params: Any) -> None:
+def test_any_params_pass_or_are_refused_in_one_short_line(params: Any) -> None:
     try:
         check_params(params, "kv_both", PLAIN)
     except ParamsError as error:

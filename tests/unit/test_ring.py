@@ -12,7 +12,7 @@ SIZE = 256
 
 
 @given(st.lists(st.tuples(st.integers(1, 80), st.sampled_from([1, 4, 16]), st.integers(0, 20)), max_size=60))
-def test_spans_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int, int]]) -> None:
+def test_spans_never_overlap_and_all_space_is_returned(steps: list[tuple[int, int, int]]) -> None:
     ring, taken = Ring(SIZE), {}
     for size, align, given_back in steps:
         offset = ring.take(size, align)
@@ -32,7 +32,7 @@ def test_spans_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int,
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
-def test_what_fits_is_found(sizes: list[int]) -> None:
+def test_a_span_is_refused_only_if_no_gap_is_large_enough(sizes: list[int]) -> None:
     """Bytes are refused only if no gap is large enough."""
     ring, taken = Ring(SIZE), {}
     for size in sizes:
@@ -50,7 +50,7 @@ def test_what_fits_is_found(sizes: list[int]) -> None:
             del taken[oldest]
 
 
-def test_what_was_just_given_back_rests() -> None:
+def test_a_returned_span_is_reused_last() -> None:
     ring = Ring(30)
     first = ring.take(10)
     assert first == 0
@@ -61,7 +61,7 @@ def test_what_was_just_given_back_rests() -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 5, 10])
-def test_nothing_is_given_back_that_is_not_taken(offset: int) -> None:
+def test_a_span_that_is_not_taken_cannot_be_returned(offset: int) -> None:
     ring = Ring(30)
     span = ring.take(10)
     assert span == 0
@@ -70,6 +70,6 @@ def test_nothing_is_given_back_that_is_not_taken(offset: int) -> None:
         ring.give(offset)
 
 
-def test_no_span_is_empty() -> None:
+def test_an_empty_span_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
         Ring(30).take(0)

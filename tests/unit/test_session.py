@@ -45,7 +45,7 @@ def parts(world: PushWorld, *, wait: bool = False) -> list[list[tuple[slice, int
     return [[(part.layers, part.first, part.end) for part in write.segments] for write in posted(world, wait=wait)]
 
 
-def test_registered_late_catches_up_with_all_that_is_ready() -> None:
+def test_a_late_registration_posts_all_ready_blocks() -> None:
     world = world_of(State.WAITING)
     world.sweep()
     world.plan(4)
@@ -56,7 +56,7 @@ def test_registered_late_catches_up_with_all_that_is_ready() -> None:
     assert parts(world) == [[(slice(0, 1), 0, 2), (slice(1, 2), 0, 1)]]
 
 
-def test_layers_that_wait_merge_until_they_are_called_for_or_their_chunk_ends() -> None:
+def test_waiting_layers_merge_until_a_post_or_the_end_of_their_chunk() -> None:
     world = world_of(State.STREAMING, layers=4)
     written = []
     for layer, wait in enumerate([True, False, True, True]):
@@ -65,7 +65,7 @@ def test_layers_that_wait_merge_until_they_are_called_for_or_their_chunk_ends() 
     assert written == [[], [slice(0, 2)], [], [slice(2, 4)]]
 
 
-def test_a_full_wire_merges_what_becomes_ready() -> None:
+def test_ready_layers_merge_while_the_wire_is_full() -> None:
     world = world_of(State.STREAMING, layers=4, policy=Policy(max_in_flight=1))
     world.hook(0)
     [first] = posted(world)
@@ -118,7 +118,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 @given(shapes(), st.integers(0, 1 << 30))
-def test_whatever_the_chunks_the_whole_request_goes(shape: Shape, seed: int) -> None:
+def test_the_whole_request_is_pushed_for_any_chunks(shape: Shape, seed: int) -> None:
     """Layers in any order, WRITEs that land in any order, D registered at any time, a preemption or none."""
     world, random = PushWorld(shape), Random(seed)
     preempts_at = random.choice([None, random.randrange(shape.tokens)])
@@ -151,7 +151,7 @@ def finished(sampling: str | None, sampled: Sampled | None, *, first: bool) -> l
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["registered first", "finished first"])
-def test_the_first_token_is_for_a_d_that_samples_alike(first: bool) -> None:
+def test_the_first_token_is_sent_only_to_a_d_with_equal_sampling(first: bool) -> None:
     asked = registration([1], layerpush=1, sampling="greedy")
     assert finished("greedy", Sampled(7, "greedy"), first=first) == [push_protocol.SendFirstToken(asked, 7)]
     assert finished("greedy", Sampled(7, "warmer"), first=first) == [push_protocol.SendFirstToken(asked, None)]

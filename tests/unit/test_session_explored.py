@@ -167,18 +167,18 @@ def homes() -> dict[State, list[PushWorld]]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_order_of_events_keeps_the_account(name: str) -> None:
+def test_every_order_of_events_keeps_the_invariants(name: str) -> None:
     _, worlds = explored(name)
     assert {world.state for world in worlds} >= {State.WAITING, State.CLOSED}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_from_everywhere_a_push_comes_to_its_end(name: str) -> None:
+def test_a_push_can_end_from_every_state(name: str) -> None:
     for world in explored(name)[1]:
         pickle.loads(pickle.dumps(world)).drive_home()
 
 
-def test_the_table_holds_what_can_happen_and_nothing_else() -> None:
+def test_the_table_holds_exactly_reachable_transitions_and_precautions() -> None:
     table = {(at, event, to) for at, row in TRANSITIONS.items() for event, after in row.items() for to in after}
     taken = set().union(*(transitions for transitions, _ in map(explored, SHAPES)))
     assert taken <= table

@@ -106,7 +106,7 @@ def test_each_rank_is_answered_with_its_payload_and_a_clock(shared: Asker) -> No
 
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1, 0), (-1, 0), (0, 2**64 - 1), (0, -(2**63))])
-def test_a_rank_that_is_not_here_gets_an_empty_frame_at_once(shared: Asker, ranks: tuple[int, int]) -> None:
+def test_a_query_for_a_missing_rank_gets_an_empty_frame_at_once(shared: Asker, ranks: tuple[int, int]) -> None:
     assert shared.ask(query(*ranks)) == [b""]
 
 
@@ -137,12 +137,12 @@ WRONG_FRAMES = [[b""], [query()], [b"x", query()], [b"", b"", query()], [b"", qu
 
 
 @pytest.mark.parametrize("frames", [*([b"", text] for text in NO_QUERIES), *WRONG_FRAMES])
-def test_what_is_no_query_is_dropped_and_the_next_is_answered(shared: Asker, frames: list[bytes]) -> None:
+def test_an_invalid_query_is_dropped_and_the_next_is_answered(shared: Asker, frames: list[bytes]) -> None:
     shared.send(*frames)
     shared.check_answered()
 
 
-def test_a_query_that_is_too_long_costs_its_connection_only(shared: Asker) -> None:
+def test_an_oversized_query_closes_only_its_own_connection(shared: Asker) -> None:
     with shared.socket(zmq.DEALER) as one:
         events = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         one.send_multipart([b"", query() + b"x" * MAX_QUERY_BYTES])
@@ -166,7 +166,7 @@ READY = b"\x04\x19\x05READY\x0bSocket-Type" + struct.pack(">I", 3) + b"REQ"
 @example(pieces=[GREETING, READY, b"\x02" + struct.pack(">Q", 2**64 - 1)])
 @example(pieces=[GREETING, b"\x06" + struct.pack(">Q", 2**62)])
 @given(pieces=st.lists(st.binary(max_size=300) | st.sampled_from([GREETING, READY]), max_size=4))
-def test_bytes_that_are_not_even_zmq(shared: Asker, pieces: list[bytes]) -> None:
+def test_the_side_channel_survives_bytes_that_are_not_zmq(shared: Asker, pieces: list[bytes]) -> None:
     shared.send_bytes(*pieces)
     shared.check_answered()
 
@@ -185,7 +185,7 @@ def test_bytes_that_are_not_even_zmq(shared: Asker, pieces: list[bytes]) -> None
     ),
     enveloped=st.booleans(),
 )  # fmt: skip
-def test_fuzzed_frames(shared: Asker, frames: list[bytes], enveloped: bool) -> None:
+def test_the_side_channel_survives_fuzzed_frames(shared: Asker, frames: list[bytes], enveloped: bool) -> None:
     message = [b"", *frames] if enveloped else frames
     with shared.socket(zmq.DEALER) as one:
         one.send_multipart(message)
@@ -194,7 +194,7 @@ def test_fuzzed_frames(shared: Asker, frames: list[bytes], enveloped: bool) -> N
             assert reply[1] in (b"", ANSWERS[0, 0])
 
 
-def test_garbage_is_counted_in_few_lines_that_name_the_sender(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_logged_in_few_lines_with_the_sender(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.layerpush"), listening() as asker, asker.socket(zmq.DEALER) as one:
         for _ in range(500):
             one.send_multipart([b"", b"garbage"])
@@ -206,7 +206,7 @@ def test_garbage_is_counted_in_few_lines_that_name_the_sender(caplog: pytest.Log
     assert [line for line in lines if "127.0.0.1 asks for pp rank 7, tp rank 7: no such" in line]
 
 
-def test_an_answer_that_cannot_be_sent_costs_nothing_but_itself(shared: Asker) -> None:
+def test_an_undeliverable_answer_affects_no_other_query(shared: Asker) -> None:
     """The asker is gone before it is answered."""
     for _ in range(20):
         with shared.socket(zmq.DEALER) as one:
@@ -214,18 +214,18 @@ def test_an_answer_that_cannot_be_sent_costs_nothing_but_itself(shared: Asker) -
     shared.check_answered()
 
 
-def test_it_listens_on_ipv6() -> None:
+def test_the_side_channel_listens_on_ipv6() -> None:
     with listening("::1") as asker:
         asker.check_answered()
 
 
-def test_it_ends_while_queries_keep_coming() -> None:
+def test_the_side_channel_stops_during_a_stream_of_queries() -> None:
     with listening() as asker, asker.socket(zmq.DEALER) as one:
         for _ in range(1000):
             one.send_multipart([b"", b"garbage"])
 
 
-def test_a_port_that_is_taken_is_said_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_taken_port_is_logged_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     port, ready, stop = PORTS.take(), threading.Event(), threading.Event()
     asker = Asker("127.0.0.1", port)
     thread = threading.Thread(target=listen, args=(ANSWERS, ready, stop, "127.0.0.1", port), daemon=True)

@@ -34,13 +34,13 @@ def left(desk: Desk, texts: list[str], orphans: list[str]) -> list[str]:
     return left_in({"worker": desk}, texts, orphans, ALLOWED)
 
 
-def test_a_waiting_registration_of_a_living_d_is_left_over() -> None:
+def test_the_audit_finds_a_waiting_registration_of_a_live_d() -> None:
     places = left(Desk("soak-000001"), ["soak-000001"], ["soak-000002"])
     assert places
     assert all(place.startswith("worker._pending._entries") for place in places)
 
 
-def test_that_of_a_dead_d_is_not_but_everything_else_of_it_is() -> None:
+def test_the_audit_ignores_only_the_waiting_registration_of_a_dead_d() -> None:
     desk = Desk("soak-000001")
     assert left(desk, ["soak-000002"], ["soak-000001"]) == []
     desk.pushes["soak-000001-ab12cd34"] = "a push"
@@ -62,14 +62,14 @@ def test_a_request_is_an_orphan_once_its_d_has_died(way: str) -> None:
     assert world.traffic.sent.orphans() == {request_id}
 
 
-def test_a_request_that_was_never_sent_to_its_d_is_none() -> None:
+def test_a_request_not_sent_to_its_d_is_no_orphan() -> None:
     world = World()
     world.send(order="p-first")
     world.seats["D1"].incarnation += 1
     assert world.traffic.sent.orphans() == set()
 
 
-def test_an_audit_says_which_requests_are_orphans() -> None:
+def test_an_audit_names_the_orphaned_requests() -> None:
     world = World()
     world.send()
     world.seats["D1"].incarnation += 1

@@ -44,7 +44,7 @@ def report(made: Tally, tmp_path: Path, **ends: bool) -> tuple[int, str, dict[st
     return ending.exit_status, console.export_text(), json.loads(out.read_text())
 
 
-def test_a_clean_run_passes_and_says_what_was_survived(tmp_path: Path):
+def test_a_clean_run_passes_and_reports_the_survived_faults(tmp_path: Path):
     status, text, figures = report(tally(), tmp_path)
     assert status == PASSED
     assert figures["verdict"] == "passed"
@@ -57,7 +57,7 @@ def test_a_clean_run_passes_and_says_what_was_survived(tmp_path: Path):
 
 
 @pytest.mark.parametrize("ill", ["mismatch", "leak", "hang", "death"])
-def test_any_problem_fails_and_says_how_to_see_it_again(tmp_path: Path, ill):
+def test_any_problem_fails_the_run_and_prints_how_to_reproduce_it(tmp_path: Path, ill):
     made = tally()
     made.problem(ill, "P1 [did] it")
     status, text, figures = report(made, tmp_path, stopped=ill == "leak")
@@ -80,7 +80,7 @@ def test_interrupted_and_broken_runs_report_too(tmp_path: Path):
     assert figures["broken"] is True
 
 
-def test_the_command_line_brings_everything_back():
+def test_the_command_line_reproduces_the_settings():
     kinds = (KINDS[0], KINDS[3])
     words = Settings(1.5, 7, kinds, engines=1, in_flight=4, round_s=12.0, corrupt=True).command_line().split()
     assert words[:5] == ["scripts/soak", "--seed", "7", "--minutes", "1.5"]
@@ -106,7 +106,7 @@ def test_the_list_names_every_kind_and_line_up():
     assert [one.name for one in (*KINDS, *LINE_UPS) if one.name not in result.output] == []
 
 
-def test_line_ups_share_the_time_and_each_has_requests_of_its_own():
+def test_line_ups_share_the_time_and_have_separate_requests():
     line_ups, turns = zip(*Settings(14.0, 7, line_ups=LINE_UPS).turns(), strict=True)
     assert line_ups == LINE_UPS
     assert [turn.minutes for turn in turns] == [14.0 / len(LINE_UPS)] * len(LINE_UPS)
@@ -138,7 +138,7 @@ def test_an_unknown_name_is_refused_with_a_hint(option: str, given: str, hint: s
     assert hint in " ".join(result.output.split())
 
 
-def test_make_hands_minutes_and_arguments_on():
+def test_make_forwards_minutes_and_arguments():
     outside_of_make = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     made = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "soak", "MINUTES=3", "ARGS=--seed 4"],

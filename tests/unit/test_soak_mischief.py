@@ -48,7 +48,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.place != "request"], ids=lambda kind: kind.name)
-def test_every_kind_does_something_to_the_side_it_names(kind, monkeypatch: pytest.MonkeyPatch):
+def test_every_kind_acts_on_the_side_in_its_name(kind, monkeypatch: pytest.MonkeyPatch):
     visits: list[int] = []
     monkeypatch.setattr(vandal, "vandalise", lambda host, port, rng: visits.append(port))
     rig = Rig()
@@ -73,7 +73,7 @@ def test_a_killed_engine_comes_back(name: str, same_id: bool):
     assert rig.mischief.outstanding == 0
 
 
-def test_a_stopped_engine_goes_on():
+def test_a_stopped_engine_continues_later():
     rig = Rig()
     rig.strike("stop-d")
     assert rig.mischief.outstanding == 1
@@ -81,14 +81,14 @@ def test_a_stopped_engine_goes_on():
     assert list(rig.signals().values()) == [["pause", "resume"]]
 
 
-def test_an_engine_that_does_not_shut_down_is_noticed():
+def test_a_failed_shutdown_is_reported():
     rig = Rig()
     rig.strike("shutdown-p")
     rig.agenda.run_due(LATER)
     assert len(rig.stuck) == 1
 
 
-def test_held_writes_go_out_later():
+def test_held_writes_are_released_later():
     rig = Rig()
     rig.strike("stuck-handle")
     assert rig.calls() == [arm_posts]
@@ -96,7 +96,7 @@ def test_held_writes_go_out_later():
     assert rig.calls() == [arm_posts, wirefaults.lift]
 
 
-def test_nothing_is_lifted_on_the_next_incarnation():
+def test_a_fault_is_not_lifted_on_a_restarted_engine():
     rig = Rig()
     rig.strike("stuck-handle")
     for seat in rig.seats.seats.values():
@@ -118,7 +118,7 @@ def test_one_engine_of_a_side_is_disturbed_at_a_time():
     assert rig.struck[-1] == "stop-p"
 
 
-def test_engines_are_not_killed_while_they_have_nothing_to_do():
+def test_idle_engines_are_not_killed():
     rig = Rig()
     rig.idle = {"P1", "P2"}
     rig.strike("kill-p")
@@ -128,7 +128,7 @@ def test_engines_are_not_killed_while_they_have_nothing_to_do():
     assert rig.struck == ["kill-p"]
 
 
-def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
+def test_a_fault_without_a_target_in_time_counts_as_skipped():
     rig = Rig()
     for seat in rig.seats.seats.values():
         seat.engine.ready = False
@@ -136,7 +136,7 @@ def test_a_fault_that_finds_no_target_in_time_is_counted_as_skipped():
     assert (rig.struck, rig.skipped) == ([], ["kill-p"])
 
 
-def test_garbage_is_told_from_messages():
+def test_garbage_is_distinguished_from_messages():
     """No garbage may be an order about an existing request."""
     rng, kinds = random.Random(0), set()
     for _ in range(500):

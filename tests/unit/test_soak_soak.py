@@ -57,7 +57,7 @@ class Rig:
         return self.seats[name].engine.signals
 
 
-def test_an_engine_that_dies_by_itself_is_a_problem_and_is_replaced():
+def test_an_unexpected_engine_death_is_a_problem_and_is_replaced():
     rig = Rig()
     rig.turn(("D1", Ended("Traceback: KeyError")))
     assert rig.ills() == ["death"]
@@ -66,14 +66,14 @@ def test_an_engine_that_dies_by_itself_is_a_problem_and_is_replaced():
     assert rig.seats.replaced == [("D1", True)]
 
 
-def test_an_engine_that_was_to_die_is_none():
+def test_an_intended_engine_death_is_no_problem():
     rig = Rig()
     rig.soak._mischief.leave(rig.seats["P1"])  # type: ignore[arg-type]
     rig.turn(("P1", Ended(None)))
     assert rig.ills() == []
 
 
-def test_an_engine_that_does_not_answer_is_a_hang_and_is_killed():
+def test_an_unresponsive_engine_counts_as_a_hang_and_is_killed():
     rig = Rig()
     rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
     rig.turn()
@@ -83,7 +83,7 @@ def test_an_engine_that_does_not_answer_is_a_hang_and_is_killed():
     assert rig.ills() == ["hang"], "the hang is noticed once"
 
 
-def test_a_stopped_engine_is_no_hang():
+def test_a_stopped_engine_does_not_count_as_a_hang():
     rig = Rig()
     rig.seats["P1"].engine.waiting_since = time.monotonic() - SILENCE_S - 1
     rig.seats["P1"].engine.paused = True
@@ -91,7 +91,7 @@ def test_a_stopped_engine_is_no_hang():
     assert rig.ills() == []
 
 
-def test_a_request_that_never_ends_is_a_hang_and_is_given_up():
+def test_an_endless_request_counts_as_a_hang_and_is_given_up():
     rig = Rig()
     rig.soak._top_up()
     [request] = rig.soak.traffic.live.values()
@@ -120,14 +120,14 @@ def test_a_request_that_ends_is_accounted_for():
     assert rig.soak._is_calm()
 
 
-def test_no_requests_beyond_those_that_may_be_in_flight():
+def test_requests_in_flight_do_not_exceed_their_limit():
     rig = Rig()
     for _ in range(50):
         rig.soak._top_up()
     assert len(rig.soak.traffic.live) == rig.soak._settings.in_flight
 
 
-def test_it_is_not_calm_while_a_fault_lasts():
+def test_the_soak_is_not_calm_during_a_fault():
     rig = Rig()
     assert rig.soak._is_calm()
     rig.soak._mischief._outlast(1.0, lambda: None)
@@ -144,7 +144,7 @@ def test_without_the_plain_engine_the_soak_ends():
         rig.turn(("R", Ended("Traceback")))
 
 
-def test_an_engine_that_does_not_start_ends_the_soak_before_it_began():
+def test_a_failed_engine_start_ends_the_soak():
     rig = Rig()
     rig.seats["P1"].engine.ready = False
     rig.seats.happening = [(rig.seats["P1"], Ended("Traceback: no such model"))]

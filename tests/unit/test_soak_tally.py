@@ -67,12 +67,12 @@ def accounted(made: SoakRequest, *, disturbed: bool = True) -> Tally:
         (request(State.SENT), Outcome.HUNG),
     ],
 )
-def test_the_outcome_is_what_the_client_of_d_saw(made: SoakRequest, outcome: Outcome):
+def test_the_outcome_is_the_result_at_the_client_of_d(made: SoakRequest, outcome: Outcome):
     assert made.outcome is outcome
     assert accounted(made).outcomes == {outcome: 1}
 
 
-def test_without_a_d_the_outcome_is_ps():
+def test_without_a_d_the_outcome_is_the_result_of_p():
     made = request(State.UNSENT)
     made.d.wanted = False
     assert made.over
@@ -88,7 +88,7 @@ def test_right_tokens_and_bytes_are_no_problem():
 
 
 @pytest.mark.parametrize("load_failed", [False, True])
-def test_wrong_tokens_are_a_mismatch_recomputed_or_not(load_failed: bool):
+def test_wrong_tokens_are_a_mismatch_even_if_recomputed(load_failed: bool):
     tally = accounted(request(tokens=(5, 6, 8), load_failed=load_failed))
     assert [problem.ill for problem in tally.problems] == ["mismatch"]
     assert "D1 answered [5, 6, 8], the plain engine [5, 6, 7]" in tally.problems[0].text
@@ -105,7 +105,7 @@ def test_wrong_bytes_are_a_mismatch_even_with_right_tokens():
     assert verdict(tally) == ["1 mismatches"]
 
 
-def test_only_what_was_pushed_is_compared():
+def test_only_pushed_blocks_are_compared():
     assert accounted(request(d_kv=ONLY_LAST)).turns[0].layer_blocks == 2
     for nothing in (
         request(load_failed=True, d_kv=WRONG_KV),
@@ -136,7 +136,7 @@ def test_a_soak_that_compared_nothing_is_a_failure():
     ]
 
 
-def test_faults_are_survived_when_their_round_had_no_problem():
+def test_faults_count_as_survived_if_their_round_had_no_problem():
     tally = begun()
     tally.begin_round()
     tally.struck("kill-p")
@@ -151,7 +151,7 @@ def test_faults_are_survived_when_their_round_had_no_problem():
     assert tally.problems[0].round == 2
 
 
-def test_recomputing_for_no_reason_is_noted():
+def test_a_recompute_without_a_reason_is_noted():
     assert accounted(request(load_failed=True), disturbed=True).unexplained == []
     assert len(accounted(request(load_failed=True), disturbed=False).unexplained) == 1
     struck = request(State.FAILED)
@@ -174,12 +174,12 @@ def test_an_idle_engine_holds_nothing():
         ({"os_threads": 9 + MORE_THREADS + 1}, "14 threads, 9 at first: MainThread"),
     ],
 )
-def test_everything_that_is_held_is_a_finding(change: dict[str, object], words: str):
+def test_every_held_resource_is_a_finding(change: dict[str, object], words: str):
     [finding] = held(dataclasses.replace(IDLE, **change), usual_threads=9)  # type: ignore[arg-type]
     assert re.search(words, finding)
 
 
-def test_the_agenda_keeps_the_order_of_time():
+def test_the_agenda_runs_in_order_of_time():
     agenda, done = Agenda(), []
     for at in (3.0, 1.0, 2.0, 1.0):
         agenda.put(at, lambda at=at: done.append(at))  # type: ignore[misc]

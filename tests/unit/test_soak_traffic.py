@@ -9,7 +9,7 @@ from tests.faults.soak.request import Outcome, State
 from tests.unit.soak_world import RIGHT, World
 
 
-def test_both_engines_are_asked_at_once_and_every_answer_is_compared():
+def test_both_engines_get_the_request_at_once_and_every_answer_is_compared():
     world = World()
     plan = world.send()
     assert [len(engine.added) for engine in (world.p, world.d)] == [1, 1]
@@ -28,7 +28,7 @@ def test_both_engines_are_asked_at_once_and_every_answer_is_compared():
     assert world.traffic.outstanding == 0
 
 
-def test_p_first_hands_on_what_p_returned():
+def test_p_first_forwards_the_params_that_p_returned():
     world = World()
     world.send(order="p-first")
     assert world.d.added == []
@@ -37,7 +37,7 @@ def test_p_first_hands_on_what_p_returned():
     assert world.d.added[0].kv_transfer_params == {"from": "P"}
 
 
-def test_d_first_leaves_p_for_later():
+def test_d_first_sends_to_p_later():
     world = World()
     world.send(order="d-first")
     assert world.p.added == []
@@ -45,7 +45,7 @@ def test_d_first_leaves_p_for_later():
     assert len(world.p.added) == 1
 
 
-def test_a_d_that_comes_after_p_was_aborted_is_told_where_p_was():
+def test_a_d_request_after_an_abort_of_p_names_the_engine_of_p():
     world = World()
     world.send(order="p-first", fault="abort-p")
     world.pass_time()
@@ -57,7 +57,7 @@ def test_a_d_that_comes_after_p_was_aborted_is_told_where_p_was():
 @pytest.mark.parametrize(
     ("fault", "aborted"), [("abort-p", (1, 0)), ("abort-d", (0, 1)), ("abort-both", (1, 1)), ("resend-p", (1, 0))]
 )
-def test_aborts_strike_the_side_they_name(fault: str, aborted: tuple[int, int]):
+def test_aborts_hit_the_side_in_their_name(fault: str, aborted: tuple[int, int]):
     world = World()
     world.send(fault=fault)
     world.pass_time()
@@ -66,7 +66,7 @@ def test_aborts_strike_the_side_they_name(fault: str, aborted: tuple[int, int]):
     assert world.struck == [fault]
 
 
-def test_an_abort_that_comes_too_late_is_no_fault():
+def test_an_abort_after_the_end_does_not_count_as_a_fault():
     world = World()
     world.send(fault="abort-both")
     world.finish("P1")
@@ -76,7 +76,7 @@ def test_an_abort_that_comes_too_late_is_no_fault():
     assert world.p.aborted + world.d.aborted == []
 
 
-def test_a_side_that_is_never_asked_is_not_waited_for():
+def test_a_request_does_not_wait_for_an_unused_side():
     world = World()
     world.send(fault="no-p", order="p-first")
     assert (len(world.p.added), len(world.d.added)) == (0, 1)
@@ -90,7 +90,7 @@ def test_a_side_that_is_never_asked_is_not_waited_for():
     assert len(world.d.added) == 1
 
 
-def test_unequal_prompts_are_answered_from_their_own():
+def test_unequal_prompts_are_compared_with_their_own_answers():
     world = World()
     world.send(fault="unequal")
     assert len(world.d.added[0].token_ids) > len(world.p.added[0].token_ids)
@@ -132,7 +132,7 @@ def test_requests_of_a_dead_engine_are_lost_and_the_other_side_goes_on():
     assert world.done[0].p.state is State.FINISHED
 
 
-def test_an_answer_of_a_replaced_engine_is_not_taken_for_the_old_ones():
+def test_an_answer_of_a_restarted_engine_does_not_count_for_the_old_one():
     world = World()
     world.send()
     world.seats["D1"].incarnation = 2
@@ -140,7 +140,7 @@ def test_an_answer_of_a_replaced_engine_is_not_taken_for_the_old_ones():
     assert world.traffic.live
 
 
-def test_nothing_is_sent_to_an_engine_that_is_gone():
+def test_no_request_is_sent_to_a_dead_engine():
     world = World()
     world.send(order="d-first")
     world.seats["P1"].leaving = True
@@ -162,7 +162,7 @@ def test_a_hung_request_is_given_up_on_both_sides():
     assert world.traffic.live == {}
 
 
-def test_the_plain_engine_is_asked_once_for_equal_prompts():
+def test_the_plain_engine_gets_equal_prompts_once():
     world = World()
     world.send()
     world.finish("P1")

@@ -27,7 +27,7 @@ def spans(emitted: list[Emitted]) -> Spans:
     return Spans(lambda *span: emitted.append(span), "gen_ai.request.id")
 
 
-def test_a_push_is_a_span_of_its_clients_trace(spans: Spans, emitted: list[Emitted]) -> None:
+def test_a_push_is_a_span_in_the_trace_of_its_client(spans: Spans, emitted: list[Emitted]) -> None:
     now, unix = time.perf_counter(), time.time()
     one = push(tokens=7, t_registered=now + 1, t_first_planned=now, t_last_ready=now + 2, t_last_landed=now + 2.5)
     spans.expect({one.request_id: HEADERS})
@@ -49,7 +49,7 @@ def test_a_push_is_a_span_of_its_clients_trace(spans: Spans, emitted: list[Emitt
     }
 
 
-def test_a_load_is_one_too(spans: Spans, emitted: list[Emitted]) -> None:
+def test_a_load_is_a_span_in_the_trace_of_its_client(spans: Spans, emitted: list[Emitted]) -> None:
     one = load(outcome="failed", reason="P is gone", t_awaited=1.0, t_settled=3.0, t_reported=3.5)
     spans.expect({one.request_id: HEADERS})
     spans.add(one)
@@ -64,20 +64,20 @@ def test_a_request_without_a_trace_has_no_span(spans: Spans, emitted: list[Emitt
     assert emitted == []
 
 
-def test_a_load_whose_blocks_were_set_aside_has_one_span(spans: Spans, emitted: list[Emitted]) -> None:
+def test_a_load_with_parked_blocks_has_one_span(spans: Spans, emitted: list[Emitted]) -> None:
     spans.expect({load().request_id: HEADERS})
     spans.add(load(t_parked=2.0, t_reported=3.0))
     spans.add(load(t_parked=2.0, t_reported=3.0, t_cleared=9.0))
     assert len(emitted) == 1
 
 
-def test_a_push_that_nothing_is_known_of_has_none(spans: Spans, emitted: list[Emitted]) -> None:
+def test_a_push_without_times_has_no_span(spans: Spans, emitted: list[Emitted]) -> None:
     spans.expect({push().request_id: HEADERS})
     spans.add(push(outcome="failed"))
     assert emitted == []
 
 
-def test_headers_of_requests_that_never_end_are_forgotten(
+def test_headers_of_endless_requests_are_forgotten(
     spans: Spans, emitted: list[Emitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spans_module, "HEADERS_KEPT", 2)
@@ -88,7 +88,7 @@ def test_headers_of_requests_that_never_end_are_forgotten(
     assert [attributes["gen_ai.request.id"] for _, _, _, attributes, _ in emitted] == ["b", "c"]
 
 
-def test_an_exporter_that_fails_costs_the_span_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_exporter_loses_only_the_span(caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no collector")
 
@@ -100,7 +100,7 @@ def test_an_exporter_that_fails_costs_the_span_only(caplog: pytest.LogCaptureFix
     assert "RuntimeError: no collector" in line
 
 
-def test_what_is_recorded_is_exported_with_a_file_or_without(
+def test_records_are_exported_with_and_without_a_trace_file(
     tmp_path: Path, spans: Spans, emitted: list[Emitted]
 ) -> None:
     for directory in (None, str(tmp_path)):

@@ -60,7 +60,7 @@ def packed(cache: Bytes, blocks: list[int], layers: slice) -> Bytes:
 
 @pytest.mark.parametrize("made_by", [fake, real])
 @given(case=cases)
-def test_gather(made_by: Make, case: tuple[list[int], slice, int]) -> None:
+def test_gather_copies_blocks_into_the_ring(made_by: Make, case: tuple[list[int], slice, int]) -> None:
     blocks, layers, offset = case
     cache = cache_of(1)
     before = cache.copy()
@@ -76,7 +76,7 @@ def test_gather(made_by: Make, case: tuple[list[int], slice, int]) -> None:
 
 @pytest.mark.parametrize("made_by", [fake, real])
 @given(case=cases)
-def test_scatter(made_by: Make, case: tuple[list[int], slice, int]) -> None:
+def test_scatter_copies_the_ring_into_blocks(made_by: Make, case: tuple[list[int], slice, int]) -> None:
     blocks, layers, offset = case
     cache = cache_of(2)
     before = cache.copy()
@@ -151,7 +151,7 @@ def test_copies_on_a_gpu_are_timed_by_the_device(gpu: tuple[TensorStaging, list[
     assert [copy.device_s() for copy in copies] == [OpenEvent.MS / 1e3] * 2
 
 
-def test_copies_on_a_gpu_go_before_the_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_on_a_gpu_have_priority_over_the_models_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of a higher priority, which is a lower number, than the model's."""
     streams = []
     gpu = SimpleNamespace(type="cuda")
@@ -181,7 +181,7 @@ def test_blocks_go_into_the_ring_of_a_gpu_and_back() -> None:
     assert np.array_equal(packed(cache.cpu().numpy(), blocks, layers), expected)
 
 
-def test_copies_under_way_keep_their_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
+def test_running_copies_keep_their_block_ids(gpu: tuple[TensorStaging, list[torch.Tensor]]) -> None:
     """Their spans lie one behind the other; a span need not begin at a multiple of a block's size."""
     staging, ids = gpu
     begun = [np.arange(count, dtype=np.int32)[::-1] for count in (3, 12, 1, 5)]
@@ -200,13 +200,13 @@ def test_regions_that_differ_cannot_be_packed() -> None:
         TensorStaging(LAYOUT, slots, memory)
 
 
-def test_the_ring_begins_where_a_piece_may() -> None:
+def test_the_ring_begins_at_an_aligned_address() -> None:
     memory = staging_memory(3 * PIECE_BYTES, torch.device("cpu"))
     assert memory.data_ptr() % PIECE_BYTES == 0
     assert memory.numel() == 3 * PIECE_BYTES
 
 
-def test_measuring_the_rate_changes_nothing_in_the_cache() -> None:
+def test_a_rate_measurement_does_not_change_the_cache() -> None:
     cache = cache_of(4)
     before = cache.copy()
     staging, _ = real(cache)
@@ -218,5 +218,5 @@ def test_measuring_the_rate_changes_nothing_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize(("size", "whole"), [(1, 1), (PIECE_BYTES, 1), (PIECE_BYTES + 1, 2)])
-def test_whole_pieces(size: int, whole: int) -> None:
+def test_sizes_are_rounded_up_to_whole_pieces(size: int, whole: int) -> None:
     assert whole_pieces(size) == whole * PIECE_BYTES

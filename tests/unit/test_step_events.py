@@ -70,7 +70,7 @@ def test_events_come_in_order_and_end_with_the_first_sweep() -> None:
 
 
 @pytest.mark.parametrize("following", [PLAN, StepPlan()], ids=["prefill", "nothing to push"])
-def test_the_next_step_ends_a_step_that_vllm_has_not_ended(following: StepPlan) -> None:
+def test_the_next_step_ends_an_unended_step(following: StepPlan) -> None:
     source = StepEvents(NAMES, Wakes(), None)
     source.arm(PLAN)
     source.layer_saved("layers.0")
@@ -78,7 +78,7 @@ def test_the_next_step_ends_a_step_that_vllm_has_not_ended(following: StepPlan) 
     assert kinds(taken(source)) == [StepStarted, 0, StepEnded, *[StepStarted for _ in following.chunks]]
 
 
-def test_cached_blocks_wait_for_the_steps_before() -> None:
+def test_cached_blocks_wait_for_earlier_steps() -> None:
     """The device may still compute them."""
     device = SlowDevice()
     source = StepEvents(NAMES, Wakes(), device)
@@ -91,7 +91,7 @@ def test_cached_blocks_wait_for_the_steps_before() -> None:
 
 
 @pytest.mark.parametrize("plans", [[], [StepPlan()]], ids=["before the first step", "nothing to push"])
-def test_an_idle_step_costs_nothing(plans: list[StepPlan]) -> None:
+def test_an_idle_step_makes_no_event_wake_or_fence(plans: list[StepPlan]) -> None:
     """No event, no wake, no fence: decoding requests share the engine."""
     wakes, device = Wakes(), SlowDevice()
     source = StepEvents(NAMES, wakes, device)
@@ -102,7 +102,7 @@ def test_an_idle_step_costs_nothing(plans: list[StepPlan]) -> None:
     assert (wakes.count, device.fences, source.pending) == (0, [], False)
 
 
-def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
+def test_a_step_with_revocations_only_is_not_armed() -> None:
     wakes = Wakes()
     source = StepEvents(NAMES, wakes, None)
     source.arm(StepPlan(preempted=("p-1",)), ["p-2"])
@@ -114,7 +114,7 @@ def test_a_step_that_only_takes_blocks_away_is_not_armed() -> None:
     assert wakes.count == 2
 
 
-def test_what_takes_blocks_away_outruns_fences() -> None:
+def test_a_revocation_does_not_wait_for_fences() -> None:
     source = StepEvents(NAMES, Wakes(), SlowDevice())
     source.arm(PLAN)
     source.layer_saved("layers.0")
@@ -123,7 +123,7 @@ def test_what_takes_blocks_away_outruns_fences() -> None:
     assert source.is_void("p-1", step=1)
 
 
-def test_a_step_is_void_only_for_what_was_armed_before() -> None:
+def test_a_revocation_voids_only_earlier_steps() -> None:
     source = StepEvents(NAMES, Wakes(), None)
     source.arm(PLAN)
     source.arm(PLAN, ["p-1"])
@@ -138,7 +138,7 @@ def test_a_step_is_void_only_for_what_was_armed_before() -> None:
     assert not source.is_void("p-1", first)
 
 
-def test_a_revocation_names_the_first_step_since_the_last() -> None:
+def test_a_revocation_names_the_first_step_since_the_previous_revocation() -> None:
     source = StepEvents(NAMES, Wakes(), None)
     for _ in range(2):
         source.arm(PLAN)
@@ -148,7 +148,7 @@ def test_a_revocation_names_the_first_step_since_the_last() -> None:
     assert [revoked.started for revoked in source.revoked()] == [1, 3, 0]
 
 
-def test_the_end_of_a_lease_voids_everything_so_far() -> None:
+def test_an_expired_lease_voids_all_earlier_steps() -> None:
     source = StepEvents(NAMES, Wakes(), None)
     source.arm(PLAN)
     source.finish("p-1", ([1, 2],))
@@ -161,7 +161,7 @@ def test_the_end_of_a_lease_voids_everything_so_far() -> None:
     assert list(source.revoked()) == [Revoked("p-1", LeaseExpired(), 0)]
 
 
-def test_finished_comes_after_the_steps_of_its_request() -> None:
+def test_a_finish_comes_after_the_steps_of_its_request() -> None:
     device = SlowDevice()
     source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
@@ -192,7 +192,7 @@ def test_every_layer_but_the_last_of_a_step_wakes_lazily() -> None:
         assert wakes.count == before[0] + 2
 
 
-def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
+def test_events_wait_for_their_fence_in_order() -> None:
     device = SlowDevice()
     source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)
@@ -209,7 +209,7 @@ def test_nothing_passes_a_fence_that_the_device_has_not_reached() -> None:
     assert (first.recycled, second.recycled) == (1, 1)
 
 
-def test_an_event_behind_a_fence_is_as_old_as_its_passing() -> None:
+def test_the_time_of_a_fenced_event_is_the_time_of_its_fence() -> None:
     device = SlowDevice()
     source = StepEvents(NAMES, Wakes(), device)
     source.arm(PLAN)

@@ -95,7 +95,7 @@ def test_epochs_and_indices_count(prompt: Prompt) -> None:
 
 
 @given(prompts(), st.data())
-def test_blocks_go_where_a_whole_request_push_would_put_them(prompt: Prompt, data: st.DataObject) -> None:
+def test_blocks_have_the_targets_of_a_whole_request_push(prompt: Prompt, data: st.DataObject) -> None:
     chunks = played(prompt)[-1]
     for group, table in enumerate(prompt.epochs[-1].tables):
         total = chunks[0].groups[group].total
@@ -113,7 +113,7 @@ def test_blocks_go_where_a_whole_request_push_would_put_them(prompt: Prompt, dat
 
 
 @given(tokens=st.integers(1, 200), size=st.sampled_from([1, 16, 32]), extra=st.integers(1, 40))
-def test_decoding_adds_nothing(tokens: int, size: int, extra: int) -> None:
+def test_decode_steps_add_no_chunks(tokens: int, size: int, extra: int) -> None:
     progress = PromptProgress("p-1", (size,))
     table = table_of(tokens + extra, size)
     assert progress.advance(0, tokens, tokens, [table]) is not None
@@ -121,7 +121,7 @@ def test_decoding_adds_nothing(tokens: int, size: int, extra: int) -> None:
     assert all(progress.advance(tokens + step, 1, tokens, [table]) is None for step in range(extra))
 
 
-def test_a_step_that_runs_past_the_prompt_ends_with_it() -> None:
+def test_a_chunk_ends_at_the_end_of_the_prompt() -> None:
     progress = PromptProgress("p-1", (16,))
     chunk = progress.advance(16, 64, 40, [[7, 8, 9, 10, 11]])  # speculative tokens may be scheduled with the prompt
 
@@ -139,13 +139,13 @@ def test_a_chunk_inside_one_block_completes_none() -> None:
     assert [part.groups[0].blocks for part in (first, second, third) if part] == [(), (4,), (5,)]
 
 
-def test_a_step_that_was_planned_is_not_planned_again() -> None:
+def test_a_planned_step_is_not_planned_again() -> None:
     progress = PromptProgress("p-1", (16,))
     assert progress.advance(0, 32, 64, [[1, 2]]) is not None
     assert progress.advance(32, 0, 64, [[1, 2]]) is None
 
 
-def test_computed_tokens_that_were_thrown_away_are_planned_again() -> None:
+def test_discarded_tokens_are_planned_again() -> None:
     progress = PromptProgress("p-1", (16,))
     assert progress.advance(0, 32, 64, [[1, 2]]) is not None
     again = progress.advance(16, 48, 64, [[1, 5, 6, 7]])
@@ -164,7 +164,7 @@ def test_cached_tokens_are_a_chunk_of_their_own() -> None:
     assert rest.groups == (GroupSlice(3, (4, 5), 5), GroupSlice(1, (8, 9), 3))
 
 
-def test_a_request_that_resumes_may_find_its_answer_too() -> None:
+def test_a_resumed_request_may_hit_cached_answer_tokens() -> None:
     """The prompt's last block is full then: it goes with the others."""
     progress = PromptProgress("p-1", (16,))
     cached = progress.found(48, 20, [[1, 2, 3, 4]])
@@ -173,7 +173,7 @@ def test_a_request_that_resumes_may_find_its_answer_too() -> None:
     assert progress.advance(48, 3, 20, [[1, 2, 3, 4]]) is None
 
 
-def test_cached_tokens_that_fill_no_block_wait_for_the_step() -> None:
+def test_cached_tokens_of_a_partial_block_wait_for_the_step() -> None:
     progress = PromptProgress("p-1", (64,))
     assert progress.found(48, 70, [[1, 2]]) is None
     chunk = progress.advance(48, 22, 70, [[1, 2]])
@@ -181,13 +181,13 @@ def test_cached_tokens_that_fill_no_block_wait_for_the_step() -> None:
     assert (chunk.index, chunk.groups) == (0, (GroupSlice(0, (1, 2), 2),))
 
 
-def test_a_request_that_is_only_watched_says_so() -> None:
+def test_a_chunk_is_marked_if_its_request_does_not_stream() -> None:
     watched = PromptProgress("p-1", (16,), streams=False).advance(0, 8, 8, [[1]])
     assert watched is not None
     assert not watched.streams
 
 
-def test_every_chunk_has_the_mode_that_its_request_chose() -> None:
+def test_every_chunk_has_the_mode_of_its_request() -> None:
     plain, chosen = PromptProgress("p-1", (16,)), PromptProgress("p-2", (16,), mode="chunk")
     assert [part.mode for part in (plain.advance(0, 32, 64, [[1, 2]]),) if part] == [None]
     chunks = [chosen.advance(start, 32, 64, [[1, 2, 3, 4]]) for start in (0, 32)]

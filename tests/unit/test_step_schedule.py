@@ -45,7 +45,7 @@ def written(rig: Rig) -> list[tuple[int, int]]:
     ],
     ids=["layers are not known", "the link is not known", "an idle link", "a fast link", "a full link"],
 )
-def test_layers_leave_when_the_rule_says_so(
+def test_the_rule_decides_which_layers_share_a_write(
     layer_s: float | None, byte_s: float | None, layers: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, prompt = rig_with(layer_s, byte_s, monkeypatch)
@@ -58,7 +58,7 @@ def test_layers_leave_when_the_rule_says_so(
     rig.assert_clean()
 
 
-def test_a_chunk_that_is_not_the_last_goes_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_before_the_last_goes_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
     wanted = rig.registers(prompt)
     rig.step((prompt, 9), between=rig.settle)
@@ -70,7 +70,7 @@ def test_a_chunk_that_is_not_the_last_goes_in_one_write(monkeypatch: pytest.Monk
     rig.assert_clean()
 
 
-def test_layers_leave_once_their_write_would_be_too_large_for_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_posted_before_their_write_exceeds_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(1000.0, 1e-9, monkeypatch)
     monkeypatch.setattr(LinkSpeed, "proven_bytes", 4 * rig.layout.layer_bytes[0] * -(-TOKENS // BLOCK_SIZE))
     rig.registers(prompt)
@@ -93,7 +93,7 @@ def test_each_prompt_of_a_step_has_a_write_of_its_own(monkeypatch: pytest.Monkey
     assert written(rig)[:4] == [(0, 0), (1, 5), (6, 6), (7, 7)], "4 seconds before layer 10 is ready"
 
 
-def test_the_writer_sleeps_halfway_to_the_time_at_which_layers_have_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_sleeps_half_of_the_time_until_layers_must_be_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
     timeouts: list[float] = []
@@ -108,7 +108,7 @@ def test_the_writer_sleeps_halfway_to_the_time_at_which_layers_have_to_leave(mon
     assert min(timeouts) < 10, "then for each layer"
 
 
-def test_the_writer_looks_at_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_polls_a_write_while_no_layer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a WRITE never seems to land earlier than the next layer, and layers never wait."""
     rig, prompt = rig_with(1.0, 1.0, monkeypatch)
     rig.fabric.faults.hold_writes.update(dict.fromkeys(range(LAYERS), 1000))
@@ -119,7 +119,7 @@ def test_the_writer_looks_at_a_write_while_no_layer_waits(monkeypatch: pytest.Mo
     assert timeouts[: LAYERS - 1] == [WRITE_POLL_S] * (LAYERS - 1)
 
 
-def test_a_link_knows_when_its_write_was_last_seen_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_keeps_the_time_of_the_last_poll_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its post, and after each later poll."""
     rig, prompt = rig_with(None, 1.0, monkeypatch)
     rig.fabric.faults.hold_writes.update({0: 0, 1: 2, 2: 5})
@@ -136,7 +136,7 @@ def test_a_link_knows_when_its_write_was_last_seen_in_flight(monkeypatch: pytest
     assert polled[2] < seen[1] < polled[3] < second.t_landed
 
 
-def test_the_writer_looks_for_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_polls_fences_while_layers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing wakes it for a fence, and a step's last layer may come much earlier than expected."""
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)
     rig.registers(prompt)
@@ -193,7 +193,7 @@ def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkey
 @pytest.mark.parametrize(
     ("waiting", "polls"), [(True, [0.5, 0.25, 1.0, 3.5]), (False, [0.5, 0.5, 1.0, 3.5])], ids=["waiting", "not waiting"]
 )
-def test_a_write_is_looked_at_early_and_ever_more_seldom(
+def test_a_write_is_polled_early_and_then_less_often(
     waiting: bool, polls: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LinkSpeed, "is_known", True)
@@ -204,7 +204,7 @@ def test_a_write_is_looked_at_early_and_ever_more_seldom(
     assert [schedule.landing_poll_s(now) for now in (0.0, 0.5, 3.0, 4.5)] == polls
 
 
-def test_the_writer_looks_for_a_registration_while_layers_of_another_prompt_wait(
+def test_the_writer_polls_for_registrations_while_other_layers_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig, prompt = rig_with(10.0, 1e-9, monkeypatch)

@@ -44,7 +44,7 @@ def test_the_hand_over_is_the_sum_of_its_parts() -> None:
     assert one.hand_over == sum(part for name in HAND_OVER if (part := one.parts[name]) is not None)
 
 
-def test_a_token_that_needs_no_step_of_d() -> None:
+def test_a_first_token_of_p_has_no_first_step() -> None:
     one = break_down(request_of([PUSH], [LOAD], token={"t_told": 8.75, "t_first_token": 8.875}))
     assert (one.parts["schedule"], one.parts["first step"], one.other) == (0.125, 0.0, 0.0)
     assert one.hand_over == 8.875 - PUSH["t_last_ready"]
@@ -99,7 +99,7 @@ SLOW_D = {"t_awaited": 1.5, "t_settled": 7.0, "t_reported": 9.0}
         pytest.param([PUSH], [LOAD | {"t_settled": 5.25}], [1.0, 3.0, 0.25, 0.0, 3.25], 7.5, 0.0, id="a clock is off"),
     ],
 )
-def test_only_time_from_ds_request_to_its_report_is_counted(
+def test_only_time_between_ds_request_and_its_report_counts(
     pushes: list[dict[str, Any]], loads: list[dict[str, Any]], parts: list[float | None], total: float, other: float
 ) -> None:
     one = break_down(request_of(pushes, loads))
@@ -108,7 +108,7 @@ def test_only_time_from_ds_request_to_its_report_is_counted(
 
 
 @pytest.mark.parametrize("fails", [None, "lost"])
-def test_what_real_workers_record_adds_up(tmp_path: Path, fails: str | None) -> None:
+def test_the_parts_of_real_records_add_up(tmp_path: Path, fails: str | None) -> None:
     hosts = TwoHosts()
     hosts.play(measured=hosts.offset, fails=fails)
     (request,) = read_traces([hosts.write(tmp_path)]).requests
@@ -135,12 +135,12 @@ def three() -> list[RequestTrace]:
     ]
 
 
-def test_the_slowest_come_first() -> None:
+def test_the_slowest_requests_come_first() -> None:
     assert [one.request.name for one in slowest(three(), 2)] == ["b", "c"]
     assert len(slowest(three(), 10)) == 3
 
 
-def test_shares_are_of_all_their_time_and_add_up_to_one() -> None:
+def test_shares_of_the_total_time_add_up_to_one() -> None:
     taken = shares(slowest(three(), 2))
     assert taken["D wait"] == pytest.approx((4.0 + 3.0) / 18)
     assert taken["other"] == pytest.approx(5.5 / 18)
@@ -148,7 +148,7 @@ def test_shares_are_of_all_their_time_and_add_up_to_one() -> None:
     assert shares([]) == dict.fromkeys([*PARTS, "other"], 0.0)
 
 
-def test_a_median_is_of_those_that_have_the_part() -> None:
+def test_a_median_covers_only_requests_with_the_part() -> None:
     middle = medians(slowest(three(), 3))
     assert (middle["total"], middle["prefill"], middle["D wait"]) == (8.5, 3.0, 3.0)
     assert medians([break_down(request_of([PUSH], []))])["D wait"] is None
@@ -182,7 +182,7 @@ def test_the_summary_is_a_table(tmp_path: Path) -> None:
     assert lines[-1] == "cmpl-b-0 failed: P is gone"
 
 
-def test_the_summary_for_programs(tmp_path: Path) -> None:
+def test_the_summary_is_available_as_data(tmp_path: Path) -> None:
     data = summary_data(read_traces([folder(tmp_path)]), 1)
     assert (data["requests"], data["outcomes"]) == (2, {"completed": 1, "failed": 1})
     (one,) = data["slowest"]

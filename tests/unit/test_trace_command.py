@@ -46,7 +46,7 @@ def run(*arguments: object) -> Any:
     ],
     ids=["trace", "merge", "plot", "summary"],
 )
-def test_help_teaches(arguments: list[str], taught: list[str]) -> None:
+def test_help_explains_the_command(arguments: list[str], taught: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 0
     missing = [word for word in taught if word.lower() not in " ".join(result.stdout.split()).lower()]
@@ -78,7 +78,7 @@ def test_summary_is_for_people_or_programs(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_plot_draws_the_request_that_was_asked_for(recorded: Path, tmp_path: Path, ending: str, begins: bytes) -> None:
+def test_plot_draws_the_requested_request(recorded: Path, tmp_path: Path, ending: str, begins: bytes) -> None:
     out = tmp_path / f"deep/down/one.{ending}"
     result = run("plot", recorded, "--request", "d-p-1", "--out", out)
     assert result.exit_code == 0, result.output
@@ -86,13 +86,13 @@ def test_plot_draws_the_request_that_was_asked_for(recorded: Path, tmp_path: Pat
     assert out.read_bytes().startswith(begins)
 
 
-def test_plot_draws_the_slowest_if_none_is_asked_for(tmp_path: Path) -> None:
+def test_plot_draws_the_slowest_request_by_default(tmp_path: Path) -> None:
     slow = push("slow", t_first_planned=1.0, t_last_ready=9.0)
     write(tmp_path / "p.jsonl", process("P", "x"), push("fast", t_first_planned=1.0, t_last_ready=2.0), slow)
     assert run("plot", tmp_path, "--out", tmp_path / "one.svg").stdout.endswith("one.svg: cmpl-slow-0\n")
 
 
-def test_plot_draws_what_failed_and_what_was_pushed_whole(tmp_path: Path) -> None:
+def test_plot_draws_failed_requests_and_whole_pushes(tmp_path: Path) -> None:
     lost = push(outcome="failed", mode="request", fallback="asked for", t_first_planned=1.0, t_last_ready=2.0)
     lost.writes = [WriteRecord(0, (0, 39), (0, 0), 8, 1024, 2.0, 2.5)]
     parked = load(outcome="failed", t_registered=1.5, t_settled=3.0, t_parked=3.0, t_reported=3.1, t_cleared=9.0)
@@ -129,7 +129,7 @@ def _titles(svg: str) -> str:
     ],
     ids=["no such request", "several requests", "unknown format", "empty summary", "empty merge", "no folder"],
 )
-def test_what_cannot_be_done_is_said_in_one_line(recorded: Path, arguments: list[str], says: str) -> None:
+def test_an_error_is_reported_in_one_line(recorded: Path, arguments: list[str], says: str) -> None:
     (recorded / "empty").mkdir()
     result = run(*(argument.format(recorded) for argument in arguments))
     assert result.exit_code == 2
@@ -138,7 +138,7 @@ def test_what_cannot_be_done_is_said_in_one_line(recorded: Path, arguments: list
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_drawing_without_matplotlib_says_what_to_install(
+def test_plot_without_matplotlib_names_the_extra_to_install(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -154,7 +154,7 @@ def test_a_request_without_times_cannot_be_drawn(tmp_path: Path) -> None:
         draw_request(RequestTrace("r", [push()], []), tmp_path / "one.png")
 
 
-def test_a_terminal_shows_how_far_it_is_and_nothing_else_does(recorded: Path, tmp_path: Path) -> None:
+def test_progress_is_shown_only_on_a_terminal(recorded: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "layerpush", "trace", "merge", str(recorded), "--out", str(tmp_path / "one.json")]
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as done:

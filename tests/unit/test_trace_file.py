@@ -43,7 +43,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_line_for_a_push(tmp_path: Path) -> None:
+def test_a_push_has_one_line(tmp_path: Path) -> None:
     push = record()
     push.chunks.append(ChunkRecord(0, 2, 1.0))
     push.ready_at(0, 0, 1.5, True)
@@ -86,7 +86,7 @@ def test_the_file_is_named_after_its_worker(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [f"host_eng-rank3-{os.getpid()}.jsonl"]
 
 
-def test_without_a_directory_nothing_is_kept_and_no_thread_runs() -> None:
+def test_without_a_directory_no_record_is_kept_and_no_thread_runs() -> None:
     before = threading.active_count()
     file = TraceFile(None, "eng", 0)
     file.add(record())
@@ -95,7 +95,7 @@ def test_without_a_directory_nothing_is_kept_and_no_thread_runs() -> None:
     file.close()
 
 
-def test_the_first_line_says_whose_times_these_are(tmp_path: Path) -> None:
+def test_the_first_line_names_the_process_and_its_clock(tmp_path: Path) -> None:
     before = time.perf_counter(), time.time()
     file = TraceFile(str(tmp_path), "eng", 2)
     file.close()
@@ -164,7 +164,7 @@ def full(_: bytes) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_a_disk_that_hangs_costs_records_and_never_blocks(
+def test_a_hanging_disk_drops_records_and_never_blocks(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace_file, "QUEUE_LIMIT", 2)
@@ -193,7 +193,7 @@ def test_a_disk_that_hangs_costs_records_and_never_blocks(
     assert [line.get("request_id") for line in disk.records] == [None], "the rest is dropped"
 
 
-def test_a_full_disk_costs_the_records_of_that_time_only(
+def test_a_full_disk_drops_only_the_records_of_that_time(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
@@ -213,7 +213,7 @@ def test_a_full_disk_costs_the_records_of_that_time_only(
     assert not any("has died" in message for message in messages)
 
 
-def test_a_line_of_which_a_part_was_written_spoils_no_other(tmp_path: Path, disk: Disk) -> None:
+def test_a_partly_written_line_spoils_no_other(tmp_path: Path, disk: Disk) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     file.add(record("before"))
     until(lambda: b"before" in disk.content)
@@ -228,7 +228,7 @@ def test_a_line_of_which_a_part_was_written_spoils_no_other(tmp_path: Path, disk
     assert len(disk.content.splitlines()) == len(whole) + 1
 
 
-def test_a_record_that_is_no_json_costs_itself_only(tmp_path: Path) -> None:
+def test_a_record_that_is_not_json_drops_only_itself(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "eng", 0)
     file.add(record("\ud800"))
     file.add(record("after"))
@@ -237,7 +237,7 @@ def test_a_record_that_is_no_json_costs_itself_only(tmp_path: Path) -> None:
     assert file.dropped == 1
 
 
-def test_a_thread_that_dies_is_noticed_and_what_follows_is_counted(
+def test_a_dead_thread_is_logged_and_later_records_count_as_dropped(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     def die(_: bytes) -> int:
@@ -266,7 +266,7 @@ def test_a_load_has_a_line_of_its_own(tmp_path: Path) -> None:
     assert (line["t_awaited"], line["t_settled"], line["t_reported"]) == (1.0, 2.0, None)
 
 
-def test_a_restart_keeps_the_writes_and_forgets_what_was_ready() -> None:
+def test_a_restart_keeps_the_writes_and_clears_the_ready_rows() -> None:
     push = record()
     push.ready_at(0, 0, 1.0, True)
     push.writes.append(WriteRecord(0, (0, 0), (0, 0), 1, 1, 0.0, 0.0))
@@ -274,7 +274,7 @@ def test_a_restart_keeps_the_writes_and_forgets_what_was_ready() -> None:
     assert (push.epoch, push.ready, push.chunks, len(push.writes)) == (2, [], [], 1)
 
 
-def test_rows_are_kept_only_where_there_is_a_file_for_them() -> None:
+def test_ready_rows_are_kept_only_with_a_trace_file() -> None:
     push = record()
     push.ready_at(0, 0, 1.0, True, keep=False)
     assert (push.ready, push.hooked_layers, push.t_last_ready) == ([], 1, 1.0)
@@ -287,7 +287,7 @@ def long_push(rows: int) -> PushRecord:
     return push
 
 
-def test_a_process_ends_although_its_trace_is_stuck(tmp_path: Path) -> None:
+def test_a_process_exits_in_spite_of_a_stuck_trace(tmp_path: Path) -> None:
     code = (
         "import os, sys; from layerpush.telemetry import trace_file\n"
         "from layerpush.telemetry.trace_records import PushRecord\n"
@@ -303,7 +303,7 @@ def test_a_process_ends_although_its_trace_is_stuck(tmp_path: Path) -> None:
     assert done.stdout == "1\n"
 
 
-def test_a_reader_that_leaves_costs_what_comes_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_closed_reader_drops_later_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(path_of(tmp_path))
     file = TraceFile(str(tmp_path), "eng", 0)
     reader = os.open(path_of(tmp_path), os.O_RDONLY)
@@ -315,7 +315,7 @@ def test_a_reader_that_leaves_costs_what_comes_after(tmp_path: Path, caplog: pyt
     assert "has died" not in caplog.text
 
 
-def test_half_a_line_of_a_process_before_spoils_no_first_line(tmp_path: Path) -> None:
+def test_a_partial_line_of_an_earlier_process_spoils_no_first_line(tmp_path: Path) -> None:
     """In a container the next engine has the same name and the same pid."""
     path_of(tmp_path).write_bytes(b'{"kind":"push","requ')
     file = TraceFile(str(tmp_path), "eng", 0)
@@ -326,7 +326,7 @@ def test_half_a_line_of_a_process_before_spoils_no_first_line(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("what", ["the folder", "the file"])
-def test_a_deleted_file_or_folder_comes_back(tmp_path: Path, what: str) -> None:
+def test_a_deleted_file_or_folder_is_created_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "trace"
     file = TraceFile(str(folder), "eng", 0)
     file.add(record("deleted"))
@@ -342,7 +342,7 @@ def test_a_deleted_file_or_folder_comes_back(tmp_path: Path, what: str) -> None:
     assert file.dropped == 0
 
 
-def test_a_folder_that_cannot_come_back_costs_records_until_it_can(tmp_path: Path) -> None:
+def test_records_are_dropped_until_the_folder_can_be_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     file = TraceFile(str(folder), "eng", 0)
     until(path_of(folder).exists)
@@ -356,7 +356,7 @@ def test_a_folder_that_cannot_come_back_costs_records_until_it_can(tmp_path: Pat
     assert [line["kind"] for line in lines(folder)] == ["process", "dropped", "push"]
 
 
-def test_a_disk_that_is_full_at_first_costs_no_first_line(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_is_full_at_first_does_not_drop_the_first_line(tmp_path: Path, disk: Disk) -> None:
     """Without the first line, the process behind the times is unknown."""
     disk.takes = full
     file = TraceFile(str(tmp_path), "eng", 0)
@@ -368,7 +368,7 @@ def test_a_disk_that_is_full_at_first_costs_no_first_line(tmp_path: Path, disk: 
     assert [line["kind"] for line in disk.records] == ["process", "dropped", "push"]
 
 
-def test_records_that_wait_are_bounded_in_memory(
+def test_waiting_records_are_bounded_in_memory(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prompt of a hundred thousand tokens has thousands of rows; a thousand such records would be a gigabyte."""

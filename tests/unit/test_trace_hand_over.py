@@ -28,7 +28,7 @@ def traced(folder: Path, d: dict[str, Any] | None = None, p_ahead: float = 0.0) 
     return traces, request
 
 
-def test_its_parts_add_up_to_the_whole(tmp_path: Path) -> None:
+def test_the_parts_of_a_hand_over_add_up_to_the_whole(tmp_path: Path) -> None:
     found = hand_over_of(*traced(tmp_path), ARRIVED, "d-clock")
     assert found is not None
     assert found.ms == 1e3 * (ARRIVED - PUSH["t_last_ready"])
@@ -38,7 +38,7 @@ def test_its_parts_add_up_to_the_whole(tmp_path: Path) -> None:
     assert sum(found.parts_ms.values()) == pytest.approx(found.ms)
 
 
-def test_a_d_that_was_asked_late_is_a_part_of_its_own(tmp_path: Path) -> None:
+def test_a_late_request_to_d_is_a_part_of_its_own(tmp_path: Path) -> None:
     found = hand_over_of(*traced(tmp_path, {"t_awaited": 6.0}), ARRIVED, "d-clock")
     assert found is not None
     assert (found.ms, found.parts_ms[LATE], found.parts_ms[CLIENT]) == (7000.0, 1000.0, 1000.0)
@@ -46,18 +46,18 @@ def test_a_d_that_was_asked_late_is_a_part_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("clock", "ahead"), [("d-clock", 0.0), ("p-clock", 100.0)])
-def test_the_client_may_be_on_ps_host_or_on_ds(tmp_path: Path, clock: str, ahead: float) -> None:
+def test_the_client_may_run_on_the_host_of_p_or_of_d(tmp_path: Path, clock: str, ahead: float) -> None:
     found = hand_over_of(*traced(tmp_path, p_ahead=100.0), ARRIVED + ahead, clock)
     assert found is not None
     assert found.ms == pytest.approx(7000.0)
     assert sum(found.parts_ms.values()) == pytest.approx(found.ms)
 
 
-def test_another_hosts_client_has_no_hand_over(tmp_path: Path) -> None:
+def test_a_client_on_another_host_has_no_hand_over(tmp_path: Path) -> None:
     assert hand_over_of(*traced(tmp_path), ARRIVED, "client's clock") is None
 
 
-def test_without_ds_records_it_has_no_parts(tmp_path: Path) -> None:
+def test_a_hand_over_without_records_of_d_has_no_parts(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push(**PUSH))
     traces = read_traces([tmp_path])
     assert hand_over_of(traces, traces.requests[0], ARRIVED, "x") == HandOver(7000.0, {})

@@ -75,7 +75,7 @@ def processes(events: Events) -> list[str]:
     return [event["args"]["name"] for event in events if event["name"] == "process_name"]
 
 
-def test_what_real_workers_record(tmp_path: Path) -> None:
+def test_records_of_real_workers_become_valid_events(tmp_path: Path) -> None:
     hosts = TwoHosts()
     for number in range(3):
         hosts.play(f"p-{number}", measured=hosts.offset)
@@ -123,7 +123,7 @@ def test_times_are_microseconds_since_the_first_slice(tmp_path: Path) -> None:
     assert other["notes"] == []
 
 
-def test_chunks_that_were_planned_ahead_do_not_overlap(tmp_path: Path) -> None:
+def test_chunks_planned_ahead_do_not_overlap(tmp_path: Path) -> None:
     """With asynchronous scheduling a step is planned before the one before it has been computed."""
     one = push(t_first_planned=1.0, t_last_ready=4.0)
     one.chunks = [ChunkRecord(0, 1, 1.0), ChunkRecord(1, 2, 1.5)]
@@ -133,7 +133,7 @@ def test_chunks_that_were_planned_ahead_do_not_overlap(tmp_path: Path) -> None:
     assert [(chunk["ts"], chunk["dur"]) for chunk in chunks] == [(0.0, 2e6), (2e6, 1e6)]
 
 
-def test_requests_at_the_same_time_are_in_lanes(tmp_path: Path) -> None:
+def test_simultaneous_requests_are_in_separate_lanes(tmp_path: Path) -> None:
     spans = [(1.0, 3.0), (2.0, 4.0), (3.0, 5.0)]
     pushes = [push(str(n), t_first_planned=start, t_last_ready=end) for n, (start, end) in enumerate(spans)]
     write(tmp_path / "p.jsonl", process("P", "x"), *pushes)
@@ -156,14 +156,14 @@ def test_a_write_that_never_landed_is_shown_as_posted(tmp_path: Path) -> None:
     assert lost["tid"] != landed["tid"]
 
 
-def test_blocks_that_were_set_aside_outlast_their_load(tmp_path: Path) -> None:
+def test_parked_blocks_outlast_their_load(tmp_path: Path) -> None:
     parked = load(outcome="failed", t_registered=1.0, t_settled=2.0, t_parked=2.0, t_reported=2.5, t_cleared=9.0)
     write(tmp_path / "d.jsonl", process("D", "x"), parked)
     (aside,) = [event for event in events_of(tmp_path) if event.get("cat") == "blocks set aside"]
     assert (aside["ts"], aside["dur"], aside["args"]) == (1e6, 7e6, {"freed": True})
 
 
-def test_a_load_of_which_only_the_end_of_the_wait_for_blocks_is_known(tmp_path: Path) -> None:
+def test_a_load_with_only_parking_times_is_shown(tmp_path: Path) -> None:
     write(
         tmp_path / "d.jsonl",
         process("D", "x"),
@@ -207,7 +207,7 @@ def test_every_rank_of_p_has_an_arrow_to_every_rank_of_d(tmp_path: Path) -> None
     assert len(processes(events)) == 4
 
 
-def test_an_engine_that_does_both_is_one_process(tmp_path: Path) -> None:
+def test_an_engine_with_pushes_and_loads_is_one_process(tmp_path: Path) -> None:
     mine = load(engine_id="P", t_reported=2.0)
     write(tmp_path / "p.jsonl", process("P", "x"), push(t_first_planned=1.0, t_last_ready=2.0), mine)
     assert processes(events_of(tmp_path)) == ["P and D: P rank 0"]
@@ -219,7 +219,7 @@ def test_a_push_without_a_time_is_left_out(tmp_path: Path) -> None:
     assert [(one["name"], one["ts"]) for one in slices] == [("cmpl-2-0", 0.0)]
 
 
-def test_it_comes_in_pieces(tmp_path: Path) -> None:
+def test_the_trace_is_written_in_pieces(tmp_path: Path) -> None:
     """The whole trace of many requests would take gigabytes."""
     write(tmp_path / "p.jsonl", process("P", "x"), *[push(str(n), t_first_planned=float(n)) for n in range(100)])
     done: list[int] = []
@@ -230,7 +230,7 @@ def test_it_comes_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["overlap", "arrow"])
-def test_the_check_itself_finds(what: str, tmp_path: Path) -> None:
+def test_the_check_finds_each_kind_of_error(what: str, tmp_path: Path) -> None:
     hosts = TwoHosts()
     hosts.play(measured=hosts.offset)
     events = events_of(hosts.write(tmp_path))

@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 # Reading.
 
 
-def test_what_the_file_writes_is_read(tmp_path: Path) -> None:
+def test_a_written_trace_file_can_be_read(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), "P", 3)
     file.add(push(rank=3))
     file.add(load())
@@ -61,7 +61,7 @@ def test_a_scheduler_may_have_another_clock_than_its_workers(tmp_path: Path) -> 
     assert request.first_tokens == [first_token(t_told=1001.0, t_first_token=1002.0)]
 
 
-def test_a_first_token_without_its_load_is_no_request(tmp_path: Path) -> None:
+def test_a_first_token_without_its_load_makes_no_request(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push("other"))
     write(tmp_path / "s.jsonl", process("D", "x", rank=SCHEDULER_RANK), first_token())
     (request,) = read_traces([tmp_path]).requests
@@ -76,12 +76,12 @@ def test_several_folders_are_read_and_each_file_once(tmp_path: Path) -> None:
     assert len(read_folders([tmp_path])) == 2
 
 
-def test_processes_of_one_file_are_kept_apart(tmp_path: Path) -> None:
+def test_processes_in_one_file_are_separate_sources(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("P", "x"), push("1"), process("P", "y"), push("2"), push("3"))
     assert [(source.clock, len(source.pushes)) for source in read_folders([tmp_path])] == [("x", 1), ("y", 2)]
 
 
-def test_a_line_that_is_being_written_is_left_alone_and_a_torn_one_is_counted(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_skipped_and_a_torn_one_is_counted(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("P", "x"), push())
     whole = (tmp_path / "a.jsonl").read_bytes()
     torn = b'{"kind":"push","request\n{"kind":"push"}\n\xff\n\n{"kind":"of a later version"}\n'
@@ -91,7 +91,7 @@ def test_a_line_that_is_being_written_is_left_alone_and_a_torn_one_is_counted(tm
     assert source.unreadable == 3
 
 
-def test_what_was_dropped_is_the_last_count(tmp_path: Path) -> None:
+def test_the_number_of_dropped_records_is_the_last_count(tmp_path: Path) -> None:
     drops = [DropRecord(records=count, t=1.0) for count in (2, 7)]
     write(tmp_path / "a.jsonl", process("P", "x"), drops[0], push(), drops[1])
     (source,) = read_folders([tmp_path])
@@ -107,7 +107,7 @@ def test_the_second_record_of_a_load_replaces_the_first(tmp_path: Path) -> None:
     assert [(one.t_parked, one.t_cleared) for one in source.loads] == [(3.0, 9.0), (4.0, None)]
 
 
-def test_outlines_leave_out_what_takes_memory(tmp_path: Path) -> None:
+def test_outlines_leave_out_large_lists(tmp_path: Path) -> None:
     """Except the WRITEs of whole pushes: they show when the completion was sent."""
     pushes = []
     for mode in ("layer", "chunk", "request"):
@@ -123,7 +123,7 @@ def test_outlines_leave_out_what_takes_memory(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_read_is_told_as_it_goes(tmp_path: Path) -> None:
+def test_bytes_read_are_reported_as_progress(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("P", "x"), push())
     write(tmp_path / "b.jsonl", process("D", "x"), load())
     told: list[int] = []
@@ -132,7 +132,7 @@ def test_what_is_read_is_told_as_it_goes(tmp_path: Path) -> None:
     assert sum(told) == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
-def test_nothing_to_read_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("D", "x"))
     with pytest.raises(FolderError, match="set trace_dir in kv_connector_extra_config of P and D"):
         read_folders([tmp_path])
@@ -141,7 +141,7 @@ def test_nothing_to_read_is_said_with_what_to_do(tmp_path: Path) -> None:
 # Clocks.
 
 
-def test_processes_with_one_clock_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_times_of_processes_with_one_clock_are_not_moved(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", process("P", "x", unix=5.0), push(t_first_planned=10.0))
     write(tmp_path / "b.jsonl", process("D", "x", unix=9.0), load(t_awaited=9.0, clock_offset=3.0))
     traces = read_traces([tmp_path])
@@ -150,7 +150,7 @@ def test_processes_with_one_clock_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [-1e-3, 0.0, 1e-3])
-def test_the_handshake_tells_what_two_clocks_differ_by(tmp_path: Path, error: float) -> None:
+def test_the_handshake_measures_the_offset_of_two_clocks(tmp_path: Path, error: float) -> None:
     """With any error of the handshake, messages do not arrive before they are sent."""
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=40.0))
     for number in range(3):
@@ -170,7 +170,7 @@ def test_the_handshake_tells_what_two_clocks_differ_by(tmp_path: Path, error: fl
     assert "measured by the handshake; messages allow" in note
 
 
-def test_all_times_of_a_push_are_moved(tmp_path: Path) -> None:
+def test_all_times_of_a_push_move_to_the_reference_clock(tmp_path: Path) -> None:
     hosts = TwoHosts()
     hosts.play(measured=hosts.offset)
     (request,) = read_traces([hosts.write(tmp_path)]).requests
@@ -186,7 +186,7 @@ def test_all_times_of_a_push_are_moved(tmp_path: Path) -> None:
         assert [getattr(one, name) for one in moved.writes] == pytest.approx(times)
 
 
-def test_without_a_handshake_messages_tell(tmp_path: Path) -> None:
+def test_without_a_handshake_messages_give_the_offset(tmp_path: Path) -> None:
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=40.0))
     for number in range(3):
         hosts.play(f"p-{number}")
@@ -196,7 +196,7 @@ def test_without_a_handshake_messages_tell(tmp_path: Path) -> None:
     assert offset.low <= hosts.offset <= offset.high
 
 
-def test_without_either_the_wall_clocks_tell(tmp_path: Path) -> None:
+def test_without_handshake_and_messages_wall_clocks_give_the_offset(tmp_path: Path) -> None:
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=0.25))
     hosts.play(fails="no")
     for record in hosts.pushes:
@@ -208,7 +208,7 @@ def test_without_either_the_wall_clocks_tell(tmp_path: Path) -> None:
     assert "as good as the hosts' NTP" in next(iter(notes(traces)))
 
 
-def test_wall_clocks_that_messages_contradict_are_corrected(tmp_path: Path) -> None:
+def test_messages_correct_the_offset_of_wall_clocks(tmp_path: Path) -> None:
     hosts = TwoHosts(d=Host("d-host", ahead=-5000.0, wrong=30.0))
     hosts.play(fails="no")  # no completion: only the registration shows something
     traces = read_traces([hosts.write(tmp_path)])
@@ -218,7 +218,7 @@ def test_wall_clocks_that_messages_contradict_are_corrected(tmp_path: Path) -> N
     assert offset.seconds == pytest.approx(hosts.offset, abs=5.0)
 
 
-def test_a_whole_request_is_sent_with_its_last_write() -> None:
+def test_the_completion_of_a_whole_request_is_sent_with_its_last_write() -> None:
     """The completion rides on the WRITE: D may get it before P sees that the WRITE has landed."""
     writes = [{"remote_rank": 0, "layers": [0, 1], "chunks": [0, 0], "descriptors": 1, "bytes": 1}]
     times = {"t_post": 10.0, "t_posted": 10.1, "t_landed": 12.0}
@@ -229,7 +229,7 @@ def test_a_whole_request_is_sent_with_its_last_write() -> None:
     assert (offset.seconds, offset.low) == (0.0, -1.0)
 
 
-def test_clocks_that_drift_are_said_to(tmp_path: Path) -> None:
+def test_clock_drift_is_reported(tmp_path: Path) -> None:
     early = {"t_registered": 1.0, "t_settled": 2.0, "clock_offset": 0.5}
     late = {"t_registered": 11.0, "t_settled": 12.0}
     write(tmp_path / "d.jsonl", process("D", "d"), load("1", **early), load("2", **late))
@@ -241,7 +241,7 @@ def test_clocks_that_drift_are_said_to(tmp_path: Path) -> None:
     assert next(iter(notes(traces))).endswith("messages contradict any one value by 750.000 ms: the clocks drift")
 
 
-def test_a_host_is_compared_over_another_one() -> None:
+def test_offsets_of_two_hosts_may_use_a_third_host() -> None:
     """D1 and D2 have only P in common."""
     sources = [
         source_of(process("D1", "d1"), load(engine_id="D1", clock_offset=100.0)),
@@ -264,7 +264,7 @@ def test_the_side_channel_answers_with_the_clock_of_the_first_rank() -> None:
     assert offsets["p1"].how == "wall clocks"
 
 
-def test_a_file_that_does_not_say_whose_times_it_has_is_read_all_the_same(tmp_path: Path) -> None:
+def test_a_file_without_a_process_line_can_be_read(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", push(t_first_planned=3.0))
     write(tmp_path / "d.jsonl", process("D", "d"), load())
     traces = read_traces([tmp_path])
@@ -299,7 +299,7 @@ def test_a_push_and_its_load_are_one_request(tmp_path: Path) -> None:
     assert (requests[1].tokens, requests[1].mode, requests[1].outcome) == (5, "layer", "completed")
 
 
-def test_ranks_are_one_request_in_their_order(tmp_path: Path) -> None:
+def test_ranks_are_one_request_in_order_of_rank(tmp_path: Path) -> None:
     for rank in (1, 0):
         write(tmp_path / f"p{rank}.jsonl", process("P", "x", rank=rank), push(rank=rank))
         write(tmp_path / f"d{rank}.jsonl", process("D", "x", rank=rank), load(rank=rank))
@@ -307,7 +307,7 @@ def test_ranks_are_one_request_in_their_order(tmp_path: Path) -> None:
     assert [one.rank for one in request.pushes] == [one.rank for one in request.loads] == [0, 1]
 
 
-def test_the_outcome_is_what_d_says_and_the_worst(tmp_path: Path) -> None:
+def test_the_outcome_is_the_worst_that_d_reports(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push("1"), push("2", outcome="failed", reason="lost"))
     bad = load("1", rank=1, outcome="failed", reason="too late", t_awaited=2.0)
     write(tmp_path / "d.jsonl", process("D", "x"), load("1"), bad)
@@ -316,7 +316,7 @@ def test_the_outcome_is_what_d_says_and_the_worst(tmp_path: Path) -> None:
     assert (requests["cmpl-2-0"].outcome, requests["cmpl-2-0"].reason) == ("failed", "lost")
 
 
-def test_a_push_that_nobody_asked_for_is_a_request(tmp_path: Path) -> None:
+def test_an_unclaimed_push_is_a_request(tmp_path: Path) -> None:
     lonely = [push(str(number), decode_request_id=None, decode_engine_id=None) for number in range(2)]
     write(tmp_path / "p.jsonl", process("P", "x"), *lonely)
     assert [request.name for request in read_traces([tmp_path]).requests] == ["cmpl-0-0", "cmpl-1-0"]
@@ -328,12 +328,12 @@ def test_a_request_is_found_by_any_of_its_ids(tmp_path: Path, wanted: str) -> No
     assert read_traces([tmp_path]).find(wanted).name == "cmpl-ab-0"
 
 
-def test_an_exact_id_beats_a_part_of_another(tmp_path: Path) -> None:
+def test_an_exact_id_takes_precedence_over_a_partial_match(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), push("a", request_id="a"), push("b", request_id="ab"))
     assert read_traces([tmp_path]).find("a").pushes[0].request_id == "a"
 
 
-def test_an_id_that_fits_none_or_several_is_refused_with_some_that_do(tmp_path: Path) -> None:
+def test_an_unknown_or_ambiguous_id_is_refused_with_candidates(tmp_path: Path) -> None:
     write(tmp_path / "p.jsonl", process("P", "x"), *[push(f"x{number}") for number in range(7)])
     traces = read_traces([tmp_path])
     with pytest.raises(
@@ -347,10 +347,10 @@ def test_an_id_that_fits_none_or_several_is_refused_with_some_that_do(tmp_path: 
 @pytest.mark.parametrize(
     ("request_id", "base"), [("a-01234567", "a"), ("a-0123456g", "a-0123456g"), ("a", "a"), ("a-0-89abcdef", "a-0")]
 )
-def test_the_suffix_that_an_engine_adds_is_no_part_of_the_name(request_id: str, base: str) -> None:
+def test_the_engines_suffix_is_removed_from_the_name(request_id: str, base: str) -> None:
     assert without_suffix(request_id) == base
 
 
-def test_what_overlaps_gets_lanes_of_its_own() -> None:
+def test_overlapping_intervals_get_separate_lanes() -> None:
     assert lanes([(0, 4), (1, 2), (2, 3), (3, 5), (4, 6), (1, 9)]) == [0, 1, 1, 1, 0, 2]
     assert lanes([(5, 6), (0, 1)]) == [0, 0]

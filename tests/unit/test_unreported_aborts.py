@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerpush.core.unreported_aborts import SETTLE_S, UnreportedAborts
 
 
-def test_pending_until_a_turn_that_began_after_it_has_ended() -> None:
+def test_an_abort_is_pending_until_the_end_of_a_later_turn() -> None:
     aborts = UnreportedAborts()
     assert not aborts.is_pending(10.0)
     before = aborts.count
@@ -17,7 +17,7 @@ def test_pending_until_a_turn_that_began_after_it_has_ended() -> None:
     assert not aborts.is_pending(10.1)
 
 
-def test_what_does_not_end_is_not_waited_for_for_ever() -> None:
+def test_an_unreported_abort_is_pending_for_a_limited_time() -> None:
     aborts = UnreportedAborts()
     aborts.dropped(10.0)
     assert aborts.is_pending(10.0 + SETTLE_S - 0.1)

@@ -14,7 +14,7 @@ from layerpush.worker.wake import Waker
 LONG_S = 20.0
 
 
-def test_it_wakes_before_or_while_somebody_waits() -> None:
+def test_a_wake_up_before_or_during_a_wait_ends_the_wait() -> None:
     waker = Waker()
     assert not waker.wait(0.0)
     waker.wake()
@@ -26,7 +26,7 @@ def test_it_wakes_before_or_while_somebody_waits() -> None:
     assert waker.wait(LONG_S)
 
 
-def test_wake_ups_do_not_add_up() -> None:
+def test_one_clear_removes_several_wake_ups() -> None:
     waker = Waker()
     for _ in range(3):
         waker.wake()
@@ -52,7 +52,7 @@ class InterruptedLock:
 
 
 @pytest.mark.parametrize("woken", [False, True])
-def test_a_wake_up_while_it_is_cleared_is_not_lost(woken: bool) -> None:
+def test_a_wake_up_during_a_clear_is_not_lost(woken: bool) -> None:
     lock = InterruptedLock()
     waker = Waker(lock=lock)
     if woken:
@@ -62,14 +62,14 @@ def test_a_wake_up_while_it_is_cleared_is_not_lost(woken: bool) -> None:
     assert waker.wait(0.0)
 
 
-def test_a_wake_up_just_before_it_sleeps_is_not_lost() -> None:
+def test_a_wake_up_just_before_the_sleep_is_not_lost() -> None:
     lock = InterruptedLock()
     waker = Waker(lock=lock)
     lock.then = waker.wake
     assert waker.wait(0.0)
 
 
-def test_whatever_is_queued_before_a_wake_up_is_seen() -> None:
+def test_items_queued_before_a_wake_up_are_seen() -> None:
     """As the writer's loop does it: clear, take everything, wait. Two threads wake it."""
     waker, queues, seen = Waker(), ([0], [0]), 0
     number = 3000

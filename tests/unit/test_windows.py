@@ -16,7 +16,7 @@ def windows() -> Windows:
     return Windows(Ring(3 * SIZE), SIZE)
 
 
-def test_each_request_has_its_own_as_long_as_there_are_some(windows: Windows) -> None:
+def test_each_request_has_its_own_window_until_none_is_left(windows: Windows) -> None:
     assert [windows.open(name) for name in "abcd"] == [0, SIZE, 2 * SIZE, None]
     assert windows.open("a") is None
 
@@ -30,9 +30,7 @@ def test_each_request_has_its_own_as_long_as_there_are_some(windows: Windows) ->
         (["read_begun", "read_ended"], False),
     ],
 )
-def test_one_that_is_closed_and_not_read_from_is_for_the_next(
-    windows: Windows, calls: list[str], is_free: bool
-) -> None:
+def test_a_closed_window_is_reused_after_its_last_read(windows: Windows, calls: list[str], is_free: bool) -> None:
     for name in "abc":
         windows.open(name)
     for call in calls:
@@ -44,19 +42,19 @@ def test_one_that_is_closed_and_not_read_from_is_for_the_next(
     ("offset", "size", "holds"),
     [(SIZE, SIZE, True), (SIZE + 8, SIZE - 8, True), (SIZE - 1, 2, False), (SIZE + 8, SIZE, False), (0, 8, False)],
 )
-def test_what_lies_in_a_window(windows: Windows, offset: int, size: int, holds: bool) -> None:
+def test_a_window_holds_only_its_own_range(windows: Windows, offset: int, size: int, holds: bool) -> None:
     windows.open("a")
     windows.open("b")
     assert windows.holds("b", offset, size) is holds
     assert not windows.holds("nobody", offset, size)
 
 
-def test_closing_what_was_never_opened(windows: Windows) -> None:
+def test_the_close_of_an_unopened_window_does_nothing(windows: Windows) -> None:
     windows.close("nobody")
     assert len(windows) == 0
 
 
-def test_a_window_that_is_closed_holds_nothing(windows: Windows) -> None:
+def test_a_closed_window_holds_no_range(windows: Windows) -> None:
     windows.open("a")
     windows.read_begun("a")
     windows.close("a")

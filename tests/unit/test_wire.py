@@ -94,7 +94,7 @@ def said(kind: object, fields: dict[str, Any]) -> bytes:
     return PEER_PREFIX + msgspec.msgpack.encode({"kind": kind, **fields})
 
 
-def test_the_version_that_this_release_offers() -> None:
+def test_the_protocol_version_of_this_release() -> None:
     assert PROTOCOL_VERSION == 1
 
 
@@ -118,12 +118,12 @@ def test_a_first_token_may_be_none_but_not_negative() -> None:
             read(said("firsttoken", {"request_id": "r", "token": token}))
 
 
-def test_a_registration_that_offers_nothing_is_a_stock_one() -> None:
+def test_a_registration_without_offers_equals_a_stock_one() -> None:
     stock = {key: value for key, value in UPSTREAM.items() if not key.startswith("remote")}
     assert encode_registration(decode_registration(packed(UPSTREAM))) == packed(stock)
 
 
-def test_what_a_registration_offers_comes_last() -> None:
+def test_the_offers_of_a_registration_come_last() -> None:
     stock = registration([1], [2])
     offering = msgspec.structs.replace(stock, layerpush=1, prefill_request_id="p-1", prompt_digest="ab")
     offer = {"layerpush": 1, "prefill_request_id": "p-1", "prompt_digest": "ab"}
@@ -141,14 +141,14 @@ def test_keys_of_a_newer_decode_worker_are_ignored() -> None:
 
 
 @ours
-def test_ours_come_back_as_they_were_sent(message: PeerMessage, fields: dict[str, Any]) -> None:
+def test_layerpush_messages_survive_a_round_trip(message: PeerMessage, fields: dict[str, Any]) -> None:
     kind = type(message).__name__.lower()
     assert encode(message) == said(kind, fields)
     assert read(encode(message)) == read(said(kind, NEWER | fields)) == message
 
 
 @ours
-def test_what_is_said_quietly_is_a_heartbeat_to_a_stock_peer(message: PeerMessage, fields: dict[str, Any]) -> None:
+def test_a_quiet_message_is_a_heartbeat_to_a_stock_peer(message: PeerMessage, fields: dict[str, Any]) -> None:
     """A stock peer reads one unknown request id: it splits the heartbeat at commas and looks each id up."""
     payload = encode_quietly(message)
     assert read(payload) == message
@@ -165,7 +165,7 @@ def test_an_unknown_kind_is_refused(kind: object) -> None:
     assert str(refusal.value).isprintable()
 
 
-def test_a_reason_is_made_fit_for_the_log_on_both_sides() -> None:
+def test_a_reason_is_sanitized_for_the_log_on_both_sides() -> None:
     reason = "boom\n" + "x" * 5000
     assert read(encode(Fail("r", 0, reason, False))) == Fail("r", 0, "boom?" + "x" * 995, False)
     sent = said("fail", {"request_id": "r", "epoch": 2, "reason": "a\x1b[2Jb\u2029c", "drained": True})
@@ -183,7 +183,7 @@ def test_a_reason_is_made_fit_for_the_log_on_both_sides() -> None:
         Ping(object(), 1),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_peer_would_read_is_not_sent(message: PeerMessage) -> None:
+def test_an_unreadable_message_is_not_sent(message: PeerMessage) -> None:
     for encoder in (encode, encode_quietly):
         with pytest.raises(WireError):
             encoder(message)
@@ -193,7 +193,7 @@ def test_what_no_peer_would_read_is_not_sent(message: PeerMessage) -> None:
     "inner",
     ["", "xy", "0", "é", (b"HB:" + b"a").hex(), PEER_PREFIX.hex(), encode(Pong(1)).hex().replace("4c", "4d")],
 )
-def test_what_is_no_message_said_quietly_is_refused(inner: str) -> None:
+def test_an_invalid_quiet_message_is_refused(inner: str) -> None:
     with pytest.raises(WireError):
         read(QUIET_PREFIX + inner.encode())
 
@@ -207,25 +207,25 @@ def test_one_group_may_come_unwrapped(flat: list[int], groups: tuple[tuple[int, 
     assert whole.local_block_ids == groups
 
 
-def test_a_refusal_speaks_in_words() -> None:
+def test_a_refusal_names_the_rule_in_words() -> None:
     with pytest.raises(WireError, match=r"`str` without control characters or a prefix of ours - at `\$.request_id`"):
         read(packed({**UPSTREAM, "request_id": "a\nb"}))
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80"])
 @pytest.mark.parametrize("start", [PEER_PREFIX + b"\x81\xa4kind", REGISTRATION_PREFIX + b"\x81\xaarequest_id"])
-def test_text_that_is_none_is_a_wire_error(start: bytes, text: bytes) -> None:
+def test_invalid_utf_8_is_a_wire_error(start: bytes, text: bytes) -> None:
     with pytest.raises(WireError, match="codec can't decode"):
         read(start + bytes([0xA0 + len(text)]) + text)
 
 
-def test_the_null_block_may_come_often() -> None:
+def test_the_null_block_may_occur_repeatedly() -> None:
     asked = read(packed({**UPSTREAM, "local_block_ids": [[0, 0, 0, 5], [5]]}))
     assert isinstance(asked, Registration)
     assert asked.local_block_ids == ((0, 0, 0, 5), (5,))
 
 
-def test_no_more_blocks_than_a_decode_engine_can_have() -> None:
+def test_too_many_blocks_are_a_wire_error() -> None:
     half = list(range(MAX_BLOCKS // 2))
     with pytest.raises(WireError, match="bytes"):
         read(packed({**UPSTREAM, "local_block_ids": [list(range(MAX_BLOCKS + 1))]}))
@@ -235,7 +235,7 @@ def test_no_more_blocks_than_a_decode_engine_can_have() -> None:
         read(packed({**UPSTREAM, "local_block_ids": [[0] * (MAX_BLOCKS + 1)]}))
 
 
-def test_a_promise_of_blocks_reserves_little_memory() -> None:
+def test_a_false_length_of_the_block_list_reserves_little_memory() -> None:
     """A list that claims four billion entries, and ends there."""
     head = packed({key: value for key, value in UPSTREAM.items() if key != "local_block_ids"})
     assert head[len(REGISTRATION_PREFIX)] == 0x80 + len(UPSTREAM) - 1
@@ -248,7 +248,7 @@ def test_a_promise_of_blocks_reserves_little_memory() -> None:
 
 
 @pytest.mark.parametrize("change", [{"request_id": "a\n"}, {"decode_port": 0}, {"decode_host": "\ud800"}])
-def test_a_registration_that_no_peer_would_read_is_not_sent(change: dict[str, Any]) -> None:
+def test_an_unreadable_registration_is_not_sent(change: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         encode_registration(msgspec.structs.replace(registration([1]), **change))
 
@@ -257,7 +257,7 @@ def test_a_registration_that_no_peer_would_read_is_not_sent(change: dict[str, An
     ("notification", "request_id", "world_size"),
     [(b"a:1", "a", 1), (b"cmpl-1:x:2", "cmpl-1:x", 2), (b"a,b:999999", "a,b", 999999), ("ü::8".encode(), "ü:", 8)],
 )
-def test_a_completion_of_upstream(notification: bytes, request_id: str, world_size: int) -> None:
+def test_an_upstream_completion_is_understood(notification: bytes, request_id: str, world_size: int) -> None:
     assert read(notification) == Completion(request_id, world_size)
     assert encode_completion(request_id, world_size) == notification
 
@@ -287,7 +287,7 @@ def test_a_completion_of_upstream(notification: bytes, request_id: str, world_si
         b"layerpush:\x80",
     ],
 )
-def test_what_is_none_is_refused(notification: bytes) -> None:
+def test_an_invalid_notification_is_refused(notification: bytes) -> None:
     with pytest.raises(WireError) as refusal:
         read(notification)
     assert str(refusal.value).isprintable()
@@ -304,11 +304,11 @@ def test_what_is_none_is_refused(notification: bytes) -> None:
         (b"HB:a\nb,c," + b"x" * 1025, ("c",)),
     ],
 )
-def test_a_heartbeat_of_upstream(notification: bytes, request_ids: tuple[str, ...]) -> None:
+def test_an_upstream_heartbeat_is_understood(notification: bytes, request_ids: tuple[str, ...]) -> None:
     assert read(notification) == Heartbeat(request_ids)
 
 
-def test_heartbeats_are_bounded_text() -> None:
+def test_heartbeats_with_too_many_ids_or_invalid_text_are_refused() -> None:
     full = b"HB:" + b",".join([b"a"] * MAX_HEARTBEAT_IDS)
     assert len(read(full).request_ids) == MAX_HEARTBEAT_IDS  # type: ignore[union-attr]
     for bad in (full + b",a", b"HB:\xff"):
@@ -316,14 +316,14 @@ def test_heartbeats_are_bounded_text() -> None:
             read(bad)
 
 
-def test_a_huge_notification_is_not_looked_into() -> None:
+def test_a_huge_notification_is_not_parsed() -> None:
     for start in (b"HB:", PEER_PREFIX, REGISTRATION_PREFIX, b""):
         with pytest.raises(WireError, match="4194305 bytes"):
             read(start.ljust(MAX_NOTIFICATION_BYTES + 1, b"\x91"))
 
 
 @pytest.mark.parametrize("prefix", [PEER_PREFIX, REGISTRATION_PREFIX])
-def test_a_message_nested_without_end_is_a_wire_error(prefix: bytes) -> None:
+def test_a_deeply_nested_message_is_a_wire_error(prefix: bytes) -> None:
     for nested in (b"\x81\xa1x" + b"\x91" * 100_000, b"\x81\xa1x" * 100_000, b"\x91" * 100_000):
         with pytest.raises(WireError, match="cannot be read"):
             read(prefix + nested)

@@ -213,14 +213,14 @@ notifications = st.one_of(registrations, peer_messages, completions, heartbeats)
 
 @FUZZ
 @given(registrations, st.dictionaries(st.text(letters, min_size=20, max_size=30), st.booleans(), max_size=3))
-def test_a_registration_comes_back_as_it_was_sent(sent: Registration, extra: dict[str, bool]) -> None:
+def test_a_registration_survives_a_round_trip(sent: Registration, extra: dict[str, bool]) -> None:
     assert read(encode_registration(sent, **extra)) == sent
     assert read_or_refused(encode_registration(sent)) == sent
 
 
 @FUZZ
 @given(peer_messages)
-def test_our_messages_come_back_as_they_were_sent(sent: PeerMessage) -> None:
+def test_layerpush_messages_survive_a_round_trip(sent: PeerMessage) -> None:
     back = read_or_refused(encode(sent))
     assert read_or_refused(encode_quietly(sent)) == back
     if isinstance(sent, Fail):
@@ -231,7 +231,7 @@ def test_our_messages_come_back_as_they_were_sent(sent: PeerMessage) -> None:
 
 @FUZZ
 @given(completions | heartbeats)
-def test_messages_of_upstream_come_back_as_they_were_sent(sent: Completion | Heartbeat) -> None:
+def test_upstream_messages_survive_a_round_trip(sent: Completion | Heartbeat) -> None:
     assert read_or_refused(sent_again(sent)) == sent
 
 
@@ -247,13 +247,13 @@ def test_messages_of_upstream_come_back_as_they_were_sent(sent: Completion | Hea
 @example(REGISTRATION_PREFIX, b"\x81\xa1x" + b"\x91" * 100_000)
 @example(REGISTRATION_PREFIX, b"\xdf\xff\xff\xff\xff")
 @example(REGISTRATION_PREFIX, b"\x81\xaarequest_id\xc7\xff\xff")
-def test_garbage(prefix: bytes, payload: bytes) -> None:
+def test_garbage_is_refused_or_read(prefix: bytes, payload: bytes) -> None:
     read_or_refused(prefix + payload)
 
 
 @settings(FUZZ, max_examples=250)
 @given(notifications, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=8))
-def test_flipped_bits(sent: bytes, flips: list[tuple[int, int]]) -> None:
+def test_flipped_bits_are_refused_or_read(sent: bytes, flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(sent)
     for at, bit in flips:
         damaged[at % len(damaged)] ^= 1 << bit
@@ -273,13 +273,13 @@ def test_every_truncation_is_refused(sent: bytes) -> None:
 
 @settings(FUZZ, max_examples=250)
 @given(notifications, notifications, st.integers(0, 10_000), st.integers(0, 10_000), st.binary(max_size=6))
-def test_splices(head: bytes, tail: bytes, upto: int, after: int, between: bytes) -> None:
+def test_splices_are_refused_or_read(head: bytes, tail: bytes, upto: int, after: int, between: bytes) -> None:
     read_or_refused(head[: upto % len(head)] + between + tail[after % len(tail) :])
 
 
 @FUZZ
 @given(notifications, st.binary(min_size=1, max_size=20))
-def test_more_than_a_message(sent: bytes, more: bytes) -> None:
+def test_a_message_with_trailing_bytes_is_refused_or_read(sent: bytes, more: bytes) -> None:
     read_or_refused(sent + more)
     read_or_refused(more + sent)
 
@@ -319,7 +319,7 @@ def altered(
 
 @settings(FUZZ, max_examples=400)
 @given((registrations | peer_messages).flatmap(altered))
-def test_any_value_in_any_field(case: tuple[Registration | PeerMessage, dict[str, Any]]) -> None:
+def test_any_value_in_any_field_is_refused_or_read(case: tuple[Registration | PeerMessage, dict[str, Any]]) -> None:
     message, fields = case
     back = read_or_refused(prefix_of(message) + msgspec.msgpack.encode(fields))
     assert back is None or type(back) is type(message)
@@ -349,7 +349,7 @@ WHOLE = [msgspec.structs.replace(registration([1]), window=WINDOW), *(message fo
 
 
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
-def test_of_odd_values_each_field_takes_the_sound_ones_and_names_itself_with_others(
+def test_each_field_accepts_only_valid_values_and_errors_name_the_field(
     message: Registration | PeerMessage,
 ) -> None:
     sound = msgspec.to_builtins(message)
@@ -364,7 +364,7 @@ def test_of_odd_values_each_field_takes_the_sound_ones_and_names_itself_with_oth
 
 
 @pytest.mark.parametrize("message", WHOLE, ids=lambda message: type(message).__name__)
-def test_a_field_that_is_missing_is_named(message: Registration | PeerMessage) -> None:
+def test_the_error_names_a_missing_field(message: Registration | PeerMessage) -> None:
     sound = msgspec.to_builtins(message)
     required = type(message).__struct_fields__[: {Registration: 6, Accepted: 1}.get(type(message))]
     for field in required:
@@ -374,7 +374,7 @@ def test_a_field_that_is_missing_is_named(message: Registration | PeerMessage) -
 
 
 @pytest.mark.parametrize("field", WINDOW.__struct_fields__)
-def test_of_odd_values_a_window_takes_the_sound_ones(field: str) -> None:
+def test_a_window_accepts_only_valid_values(field: str) -> None:
     stock, sound = msgspec.to_builtins(registration([1])), msgspec.to_builtins(WINDOW)
     for value in ODD:
         sent = REGISTRATION_PREFIX + msgspec.msgpack.encode({**stock, "window": {**sound, field: value}})
@@ -383,20 +383,20 @@ def test_of_odd_values_a_window_takes_the_sound_ones(field: str) -> None:
 
 @FUZZ
 @given(st.sampled_from(PREFIXES), anything)
-def test_any_value_for_a_message(prefix: bytes, value: object) -> None:
+def test_any_value_as_a_message_is_refused_or_read(prefix: bytes, value: object) -> None:
     assert not isinstance(read_or_refused(prefix + msgspec.msgpack.encode(value)), Registration | Accepted | Pong)
 
 
 @FUZZ
 @given(st.lists(st.binary(max_size=12), max_size=6), st.text("0123456789+-_ .:٣", max_size=8))
-def test_any_text_of_upstream(parts: list[bytes], number: str) -> None:
+def test_any_upstream_text_is_refused_or_read(parts: list[bytes], number: str) -> None:
     read_or_refused(HEARTBEAT_PREFIX + b",".join(parts))
     read_or_refused(QUIET_PREFIX + (PEER_PREFIX + b"".join(parts)).hex().encode())
     read_or_refused(b":".join([*parts, number.encode()]))
 
 
 @pytest.mark.parametrize("prefix", [REGISTRATION_PREFIX, PEER_PREFIX])
-def test_every_first_byte_of_msgpack(prefix: bytes) -> None:
+def test_invalid_bodies_with_every_first_byte_are_refused(prefix: bytes) -> None:
     for code in range(256):
         for rest in (b"", b"\xff", b"\x00" * 9, b"\xff" * 9, bytes([code]) * 5000):
             assert read_or_refused(prefix + bytes([code]) + rest) is None

@@ -34,7 +34,7 @@ def test_a_known_link_exposes_no_more_than_by_layer(case: Case) -> None:
 
 
 @given(CASES, st.sampled_from([1 / 3, 3.0]), st.dictionaries(st.integers(0, 80), st.floats(1.0, 5.0), max_size=2))
-def test_a_link_that_is_not_as_it_was_exposes_a_write_more_at_most(
+def test_a_changed_link_exposes_at_most_one_more_write(
     case: Case, wrong_by: float, contended: dict[int, float]
 ) -> None:
     """The estimate is three times too fast or too slow, or the link slows down in the middle of a prompt."""
@@ -63,7 +63,7 @@ def test_a_full_link_is_never_idle_while_a_layer_is_ready(case: Case, wrong_by: 
 
 
 @given(CASES)
-def test_an_unknown_link_is_learned_within_the_first_prompt(case: Case) -> None:
+def test_the_rate_of_an_unknown_link_is_learned_within_the_first_prompt(case: Case) -> None:
     scheduled, layer = push(case), push(case, by_layer)
     assert scheduled.exposed_s <= layer.exposed_s + scheduled.largest_s + 1e-9
 

@@ -22,7 +22,7 @@ def prompt_of(name: str = "p-1", first: int = 1, tokens: int = TOKENS) -> Prompt
     return Prompt(name, tokens, list(range(first, first + 8)))
 
 
-def test_registered_first_layers_land_while_prefill_runs() -> None:
+def test_layers_land_during_prefill_after_an_early_registration() -> None:
     rig, prompt = Rig(), prompt_of()
     wanted, decoder = rig.registers(prompt), rig.decoders["D"]
 
@@ -44,7 +44,7 @@ def test_registered_first_layers_land_while_prefill_runs() -> None:
     rig.assert_clean()
 
 
-def test_the_bytes_are_there_when_the_notification_is_sent() -> None:
+def test_the_bytes_land_before_the_completion_is_sent() -> None:
     rig, prompt = Rig(Faults(hold_writes={2: 20, 5: 9, 7: 3})), prompt_of()
     wanted, decoder = rig.registers(prompt), rig.decoders["D"]
     complete: list[bool] = []
@@ -62,7 +62,7 @@ def test_the_bytes_are_there_when_the_notification_is_sent() -> None:
     rig.assert_clean()
 
 
-def test_registered_in_the_middle_catches_up() -> None:
+def test_a_registration_during_prefill_catches_up() -> None:
     rig, prompt = Rig(), prompt_of()
     wanted = rig.asks(prompt, rig.decoder())
     rig.step((prompt, 12))
@@ -99,7 +99,7 @@ def test_a_handshake_may_end_while_the_push_asks_for_the_link() -> None:
 
 
 @pytest.mark.parametrize("blocks", [2, 0])
-def test_what_the_decode_engine_has_is_not_sent(blocks: int) -> None:
+def test_blocks_that_the_decode_engine_has_are_not_sent(blocks: int) -> None:
     """A D that has all blocks gets only the completion."""
     rig, prompt = Rig(), prompt_of()
     wanted = rig.registers(prompt, wanted=blocks)
@@ -142,7 +142,7 @@ def test_two_requests_to_one_decode_engine_do_not_mix() -> None:
     assert decoder.holds(two, second, rig.layers)
 
 
-def test_heads_that_are_split_go_to_every_rank_and_every_rank_is_told() -> None:
+def test_split_heads_and_the_completion_go_to_every_rank() -> None:
     rig, prompt = Rig(Faults(hold_writes={1: 15})), prompt_of()
     decoder = rig.decoder(ranks=2)
     wanted = rig.registers(prompt, decoder)
@@ -196,7 +196,7 @@ def test_layers_that_call_no_hook_are_logged_once(
     [((0, 1, 2), LONG, Policy()), ((), 22, Policy()), ((), LONG, Policy(by_layer=False))],
     ids=["all hooked", "as few tokens as in a graph", "by chunk"],
 )
-def test_layers_that_are_swept_for_a_reason_are_not_logged(
+def test_expected_sweeps_are_not_logged(
     hooked: tuple[int, ...], tokens: int, policy: Policy, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig, prompt = Rig(policy=policy), Prompt("p-1", tokens, list(range(1, 1 + -(-tokens // 4))))
@@ -234,7 +234,7 @@ def test_a_cached_prefix_goes_before_the_first_layer(mode: PushMode) -> None:
     assert (record.hooked_layers, record.swept_layers, len(record.ready)) == (rig.layers, 0, 2 * rig.layers)
 
 
-def test_registered_after_prefill_it_goes_whole() -> None:
+def test_a_registration_after_prefill_gets_a_whole_push() -> None:
     rig, prompt = Rig(), prompt_of()
     decoder = rig.decoder()
     rig.step((prompt, TOKENS))
@@ -261,7 +261,7 @@ def test_registered_after_prefill_it_goes_whole() -> None:
     assert record.fallback == "no decode engine had registered when prefill finished"
 
 
-def test_an_engine_that_cannot_take_layers_gets_the_whole_request() -> None:
+def test_an_incompatible_decode_engine_gets_the_whole_request() -> None:
     rig, prompt = Rig(), prompt_of()
     wanted, decoder = rig.registers(prompt), rig.decoders["D"]
     rig.host.links["D"] = [Link("D", (), (), refusal="its block size is 8 tokens, ours 4")]
@@ -278,7 +278,7 @@ UNABLE = "the KV cache is staged in a host buffer"
 
 
 @pytest.mark.parametrize("configured", ["auto", "layer", "chunk", "request"])
-def test_requests_choose_how_they_are_pushed(configured: PushMode) -> None:
+def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     """The engine's mode is for other requests; the record, its counters and the WRITEs follow the request's own."""
     policy = Policy(by_layer=configured != "chunk", scheduled=configured == "auto", streams=configured != "request")
     rig = Rig(policy=policy, engine=Identity("P", 0, configured))
@@ -309,9 +309,7 @@ def test_requests_choose_how_they_are_pushed(configured: PushMode) -> None:
 @pytest.mark.parametrize(
     ("mode", "fallback"), [("auto", UNABLE), ("layer", UNABLE), ("chunk", UNABLE), ("request", None)]
 )
-def test_an_engine_that_cannot_push_by_layer_says_why_where_a_request_asks_for_it(
-    mode: PushMode, fallback: str | None
-) -> None:
+def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, fallback: str | None) -> None:
     rig = Rig(policy=Policy(streams=False), engine=Identity("P", 0, "request", UNABLE))
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
     wanted = rig.registers(prompt, decoder)
@@ -325,7 +323,7 @@ def test_an_engine_that_cannot_push_by_layer_says_why_where_a_request_asks_for_i
 
 
 @pytest.mark.parametrize(("mode", "fallback"), [(None, SHORT_PROMPT), ("layer", SHORT_PROMPT), ("request", None)])
-def test_a_short_prompt_goes_whole_whatever_it_chose(mode: PushMode | None, fallback: str | None) -> None:
+def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fallback: str | None) -> None:
     rig = Rig()
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
     rig.registers(prompt, decoder)
@@ -337,7 +335,7 @@ def test_a_short_prompt_goes_whole_whatever_it_chose(mode: PushMode | None, fall
 
 
 @pytest.mark.parametrize(("mode", "by_layer"), [("auto", True), ("layer", True), ("chunk", False), ("request", False)])
-def test_layers_are_looked_for_as_often_as_the_requests_of_a_step_need(mode: PushMode, by_layer: bool) -> None:
+def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, by_layer: bool) -> None:
     rig = Rig(policy=Policy(by_layer=not by_layer))
     rig.step((prompt_of(), 9))
     prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
@@ -347,7 +345,7 @@ def test_layers_are_looked_for_as_often_as_the_requests_of_a_step_need(mode: Pus
     assert (rig.writer.layer_poll_timeout < LONGEST_S) == by_layer
 
 
-def test_the_record_tells_the_story() -> None:
+def test_the_record_has_all_times_writes_and_counters() -> None:
     rig, prompt = Rig(policy=Policy(by_layer=False)), prompt_of()
     rig.registers(prompt)
     rig.step((prompt, 9))
@@ -372,7 +370,7 @@ def test_the_record_tells_the_story() -> None:
 
 
 @pytest.mark.parametrize("when", ["idle", "waiting", "writing"])
-def test_it_sleeps_as_long_as_it_may(when: str) -> None:
+def test_the_writer_sleeps_as_long_as_possible(when: str) -> None:
     rig, prompt = Rig(Faults(hold_writes={0: 1000})), prompt_of()
     decoder = rig.decoder()
     if when == "idle":

@@ -44,7 +44,7 @@ def told(rig: Rig) -> list[list[bytes]]:
     ],
     ids=["a post that fails", "a write that fails", "no post ever", "a write that fails in the middle", "of one rank"],
 )
-def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
+def test_a_lost_write_ends_the_push_without_a_completion(faults: Faults, ranks: int) -> None:
     rig, prompt = story(faults, ranks=ranks)
     for _ in range(3):
         rig.step((prompt, 9))
@@ -69,7 +69,7 @@ def test_a_lost_write_ends_the_push_unheard(faults: Faults, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
-def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind(
+def test_a_defect_at_the_end_of_a_write_fails_and_releases_the_push(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The WRITE has left the wire, so the session must get its end now: it is not polled again."""
@@ -97,7 +97,7 @@ def test_a_defect_at_the_end_of_a_write_fails_the_push_and_leaves_nothing_behind
     assert len(rig.writer) == 0
 
 
-def test_a_peer_that_dies_under_writes_ends_the_push() -> None:
+def test_a_peer_death_during_writes_ends_the_push() -> None:
     rig, prompt = story(Faults(hold_writes={1: NEVER, 2: NEVER}))
     rig.step((prompt, 9))
     rig.fabric.kill("D-0")
@@ -112,7 +112,7 @@ def test_a_peer_that_dies_under_writes_ends_the_push() -> None:
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [False, True]
 
 
-def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
+def test_a_peer_death_before_the_completion_ends_the_push() -> None:
     rig, prompt = story()
     rig.fabric.faults.at["notify", 0] = lambda fabric: fabric.kill("D-0")
     rig.step((prompt, TOKENS))
@@ -129,7 +129,7 @@ def test_a_peer_that_is_dead_when_it_is_to_be_told_ends_the_push() -> None:
 
 @pytest.mark.parametrize("error", [HandshakeError("connection refused"), RuntimeError("a bug of the host")])
 @pytest.mark.parametrize("handshake", [None, "succeeds", "fails"])
-def test_a_decode_engine_that_cannot_be_reached(error: Exception, handshake: str | None) -> None:
+def test_an_unreachable_decode_engine_fails_the_push(error: Exception, handshake: str | None) -> None:
     """At once, or when the handshake in the background is over."""
     rig, prompt = story()
     rig.host.links["D"] = [error] if handshake is None else [None, error]
@@ -149,7 +149,7 @@ def test_a_decode_engine_that_cannot_be_reached(error: Exception, handshake: str
     assert rig.host.released == ["p-1"]
 
 
-def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_registration_for_too_many_blocks_fails_the_push(caplog: pytest.LogCaptureFixture) -> None:
     """A peer's mistake is no defect of ours: one line, and no traceback."""
     rig, prompt = story()
     rig.host.pending[prompt.name] = rig.asks(prompt, rig.decoders["D"], wanted=len(prompt.blocks) + 1)
@@ -166,7 +166,7 @@ def test_a_decode_engine_that_asks_for_more_than_there_is(caplog: pytest.LogCapt
     rig.assert_clean()
 
 
-def test_preempted_the_new_epoch_waits_for_the_old_writes() -> None:
+def test_after_a_preemption_the_new_epoch_waits_for_the_old_writes() -> None:
     rig, prompt = story(Faults(hold_writes={1: 30, 2: 60}))
     wanted = rig.host.pending[prompt.name]
     rig.step((prompt, 9))
@@ -191,7 +191,7 @@ def test_preempted_the_new_epoch_waits_for_the_old_writes() -> None:
     assert (record.epoch, record.outcome) == (1, "completed")
 
 
-def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
+def test_an_abort_in_flight_drains_without_a_completion() -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
     rig.abort(prompt)
@@ -210,7 +210,7 @@ def test_aborted_in_flight_it_drains_and_says_nothing() -> None:
     assert [record.outcome for record in rig.trace.records] == ["cancelled"]
 
 
-def test_aborted_and_sent_again_it_is_pushed() -> None:
+def test_an_aborted_and_repeated_request_is_pushed() -> None:
     rig, prompt = story()
     wanted = rig.host.pending[prompt.name]
     rig.step((prompt, 9))
@@ -238,7 +238,7 @@ def test_only_an_unfinished_push_is_reported_as_failed(told_first: bool) -> None
     assert told(rig) == [[b"d-p-1:1"] if told_first else []]
 
 
-def test_the_end_of_a_request_that_was_never_pushed_is_passed_on() -> None:
+def test_the_end_of_an_unpushed_request_is_reported() -> None:
     """A decode engine may have registered for it."""
     rig, prompt = story()
     rig.abort(prompt)
@@ -251,7 +251,7 @@ KEY = ("D", "d-p-1")
 
 
 @pytest.mark.parametrize("on_the_wire", [True, False])
-def test_cancelled_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the_wire: bool) -> None:
+def test_a_cancel_stops_writes_and_is_reported_after_the_wire_drains(on_the_wire: bool) -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
     if not on_the_wire:
@@ -277,7 +277,7 @@ def test_cancelled_it_writes_nothing_more_and_says_when_the_wire_is_empty(on_the
     rig.assert_clean()
 
 
-def test_cancelled_before_the_request_was_there_it_is_released_when_prefill_is_over() -> None:
+def test_a_cancel_before_the_request_releases_it_after_prefill() -> None:
     rig, prompt = story()
     rig.host.pending.clear()
     rig.host.unwanted = {"p-1"}
@@ -290,7 +290,7 @@ def test_cancelled_before_the_request_was_there_it_is_released_when_prefill_is_o
     rig.assert_clean()
 
 
-def test_cancelled_before_but_registered_again_it_is_pushed() -> None:
+def test_a_new_registration_after_an_early_cancel_is_pushed() -> None:
     rig, prompt = story()
     rig.host.unwanted = {"p-1"}
     rig.finish(prompt)
@@ -298,7 +298,7 @@ def test_cancelled_before_but_registered_again_it_is_pushed() -> None:
     assert [outcome.outcome for outcome in rig.trace.records] == ["completed"]
 
 
-def test_cancelled_while_the_handshake_runs() -> None:
+def test_a_cancel_during_the_handshake_ends_the_push() -> None:
     rig, prompt = story()
     rig.host.links["D"] = [None]
     rig.step((prompt, 9))
@@ -318,7 +318,7 @@ def test_cancelled_while_the_handshake_runs() -> None:
     [("p-1", ("D", "d-other")), ("p-1", ("E", "d-p-1")), ("p-other", KEY)],
     ids=["another request", "another engine", "no push"],
 )
-def test_a_cancellation_of_something_else_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
+def test_an_unrelated_cancel_disturbs_no_push(request_id: str, key: tuple[str, str]) -> None:
     rig, prompt = story(Faults(hold_writes={1: 10}))
     rig.step((prompt, 9))
     assert rig.writer.cancel(request_id, key)
@@ -328,7 +328,7 @@ def test_a_cancellation_of_something_else_disturbs_no_push(request_id: str, key:
     assert rig.host.failures == []
 
 
-def test_a_cancellation_after_the_end_finds_nothing_on_the_wire() -> None:
+def test_a_cancel_after_the_end_finds_no_write_on_the_wire() -> None:
     rig, prompt = story()
     rig.step((prompt, TOKENS))
     rig.settle()
@@ -340,7 +340,7 @@ def test_a_cancellation_after_the_end_finds_nothing_on_the_wire() -> None:
     rig.assert_clean()
 
 
-def test_cancelled_under_upstreams_write_it_waits_for_it() -> None:
+def test_a_cancel_during_upstreams_write_waits_for_its_end() -> None:
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
     assert rig.writer.writes_in_flight("p-1")
@@ -353,7 +353,7 @@ def test_cancelled_under_upstreams_write_it_waits_for_it() -> None:
     rig.assert_clean()
 
 
-def test_cancelled_before_upstream_found_the_decode_engine_it_is_never_written() -> None:
+def test_a_cancel_before_upstreams_handshake_prevents_the_write() -> None:
     rig, prompt = story()
     rig.host.posts_whole = False
     rig.finish(prompt)
@@ -366,7 +366,7 @@ def test_cancelled_before_upstream_found_the_decode_engine_it_is_never_written()
     rig.assert_clean()
 
 
-def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
+def test_a_failed_whole_push_ends_with_its_write() -> None:
     """One of upstream's ranks could be written to, the next could not."""
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)
@@ -383,7 +383,7 @@ def test_a_whole_push_that_fails_under_a_write_ends_with_it() -> None:
 @pytest.mark.parametrize(
     "end", ["it fails", "it is cancelled", "it is overdue", "it is aborted", "it is evicted", "it is aborted and fails"]
 )
-def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end: str) -> None:
+def test_the_loss_of_a_peer_is_reported_before_its_whole_push_drains(end: str) -> None:
     """A drained failure goes over the connection, unless this is known to be lost."""
     rig, prompt = story(Faults(hold_writes={0: 5}), write_timeout_s=0.0 if "overdue" in end else 60.0)
     rig.finish(prompt)
@@ -404,7 +404,7 @@ def test_of_a_whole_push_whose_peer_dies_that_is_known_before_it_has_drained(end
     rig.assert_clean()
 
 
-def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
+def test_a_registration_taken_at_the_end_of_its_push_is_answered() -> None:
     """Else a decode engine would wait for a push that never comes."""
     rig, prompt = story()
     wanted = rig.host.pending.pop(prompt.name)
@@ -422,7 +422,7 @@ def test_a_registration_that_is_found_as_its_push_ends_is_answered() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
-def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks(whole: bool) -> None:
+def test_a_hanging_write_fails_the_push_and_keeps_the_blocks(whole: bool) -> None:
     rig, prompt = story(Faults(hold_writes={0: 20, 1: 20}), write_timeout_s=0.0)
     if not whole:
         rig.step((prompt, 9))
@@ -443,14 +443,14 @@ def test_a_write_that_hangs_fails_the_push_and_keeps_the_blocks(whole: bool) -> 
 
 
 @pytest.mark.parametrize("seconds", [60.0, math.inf])
-def test_a_write_in_time_is_left_alone(seconds: float) -> None:
+def test_a_write_within_its_timeout_completes(seconds: float) -> None:
     rig, prompt = story(Faults(hold_writes={1: 20}), seconds, tokens=8)
     rig.step((prompt, 8))
     rig.settle()
     assert told(rig) == [[b"d-p-1:1"]]
 
 
-def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
+def test_a_lost_engine_fails_only_its_own_pushes() -> None:
     rig = Rig(Faults(hold_writes={0: 20, 5: 20}))
     prompts = {name: Prompt(f"p-{name}", 8, list(range(first, first + 8))) for first, name in ((1, "D"), (20, "E"))}
     for first, (name, prompt) in enumerate(prompts.items()):
@@ -476,7 +476,7 @@ def test_an_engine_that_is_gone_takes_only_its_own_pushes_with_it() -> None:
     rig.assert_clean()
 
 
-def test_an_engine_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_engine_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rig, prompt = story(Faults(hold_writes={0: 20}))
     rig.finish(prompt)
     with caplog.at_level(logging.ERROR, "vllm.layerpush"):
@@ -485,7 +485,7 @@ def test_an_engine_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 1
 
 
-def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
+def test_an_expired_lease_in_flight_drains_without_a_completion() -> None:
     rig, prompt = story(Faults(hold_writes={2: 10}))
     rig.step((prompt, TOKENS))
     rig.finish(prompt)
@@ -498,7 +498,7 @@ def test_a_lease_that_runs_out_in_flight_drains_and_says_nothing() -> None:
     assert [record.outcome for record in rig.trace.records] == ["failed"]
 
 
-def test_shutdown_waits_for_the_wire() -> None:
+def test_shutdown_waits_for_writes_on_the_wire() -> None:
     rig, prompt = story(Faults(hold_writes={0: 6, 1: 6}))
     rig.step((prompt, 9))
     assert rig.writer.drain(10.0) == 0
@@ -516,7 +516,7 @@ def test_shutdown_gives_up_on_a_frozen_peer() -> None:
     assert not rig.p._live
 
 
-def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
+def test_a_failed_upstream_write_is_reported_to_the_host() -> None:
     rig, prompt = story(Faults(fail_writes={0}))
     rig.finish(prompt)
     rig.settle()
@@ -529,7 +529,7 @@ def test_upstreams_write_that_fails_is_reported_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_goes_wrong_what_is_told_is_there(seed: int) -> None:
+def test_a_completion_always_follows_its_bytes_under_random_faults(seed: int) -> None:
     """Random faults, preemptions, aborts, cancellations and merging over several requests."""
     draw = random.Random(seed)
     policy = Policy(draw.random() < 0.7, draw.random() < 0.5, draw.randint(1, 8), draw.random() < 0.8)
@@ -592,7 +592,7 @@ def _check_told(rig: Rig, prompts: list[Prompt], wishes: dict[str, Registration]
             rig.decoders["D"].reuse(wishes[name])
 
 
-def test_a_lease_that_runs_out_under_upstreams_write_waits_for_it() -> None:
+def test_an_expired_lease_waits_for_upstreams_write() -> None:
     """The push stays in the table, so that its blocks count as being read and its handle is given back."""
     rig, prompt = story(Faults(hold_writes={0: 5}))
     rig.finish(prompt)  # never planned, as where layerwise is off: pushed whole

@@ -53,7 +53,7 @@ def rig_of() -> tuple[Rig, Prompt]:
 
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("first_tokens", [TOKENS, 9], ids=["one chunk", "the last of two chunks"])
-def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens: int) -> None:
+def test_a_finish_does_not_overtake_its_own_step(registered: bool, first_tokens: int) -> None:
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
     if not registered:
@@ -74,7 +74,7 @@ def test_finished_does_not_overtake_its_own_step(registered: bool, first_tokens:
     rig.assert_clean()
 
 
-def test_a_request_whose_last_step_vllm_has_not_ended_is_sent_when_the_next_step_begins() -> None:
+def test_a_request_with_an_unended_last_step_is_sent_at_the_next_step() -> None:
     """All ranks of a pipeline but the last see this in vLLM's V1 runner with a drafter."""
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
@@ -115,7 +115,7 @@ def test_an_abort_does_not_overtake_its_own_step(wait: bool, seen: bool) -> None
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["abort first", "step first"])
-def test_an_aborted_push_counts_once_whether_or_not_its_step_was_seen(seen: bool) -> None:
+def test_an_aborted_push_counts_once_before_and_after_its_step(seen: bool) -> None:
     rig, prompt = rig_of()
     del rig.host.pending[prompt.name]
     unseen_step(rig, prompt)
@@ -128,7 +128,7 @@ def test_an_aborted_push_counts_once_whether_or_not_its_step_was_seen(seen: bool
     rig.assert_clean()
 
 
-def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
+def test_a_prompt_repeated_in_the_step_of_its_abort_is_pushed() -> None:
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
     unseen_step(rig, prompt, 9)
@@ -147,7 +147,7 @@ def test_a_prompt_sent_again_in_the_step_that_hears_of_the_abort() -> None:
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["in the queue", "behind a fence"])
-def test_what_was_queued_before_a_preemption_is_not_sent(wait: bool) -> None:
+def test_layers_queued_before_a_preemption_are_not_sent(wait: bool) -> None:
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
     device = SlowDevice(done=not wait)
@@ -172,7 +172,7 @@ def test_what_was_queued_before_a_preemption_is_not_sent(wait: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "preempted", "expired"])
-def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> None:
+def test_blocks_revoked_during_the_last_write_get_no_completion(how: str) -> None:
     """The completion is checked against the scheduler's newest orders, not against the last turn's."""
     rig, prompt = rig_of()
     wanted = rig.host.pending[prompt.name]
@@ -205,7 +205,7 @@ def test_blocks_that_go_while_the_last_write_lands_are_not_told_of(how: str) -> 
     rig.assert_delivered(prompt, wanted)
 
 
-def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
+def test_a_finish_after_the_end_of_its_lease_starts_no_push() -> None:
     rig, prompt = rig_of()
     del rig.host.pending[prompt.name]
     rig.step((prompt, TOKENS))
@@ -217,7 +217,7 @@ def test_a_lease_that_is_over_before_the_finish_is_heard_of() -> None:
     rig.assert_clean()
 
 
-def test_a_request_whose_lease_was_over_before_any_of_it_was_seen_has_ended() -> None:
+def test_a_request_ends_if_its_lease_expires_before_its_first_event() -> None:
     """As in an engine that was stopped for a while."""
     rig, prompt = rig_of()
     unseen_step(rig, prompt)
@@ -228,7 +228,7 @@ def test_a_request_whose_lease_was_over_before_any_of_it_was_seen_has_ended() ->
     assert rig.decoders["D"].told() == [[]]
 
 
-def test_a_prompt_without_plans_that_is_sent_again_after_an_abort_is_heard_of() -> None:
+def test_a_repeated_prompt_without_plans_finishes_after_an_abort() -> None:
     """The prompt is too short for a plan. Another request's fence holds the queue, so no void step is forgotten."""
     rig, prompt = rig_of()
     device = SlowDevice()

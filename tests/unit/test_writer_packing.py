@@ -60,7 +60,7 @@ def over(rig: PackingRig, prompt: Prompt, decoder: UnpackingDecoder, wanted: Reg
 
 
 @pytest.mark.parametrize(("packing", "plan"), [("packed", "packed"), ("gather", "gathered")])
-def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], plan: str) -> None:
+def test_packed_bytes_arrive_through_the_rings(packing: Literal["gather", "packed"], plan: str) -> None:
     rig, prompt, decoder, wanted = story(packing, Faults(hold_writes={1: 9, 4: 5}))
     for _ in range(3):
         rig.step((prompt, 9))
@@ -74,7 +74,7 @@ def test_bytes_arrive_by_way_of_the_rings(packing: Literal["gather", "packed"], 
 
 
 @pytest.mark.parametrize(("limit", "parts"), [(96, 1), (48, 2), (32, 3)])
-def test_a_write_that_is_too_large_is_packed_in_parts(limit: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_write_is_packed_in_parts(limit: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has six blocks. A part of it is held up for longer than the parts behind it."""
     monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", limit)
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 9, 1: 5}))
@@ -84,7 +84,7 @@ def test_a_write_that_is_too_large_is_packed_in_parts(limit: int, parts: int, mo
     assert [(write.plan, write.bytes) for write in first] == [("packed", 96 // parts)] * parts
 
 
-def test_the_loss_of_a_part_ends_the_push_when_the_others_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_part_ends_the_push_after_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy, "MAX_PACKED_BYTES", 32)
     rig, prompt, decoder, wanted = story(faults=Faults(fail_writes={1}, hold_writes={0: 9, 2: 9}))
     rig.step((prompt, TOKENS))
@@ -94,7 +94,7 @@ def test_the_loss_of_a_part_ends_the_push_when_the_others_are_over(monkeypatch: 
     assert rig.trace.records[0].outcome == "failed"
 
 
-def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
+def test_the_completion_follows_the_scatter_of_the_last_block() -> None:
     rig, prompt, decoder, wanted = story()
     decoder.staging.looks.extend([NEVER])
     rig.step((prompt, TOKENS))
@@ -108,7 +108,7 @@ def test_it_is_not_complete_before_the_last_block_is_scattered() -> None:
     over(rig, prompt, decoder, wanted)
 
 
-def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
+def test_calibration_writes_do_not_block_a_push() -> None:
     """The push waits for the timed WRITE on the wire; the next timed WRITE begins after the push."""
     rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
@@ -140,7 +140,7 @@ def test_writes_that_are_only_timed_are_not_in_the_way_of_a_push() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["room on P", "a window", "room in the window"])
-def test_without_room_it_goes_directly(lacks: str) -> None:
+def test_without_ring_space_writes_go_directly(lacks: str) -> None:
     rig, prompt, decoder, wanted = story()
     taken = rig.staging.ring.take(rig.staging.ring.capacity_bytes) if lacks == "room on P" else None
     if lacks == "a window":
@@ -161,7 +161,7 @@ def test_without_room_it_goes_directly(lacks: str) -> None:
     assert "direct" in {write.plan for write in rig.trace.records[0].writes}
 
 
-def test_a_push_waits_for_nobody_elses_span() -> None:
+def test_a_push_does_not_wait_for_the_spans_of_another() -> None:
     """The first request's WRITEs hold all of P's ring, and do not end."""
     rig, first, decoder, _ = story(pieces=3, faults=Faults(hold_writes={0: NEVER, 1: NEVER, 2: NEVER}))
     rig.step((first, 4))
@@ -176,7 +176,7 @@ def test_a_push_waits_for_nobody_elses_span() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
-def test_preempted_the_new_epoch_waits_for_the_old_writes(stage: Stage) -> None:
+def test_after_a_preemption_the_new_epoch_waits_for_the_old_writes(stage: Stage) -> None:
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes={0: 30, 1: 3, 2: 3}))
     rig.staging.looks.append(40 if stage is Stage.GATHERING else 0)
     rig.step((prompt, 9))
@@ -199,7 +199,7 @@ def test_preempted_the_new_epoch_waits_for_the_old_writes(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
 @pytest.mark.parametrize("how", ["aborted", "cancelled"])
-def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) -> None:
+def test_a_push_drains_after_its_last_write_is_unpacked(stage: Stage, how: str) -> None:
     rig, prompt, decoder, wanted = story(faults=Faults(hold_writes=dict.fromkeys(range(9), 5)))
     rig.staging.looks.extend([5] * 9)
     decoder.staging.looks.extend([5] * 9)
@@ -228,7 +228,7 @@ def test_it_has_drained_when_the_last_write_is_unpacked(stage: Stage, how: str) 
 
 @pytest.mark.parametrize(("side", "fate"), [("P", "broken"), ("D", "refused"), ("D", "broken")])
 @pytest.mark.parametrize("which", [0, 2])
-def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> None:
+def test_a_failed_copy_ends_the_push(fate: str, side: str, which: int) -> None:
     rig, prompt, decoder, wanted = story()
     (rig.staging if side == "P" else decoder.staging).fates.extend([*[None] * which, fate])
     rig.step((prompt, 9))
@@ -243,7 +243,7 @@ def test_a_copy_that_fails_ends_the_push(fate: str, side: str, which: int) -> No
 
 
 @pytest.mark.parametrize("packing", ["gather", "packed"])
-def test_a_write_whose_copy_does_not_begin_goes_directly(
+def test_a_write_goes_directly_if_its_copy_does_not_begin(
     packing: Literal["gather", "packed"], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig, prompt, decoder, wanted = story(packing)
@@ -263,7 +263,7 @@ def test_a_write_whose_copy_does_not_begin_goes_directly(
     over(rig, prompt, decoder, wanted)
 
 
-def test_a_refusal_ends_the_push() -> None:
+def test_a_refused_unpack_ends_the_push() -> None:
     rig, prompt, decoder, wanted = story()
     rig.step((prompt, 9))
     rig.until(Stage.UNPACKING)
@@ -294,7 +294,7 @@ def test_the_death_of_the_decode_engine_ends_the_push(stage: Stage) -> None:
     assert rig.host.released == ["p-1"]
 
 
-def test_an_answer_that_does_not_come_makes_it_overdue() -> None:
+def test_a_missing_unpack_answer_makes_the_write_overdue() -> None:
     rig, prompt, decoder, wanted = story(write_timeout_s=0.0)
     decoder.answers = False
     rig.step((prompt, 9))
@@ -309,7 +309,7 @@ def test_an_answer_that_does_not_come_makes_it_overdue() -> None:
 
 
 @pytest.mark.parametrize("packing", ["packed", "gather"])
-def test_a_handle_that_cannot_be_released_keeps_no_other(
+def test_a_failed_release_of_a_handle_blocks_no_other(
     packing: Literal["gather", "packed"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NIXL refuses three times; a released handle is not released again."""
@@ -330,7 +330,7 @@ def test_a_handle_that_cannot_be_released_keeps_no_other(
     assert not rig.writer._writes.has_leftovers
 
 
-def test_at_shutdown_it_waits_for_what_is_unpacked() -> None:
+def test_shutdown_waits_for_running_unpacks() -> None:
     rig, prompt, decoder, wanted = story()
     rig.step((prompt, 9))
     rig.until(Stage.UNPACKING)
@@ -346,7 +346,7 @@ def test_at_shutdown_it_waits_for_what_is_unpacked() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.WRITING, Stage.UNPACKING])
-def test_at_shutdown_it_leaves_behind_what_does_not_end(stage: Stage) -> None:
+def test_shutdown_abandons_endless_writes(stage: Stage) -> None:
     rig, prompt, decoder, _ = story(faults=Faults(hold_writes={0: NEVER if stage is Stage.WRITING else 0}))
     rig.staging.looks.append(NEVER if stage is Stage.GATHERING else 0)
     decoder.answers = False
@@ -356,7 +356,7 @@ def test_at_shutdown_it_leaves_behind_what_does_not_end(stage: Stage) -> None:
     assert rig.writer.drain(0.01, lambda: None) >= 1
 
 
-def test_answers_that_nobody_waits_for_change_nothing() -> None:
+def test_unexpected_unpack_answers_change_nothing() -> None:
     rig, prompt, decoder, wanted = story()
     rig.step((prompt, 9))
     staged = rig.until(Stage.UNPACKING)
@@ -372,7 +372,7 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
     over(rig, prompt, decoder, wanted)
 
 
-def test_it_looks_often_while_something_is_staged() -> None:
+def test_the_writer_polls_often_while_writes_are_staged() -> None:
     rig, prompt, _, _ = story()
     rig.staging.looks.extend([NEVER] * 3)
     rig.step((prompt, 9))
@@ -383,7 +383,7 @@ def test_it_looks_often_while_something_is_staged() -> None:
     assert rig.writer.engines_in_flight == {"D"}
 
 
-def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
+def test_an_engine_is_not_dropped_during_its_calibration() -> None:
     rig, *_ = story()
     assert rig.writer._strategy is not None
     rig.writer._strategy._calibrations["E"] = None  # type: ignore[assignment]
@@ -392,9 +392,7 @@ def test_an_engine_that_writes_are_timed_to_is_not_dropped_meanwhile() -> None:
 
 @pytest.mark.parametrize("how", ["aborted", "cancelled", "failed"])
 @pytest.mark.parametrize("packing", ["packed", "gather"])
-def test_what_is_gathered_for_a_push_that_has_ended_is_not_posted(
-    packing: Literal["gather", "packed"], how: str
-) -> None:
+def test_gathered_bytes_of_an_ended_push_are_not_posted(packing: Literal["gather", "packed"], how: str) -> None:
     """Its blocks may have been given to another prompt meanwhile."""
     rig, prompt, decoder, wanted = story(packing)
     rig.staging.looks.extend([5] * 9)

@@ -17,7 +17,7 @@ FLUSH = mock.patch.dict(kernel.FLUSH_BYTES, {"cpu": 1 << 16})
 
 
 @FLUSH
-def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None:
+def test_the_benchmark_writes_every_sample_with_its_provenance(tmp_path: Path) -> None:
     out = tmp_path / "results" / "kernel.json"
     result = CliRunner().invoke(kernel.app, [*FEW, "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -39,7 +39,7 @@ def test_it_writes_every_sample_with_where_it_comes_from(tmp_path: Path) -> None
 
 
 @FLUSH
-def test_what_is_too_large_is_left_out_and_said(tmp_path: Path) -> None:
+def test_cases_above_the_memory_limit_are_left_out_and_reported(tmp_path: Path) -> None:
     out = tmp_path / "kernel.json"
     arguments = ["--block-bytes", "64,2097152", "--blocks", "1", "--ids", "half", "--rounds", "2", "--most-mib", "1"]
     result = CliRunner().invoke(kernel.app, [*arguments, "--device", "cpu", "--out", str(out)])
@@ -67,7 +67,7 @@ def test_a_wrong_byte_is_an_error_and_nothing_is_written(direction: str, tmp_pat
 
 
 @FLUSH
-def test_a_run_that_is_killed_leaves_the_cases_so_far(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_the_finished_cases(tmp_path: Path) -> None:
     measure, asked = kernel.Bench.measure, []
 
     def killed(bench: kernel.Bench, case: kernel.Case, timer: kernel.Timer) -> list[kernel.Cell]:
@@ -100,14 +100,14 @@ def test_ids_are_distinct_and_follow_their_pattern(pattern: str, blocks: int) ->
         assert not any(steps[-8:])
 
 
-def test_slowdown_is_of_medians() -> None:
+def test_the_slowdown_is_a_ratio_of_medians() -> None:
     measured = contention.Contention(8, [1.0, 1.0, 9.0], [1.1, 1.1, 1.1], [100.0, 120.0, 110.0])
     assert measured.slowdown.ratio == pytest.approx(1.1)
     assert str(measured) == "8 programs: 110 GB/s, products +10.0% slower"
 
 
 @pytest.mark.gpu
-def test_products_and_gathering_run_beside_each_other() -> None:
+def test_products_and_gathering_run_concurrently() -> None:
     with mock.patch.multiple(contention, SIDE=2048, PRODUCTS=50):
         measured = contention.Rival(torch.device("cuda", torch.cuda.current_device()), seed=0).measure(4, rounds=3)
     assert min(measured.gathered_gb_s) > 0

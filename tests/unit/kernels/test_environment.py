@@ -20,7 +20,7 @@ assert torch.equal(part[ids], packed + 1)
 """
 
 
-def test_the_kernel_runs_under_the_interpreter_of_the_environment() -> None:
+def test_triton_interpret_runs_the_kernel_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False, timeout=100

@@ -32,7 +32,7 @@ def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["blocks", "runs", "inner runs", "outer runs"])
-def test_far_blocks_and_runs(memory: torch.Tensor, what: str, place: str) -> None:
+def test_blocks_and_runs_at_large_offsets_are_copied(memory: torch.Tensor, what: str, place: str) -> None:
     with running_at(place) as device:
         cache = views(memory)[what]
         ids = torch.arange(len(cache), device=device).flip(0)
@@ -46,7 +46,7 @@ def test_far_blocks_and_runs(memory: torch.Tensor, what: str, place: str) -> Non
 
 
 @pytest.mark.parametrize("place", KERNEL_PLACES)
-def test_far_packed_blocks(place: str) -> None:
+def test_packed_blocks_at_large_offsets_are_copied(place: str) -> None:
     """Packed blocks of 2**30 bytes, of which the kernel is asked to copy the first tile only."""
     with running_at(place) as device:
         block, tile = 2**30, 256

@@ -81,7 +81,7 @@ def test_a_cache_without_blocks_has_no_extent() -> None:
         ((4, 2, 3, 5), (480, 200, 50, 8)),  # three levels of runs of one element
     ],
 )
-def test_what_has_no_geometry_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_a_cache_without_a_geometry_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"a cache is|share memory|levels"):
         geometry_of(torch.empty_strided(shape, strides, device="meta"))
 
@@ -97,7 +97,7 @@ def test_what_has_no_geometry_is_refused(shape: tuple[int, ...], strides: tuple[
         (4095, (8192, 0, 0), (512,), 1),
     ],
 )
-def test_alignment_is_what_all_have_in_common(
+def test_the_alignment_fits_the_run_the_strides_and_all_addresses(
     run_bytes: int, strides: tuple[int, int, int], addresses: tuple[int, ...], alignment: int
 ) -> None:
     block, outer, inner = strides

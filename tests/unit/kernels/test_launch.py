@@ -74,21 +74,21 @@ def test_the_grid_has_one_program_per_tile_up_to_the_cap(
     assert [each["tasks"] for each in launches.arguments] == [3 * blocks, 3 * blocks]
 
 
-def test_many_layers_are_one_launch_and_without_a_cap_the_device_is_the_limit(launches: Launches) -> None:
+def test_many_layers_need_one_launch_and_the_default_cap_is_a_full_device(launches: Launches) -> None:
     layers = 90
     gather_blocks(layer_table(caches(layers)), torch.arange(8), torch.empty((layers, 8, BLOCK), dtype=torch.uint8))
     assert launches.grids == [(FULL_DEVICE_PROGRAMS,)]
     assert launches.arguments[0]["tasks"] == layers * 8 * 3 > FULL_DEVICE_PROGRAMS
 
 
-def test_no_ids_launch_nothing(launches: Launches) -> None:
+def test_without_ids_no_kernel_is_launched(launches: Launches) -> None:
     none = torch.empty(0, dtype=torch.int64)
     gather_blocks(caches(1)[0], none, torch.empty(0, dtype=torch.uint8))
     scatter_blocks(torch.empty(0, dtype=torch.uint8), none, layer_table(caches(2)))
     assert launches.grids == []
 
 
-def test_nothing_is_allocated_or_read_but_the_bounds_of_ids_on_the_cpu(launches: Launches) -> None:
+def test_gather_and_scatter_allocate_nothing_and_read_only_the_bounds_of_ids(launches: Launches) -> None:
     table, ids, packed = layer_table(caches(3)), torch.arange(2), torch.empty((3, 2, BLOCK), dtype=torch.uint8)
     with Operations() as operations:
         gather_blocks(table, ids, packed)
@@ -161,7 +161,7 @@ def test_no_argument_makes_the_kernel_compile_again() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_waits_and_nothing_is_allocated() -> None:
+def test_gather_and_scatter_neither_wait_nor_allocate_on_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     table = layer_table([cache.to(device) for cache in caches(3)])
     ids, packed = torch.arange(2, device=device), torch.empty((3, 2, BLOCK), dtype=torch.uint8, device=device)
@@ -179,7 +179,7 @@ def test_on_a_gpu_nothing_waits_and_nothing_is_allocated() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_copy_is_on_the_given_stream() -> None:
+def test_the_copy_runs_on_the_given_stream() -> None:
     side = torch.cuda.Stream()
     cache = torch.arange(8 * 64, device="cuda").to(torch.uint8).view(8, 64)
     ids, out = torch.tensor([5, 2], device="cuda"), torch.full((2, 64), 0xFF, dtype=torch.uint8, device="cuda")

@@ -61,7 +61,7 @@ def test_scatter_changes_exactly_the_blocks(place: str, case: Case) -> None:
         assert torch.equal(packed.memory, noise(len(packed.memory), case.seed + 1000).to(device))
 
 
-def test_a_cache_without_blocks_gives_none(place: str) -> None:
+def test_gathering_from_an_empty_cache_succeeds(place: str) -> None:
     with running_at(place) as device:
         cache, ids = torch.empty((0, 16), device=device), torch.empty(0, dtype=torch.int64, device=device)
         gather_blocks(cache, ids, torch.empty((0, 16), device=device))
@@ -81,7 +81,7 @@ def test_out_may_have_the_dtype_and_shape_of_the_blocks(place: str) -> None:
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_of_equal_ids_gather_copies_each(place: str, id_dtype: torch.dtype) -> None:
+def test_gather_copies_a_block_for_each_of_several_equal_ids(place: str, id_dtype: torch.dtype) -> None:
     with running_at(place) as device:
         cache = noise(4 * 48, seed=3).to(device).view(4, 48)
         ids = torch.tensor([2, 2, 0, 2], dtype=id_dtype, device=device)

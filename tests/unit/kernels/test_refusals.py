@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]] = {
 
 @pytest.mark.parametrize("place", ["host", "interpreter"])
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str, place: str) -> None:
+def test_invalid_arguments_are_refused(what: str, place: str) -> None:
     cache, ids, packed, words = REFUSED[what]
     options = {"max_programs": 0} if what == "no programs" else {}
     was = CACHE.clone()
@@ -68,7 +68,7 @@ def test_a_byte_shared_with_any_layer_is_refused(layer: int, end: str) -> None:
     gather_blocks(table, torch.tensor([0]), memory[free : free + size])
 
 
-def test_a_slice_knows_the_memory_of_its_own_layers_only() -> None:
+def test_a_slice_checks_the_memory_of_its_own_layers_only() -> None:
     table = layer_table([torch.zeros((2, 128), dtype=torch.uint8) for _ in range(3)])
     ids, last = torch.tensor([1]), table.caches[2].view(-1)
     gather_blocks(table[:2], ids, last)
@@ -76,7 +76,7 @@ def test_a_slice_knows_the_memory_of_its_own_layers_only() -> None:
         gather_blocks(table[1:], ids, last)
 
 
-def test_tables_are_of_one_geometry_and_device() -> None:
+def test_a_table_has_one_geometry_and_one_device() -> None:
     with pytest.raises(ValueError, match="one cache or more"):
         layer_table([])
     for other in (CACHE[:3], CACHE[:, :16], torch.empty_like(CACHE, device="meta")):

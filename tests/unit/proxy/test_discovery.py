@@ -57,7 +57,7 @@ def test_a_name_has_an_engine_at_each_address() -> None:
     assert listing.problems == []
 
 
-def test_urls_stand_beside_names() -> None:
+def test_urls_and_dns_names_may_be_mixed() -> None:
     prefill = ["http://10.0.0.1:8000", "dns://p:8000", "https://other"]
     listing = names(Zone(p=["10.0.0.1", "10.0.0.2"], d=["10.0.0.3"]), prefill).read()
     assert listing.urls["prefill"] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "https://other"]
@@ -160,7 +160,7 @@ def test_a_broken_file_is_described(name: str, text: str, message: str, tmp_path
     assert message in str(raised.value)
 
 
-def test_a_file_is_read_again_and_while_it_is_broken_its_last_lists_stay(tmp_path: Path) -> None:
+def test_a_file_is_reread_and_a_broken_one_keeps_the_last_lists(tmp_path: Path) -> None:
     path = tmp_path / "engines.json"
     source = EnginesFile(path)
     assert source.read().urls == {"prefill": (), "decode": ()}
@@ -229,7 +229,7 @@ def watched() -> set[str]:
 
 
 @asynchronous
-async def test_an_engine_that_appears_gets_requests() -> None:
+async def test_a_new_engine_gets_requests() -> None:
     made = Made()
     async with world(2, 1, listed=made, wait=False, policy="round_robin") as here:
         await ready(here)
@@ -243,7 +243,7 @@ async def test_an_engine_that_appears_gets_requests() -> None:
 
 
 @asynchronous
-async def test_an_engine_that_disappears_ends_its_requests_and_gets_no_more() -> None:
+async def test_a_removed_engine_finishes_its_requests_and_gets_no_new_ones() -> None:
     made = Made()
     async with world(1, 2, listed=made, wait=False) as here:
         await ready(here)
@@ -266,7 +266,7 @@ async def test_an_engine_that_disappears_ends_its_requests_and_gets_no_more() ->
 
 
 @asynchronous
-async def test_an_engine_that_has_disappeared_is_no_longer_checked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_removed_engine_is_no_longer_checked(caplog: pytest.LogCaptureFixture) -> None:
     made = Made()
     async with world(1, 2, listed=made, wait=False) as here:
         await ready(here)
@@ -280,7 +280,7 @@ async def test_an_engine_that_has_disappeared_is_no_longer_checked(caplog: pytes
 
 
 @asynchronous
-async def test_a_failure_of_an_engine_that_has_disappeared_ends_its_request_only() -> None:
+async def test_a_failure_of_a_removed_engine_ends_only_its_own_request() -> None:
     made = Made()
     async with world(1, 2, listed=made, wait=False) as here:
         await ready(here)
@@ -298,7 +298,7 @@ async def test_a_failure_of_an_engine_that_has_disappeared_ends_its_request_only
 
 
 @asynchronous
-async def test_an_engine_that_comes_back_is_probed_again() -> None:
+async def test_a_returning_engine_is_probed_again() -> None:
     """Another engine may have its address."""
     made = Made()
     async with world(listed=made, wait=False) as here:
@@ -316,7 +316,7 @@ async def test_an_engine_that_comes_back_is_probed_again() -> None:
 
 
 @asynchronous
-async def test_a_check_that_a_request_waits_for_ends_although_its_engine_disappears() -> None:
+async def test_a_pending_health_check_ends_after_its_engine_is_removed() -> None:
     made = Made()
     async with world(listed=made, wait=False) as here:
         await ready(here)

@@ -15,7 +15,7 @@ from tests.unit.proxy.world import asynchronous, until, world
 
 
 @asynchronous
-async def test_p_and_d_are_asked_at_the_same_time_with_one_request_id() -> None:
+async def test_p_and_d_get_the_request_at_the_same_time_with_one_id() -> None:
     async with world() as here:
         here.p.hold = asyncio.Event()
         request = asyncio.create_task(here.post())
@@ -69,7 +69,7 @@ async def test_the_time_from_ps_answer_to_ds_first_token_is_measured(sequential:
 
 
 @asynchronous
-async def test_only_streams_have_a_first_token() -> None:
+async def test_the_first_token_is_timed_only_for_pushed_streams() -> None:
     async with world() as here:
         await here.post()
         await here.post(stream=True, use_beam_search=True)  # D alone
@@ -77,7 +77,7 @@ async def test_only_streams_have_a_first_token() -> None:
 
 
 @asynchronous
-async def test_work_is_counted_while_an_engine_has_it() -> None:
+async def test_outstanding_tokens_are_counted_while_an_engine_works() -> None:
     async with world() as here:
         here.p.hold, here.d.hold = asyncio.Event(), asyncio.Event()
         request = asyncio.create_task(here.post(prompt=[1] * 100, max_tokens=50))
@@ -95,7 +95,7 @@ async def test_work_is_counted_while_an_engine_has_it() -> None:
 
 
 @asynchronous
-async def test_the_next_request_sees_the_work_of_one_that_has_not_been_sent_yet() -> None:
+async def test_outstanding_tokens_include_a_request_that_is_not_yet_sent() -> None:
     async with world() as here:
         here.p.hold = asyncio.Event()
         prefill, decode = here.proxy.fleet
@@ -113,7 +113,7 @@ async def test_the_next_request_sees_the_work_of_one_that_has_not_been_sent_yet(
 
 
 @asynchronous
-async def test_both_legs_are_of_the_clients_trace() -> None:
+async def test_both_legs_carry_the_clients_trace_headers() -> None:
     async with world() as here:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         headers = CIMultiDict({"traceparent": parent, "tracestate": "a=1", "baggage": "c=3"})
@@ -161,7 +161,7 @@ async def test_fields_of_routers_are_removed_from_clients_requests() -> None:
 
 
 @asynchronous
-async def test_sequential_where_p_cannot_be_known_in_advance(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dispatch_is_sequential_if_ps_identity_cannot_be_known(caplog: pytest.LogCaptureFixture) -> None:
     async with world(p0={"engine_id": "p0_dp1"}) as here:
         here.p.hold = asyncio.Event()
         request = asyncio.create_task(here.post())
@@ -181,7 +181,7 @@ async def test_sequential_where_p_cannot_be_known_in_advance(caplog: pytest.LogC
 
 
 @asynchronous
-async def test_sequential_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dispatch_is_sequential_by_setting(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with world(sequential=True) as here:
         assert json.loads((await here.get("/health")).body)["engines"][0]["dispatch"] == "sequential"
@@ -196,7 +196,7 @@ async def test_sequential_when_asked_for(caplog: pytest.LogCaptureFixture) -> No
 
 
 @asynchronous
-async def test_a_p_without_connector_is_an_error_that_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_error_names_a_p_without_a_connector(caplog: pytest.LogCaptureFixture) -> None:
     async with world(p0={"has_connector": False}) as here:
         reply = await here.post()
         assert reply.status == 502
@@ -206,7 +206,7 @@ async def test_a_p_without_connector_is_an_error_that_says_so(caplog: pytest.Log
 
 
 @asynchronous
-async def test_a_pulling_p_is_asked_first() -> None:
+async def test_dispatch_to_a_pulling_p_is_sequential() -> None:
     async with world(p0={"params_override": {"transfer_mode": "pull"}}) as here:
         assert (await here.post()).status == 200
         (at_d,) = here.d.seen
@@ -214,7 +214,7 @@ async def test_a_pulling_p_is_asked_first() -> None:
 
 
 @asynchronous
-async def test_d_alone_where_p_cannot_help() -> None:
+async def test_d_alone_gets_a_request_that_p_cannot_prefill() -> None:
     async with world() as here:
         assert (await here.post(use_beam_search=True)).status == 200
         assert not here.p.seen
@@ -224,7 +224,7 @@ async def test_d_alone_where_p_cannot_help() -> None:
 
 
 @asynchronous
-async def test_p_is_asked_for_its_identity_at_the_start() -> None:
+async def test_a_probe_gets_ps_identity_at_the_start() -> None:
     async with world(api_key="secret") as here:
         (probe,) = here.p.probes
         assert probe.headers["Authorization"] == "Bearer secret"
@@ -240,7 +240,7 @@ async def test_p_is_asked_for_its_identity_at_the_start() -> None:
 
 
 @asynchronous
-async def test_an_identity_from_flags_is_not_asked_for() -> None:
+async def test_an_identity_from_flags_needs_no_probe() -> None:
     identity = {"remote_engine_id": "p0", "remote_host": "p0.example", "remote_port": 5777, "tp_size": 2, "pp_size": 3}
     async with world(identity=identity) as here:
         assert (await here.post()).status == 200
@@ -260,7 +260,7 @@ async def test_a_wrong_engine_id_from_flags_is_corrected(caplog: pytest.LogCaptu
 
 
 @asynchronous
-async def test_a_restart_that_no_check_has_seen_costs_one_more_attempt() -> None:
+async def test_an_undetected_restart_costs_one_more_attempt() -> None:
     async with world(health_check_interval_s=600.0) as here:
         assert (await here.post()).status == 200
         await here.p.restart("p0-reborn")
@@ -275,7 +275,7 @@ async def test_a_restart_that_no_check_has_seen_costs_one_more_attempt() -> None
 
 
 @asynchronous
-async def test_a_restart_that_a_check_has_seen_is_followed_by_a_probe() -> None:
+async def test_a_detected_restart_is_followed_by_a_probe() -> None:
     async with world() as here:
         await here.p.stop()
         await until(lambda: not here.proxy.fleet.ready, "the proxy notices")
@@ -289,7 +289,7 @@ async def test_a_restart_that_a_check_has_seen_is_followed_by_a_probe() -> None:
 
 
 @asynchronous
-async def test_a_busy_p_is_asked_first_until_its_identity_is_known() -> None:
+async def test_dispatch_to_a_busy_p_is_sequential_until_its_identity_is_known() -> None:
     held = asyncio.Event()
     async with world(p0={"hold_probes": held}, health_check_timeout_s=0.1) as here:
         assert (await here.post()).status == 200
@@ -305,7 +305,7 @@ async def test_a_busy_p_is_asked_first_until_its_identity_is_known() -> None:
 
 
 @asynchronous
-async def test_several_engines_at_one_url_are_asked_first(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dispatch_to_several_engines_at_one_url_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
     """Behind a load balancer, the next answer may come from another engine."""
     async with world() as here:
         replies = []

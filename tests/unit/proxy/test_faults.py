@@ -20,7 +20,7 @@ BODY = {"model": "stub", "prompt": "x", "max_tokens": 4}
 
 @pytest.mark.parametrize("stream", [False, True])
 @asynchronous
-async def test_a_client_that_leaves_before_the_first_token_cancels_both_legs(stream: bool) -> None:
+async def test_a_disconnect_before_the_first_token_cancels_both_legs(stream: bool) -> None:
     async with world() as here:
         here.p.hold = asyncio.Event()
         request = asyncio.create_task(here.post(stream=stream))
@@ -33,7 +33,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_both_legs(str
 
 
 @asynchronous
-async def test_a_client_that_leaves_a_stream_cancels_p_if_that_still_runs() -> None:
+async def test_a_disconnect_during_a_stream_cancels_a_running_p() -> None:
     async with world() as here:
         here.p.hold = asyncio.Event()
         here.d.step = asyncio.Semaphore(1)
@@ -49,7 +49,7 @@ async def test_a_client_that_leaves_a_stream_cancels_p_if_that_still_runs() -> N
 
 
 @asynchronous
-async def test_a_client_that_leaves_an_answer_in_one_piece_cancels_p_if_that_still_runs() -> None:
+async def test_a_disconnect_during_a_whole_answer_cancels_a_running_p() -> None:
     async with world() as here:
         here.p.hold = asyncio.Event()
         sending, gone = asyncio.Event(), asyncio.Event()
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_an_answer_in_one_piece_cancels_p_if_that_sti
 
 
 @asynchronous
-async def test_a_client_that_waits_in_the_queue_may_leave() -> None:
+async def test_a_queued_client_may_disconnect() -> None:
     async with world(max_concurrent_requests=1) as here:
         here.d.hold = asyncio.Event()
         first = asyncio.create_task(here.post())
@@ -110,7 +110,7 @@ async def test_ps_answer_may_come_after_ds() -> None:
 
 @pytest.mark.parametrize("fault", ["500", "drop"])
 @asynchronous
-async def test_a_p_that_fails_after_ds_first_token_is_no_matter(fault: Fault) -> None:
+async def test_a_failure_of_p_after_ds_first_token_is_ignored(fault: Fault) -> None:
     async with world() as here:
         here.p.faults.append(fault)
         here.p.hold = asyncio.Event()
@@ -133,7 +133,7 @@ async def test_a_p_that_fails_after_ds_first_token_is_no_matter(fault: Fault) ->
 
 @pytest.mark.parametrize(("role", "stream"), [("prefill", False), ("prefill", True), ("decode", True)])
 @asynchronous
-async def test_an_engine_that_hangs(role: str, stream: bool) -> None:
+async def test_a_hanging_engine_times_out(role: str, stream: bool) -> None:
     """While P hangs, D waits for it."""
     async with world(first_token_timeout_s=0.2, retry_max_retries=0) as here:
         (here.p if role == "prefill" else here.d).faults.append("hang")
@@ -151,7 +151,7 @@ FAULTS: list[Fault] = ["drop", "500", "429"]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 @asynchronous
-async def test_a_p_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
+async def test_a_failed_p_is_replaced(fault: Fault, stream: bool) -> None:
     async with world(prefills=2, decodes=1) as here:
         for prefill in here.prefill:
             prefill.faults.append(fault)
@@ -172,7 +172,7 @@ async def test_a_p_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
     [*((fault, stream) for fault in FAULTS for stream in (False, True)), ("error_event", True), ("empty", True)],
 )
 @asynchronous
-async def test_a_d_that_fails_is_replaced(fault: Fault, stream: bool) -> None:
+async def test_a_failed_d_is_replaced(fault: Fault, stream: bool) -> None:
     async with world(prefills=1, decodes=2) as here:
         here.decode[0].faults.append(fault)
         while not here.decode[0].seen:
@@ -208,7 +208,7 @@ async def test_a_d_that_refuses_while_p_computes_is_replaced(fault: Fault) -> No
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @asynchronous
-async def test_a_connection_that_breaks_is_tried_again_with_the_only_engine(role: str) -> None:
+async def test_a_broken_connection_to_the_only_engine_is_retried(role: str) -> None:
     """For example, an engine closes a kept connection just as the proxy uses it again."""
     async with world(health_check_interval_s=600.0) as here:
         (here.p if role == "prefill" else here.d).faults.append("drop")
@@ -216,7 +216,7 @@ async def test_a_connection_that_breaks_is_tried_again_with_the_only_engine(role
 
 
 @asynchronous
-async def test_a_d_that_fails_because_of_p_may_be_asked_again() -> None:
+async def test_a_d_that_failed_because_of_p_may_get_the_retry() -> None:
     async with world(prefills=2) as here:
         here.prefill[0].hold = asyncio.Event()
         while not here.prefill[0].seen:
@@ -228,7 +228,7 @@ async def test_a_d_that_fails_because_of_p_may_be_asked_again() -> None:
 
 
 @asynchronous
-async def test_ds_own_error_is_passed_on_when_nobody_is_left() -> None:
+async def test_ds_own_error_is_passed_on_when_no_other_engine_is_left() -> None:
     async with world() as here:
         here.d.faults.append("500")
         reply = await here.post()
@@ -241,7 +241,7 @@ async def test_ds_own_error_is_passed_on_when_nobody_is_left() -> None:
 
 
 @asynchronous
-async def test_ps_error_is_named_when_nobody_is_left() -> None:
+async def test_the_error_includes_ps_error_when_no_other_engine_is_left() -> None:
     async with world() as here:
         here.p.faults.append("500")
         reply = await here.post(stream=True)
@@ -254,7 +254,7 @@ async def test_ps_error_is_named_when_nobody_is_left() -> None:
 
 
 @asynchronous
-async def test_no_more_attempts_than_allowed() -> None:
+async def test_the_number_of_attempts_is_limited() -> None:
     async with world(prefills=5, retry_max_retries=2) as here:
         for prefill in here.prefill:
             prefill.faults.extend(["500"] * 5)
@@ -264,7 +264,7 @@ async def test_no_more_attempts_than_allowed() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @asynchronous
-async def test_an_engine_that_is_gone(role: str) -> None:
+async def test_a_stopped_engine_is_unhealthy_and_replaced(role: str) -> None:
     async with world(prefills=2, decodes=2, health_check_interval_s=600.0) as here:
         gone = (here.prefill if role == "prefill" else here.decode)[0]
         await gone.stop()
@@ -274,7 +274,7 @@ async def test_an_engine_that_is_gone(role: str) -> None:
 
 
 @asynchronous
-async def test_nobody_is_refused_while_the_only_engine_is_in_doubt() -> None:
+async def test_no_request_is_refused_while_the_only_engine_is_in_doubt() -> None:
     async with world(health_check_interval_s=600.0) as here:
         (instance,) = [each for each in here.proxy.fleet if each.role == "decode"]
         instance.lost("in doubt")
@@ -282,7 +282,7 @@ async def test_nobody_is_refused_while_the_only_engine_is_in_doubt() -> None:
 
 
 @asynchronous
-async def test_all_of_a_role_gone_is_said() -> None:
+async def test_the_error_names_a_role_without_a_healthy_engine() -> None:
     async with world(health_check_interval_s=600.0) as here:
         await here.p.stop()
         reply = await here.post()
@@ -298,7 +298,7 @@ async def test_all_of_a_role_gone_is_said() -> None:
 
 
 @asynchronous
-async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token() -> None:
+async def test_a_whole_answer_may_take_longer_than_the_first_token_timeout() -> None:
     async with world(first_token_timeout_s=0.2) as here:
         here.d.hold = asyncio.Event()
         request = asyncio.create_task(here.post())
@@ -310,7 +310,7 @@ async def test_an_answer_in_one_piece_may_take_longer_than_a_first_token() -> No
 
 @pytest.mark.parametrize("events", [0, 1])
 @asynchronous
-async def test_a_request_in_time(events: int) -> None:
+async def test_a_request_beyond_its_timeout_ends_with_an_error(events: int) -> None:
     async with world(request_timeout_s=0.3) as here:
         here.d.step = asyncio.Semaphore(events)
         reply = await here.post(stream=True)
@@ -321,7 +321,7 @@ async def test_a_request_in_time(events: int) -> None:
 
 
 @asynchronous
-async def test_back_pressure() -> None:
+async def test_a_full_queue_refuses_requests() -> None:
     async with world(max_concurrent_requests=2, queue_size=1, queue_timeout_s=600.0) as here:
         here.d.hold = asyncio.Event()
         requests = [asyncio.create_task(here.post()) for _ in range(3)]
@@ -372,7 +372,7 @@ async def test_bad_bodies_are_refused() -> None:
 
 
 @asynchronous
-async def test_a_client_that_leaves_while_it_sends_its_body(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_disconnect_during_the_body_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     async with world() as here:
         _, writer = await asyncio.open_connection("127.0.0.1", int(here.url.rsplit(":", 1)[1]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

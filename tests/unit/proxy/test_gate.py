@@ -45,7 +45,7 @@ async def test_first_come_first_served() -> None:
 
 
 @asynchronous
-async def test_a_place_that_was_given_to_one_who_just_left_is_given_on() -> None:
+async def test_the_place_of_a_cancelled_request_goes_to_the_next_one() -> None:
     gate, entered = Gate(1, 3, 600.0), list[str]()
     a, b, c = (Visitor(gate, name, entered) for name in "abc")
     await until(lambda: gate.queued == 2, "two wait")

@@ -33,7 +33,7 @@ async def test_an_unhealthy_engine_gets_no_requests_until_it_is_healthy_again() 
 
 
 @asynchronous
-async def test_health_says_which_engines_are_missing() -> None:
+async def test_health_reports_the_missing_engines() -> None:
     async with world(prefills=2) as here:
         reply = await here.get("/health")
         assert reply.status == 200
@@ -56,7 +56,7 @@ async def test_health_says_which_engines_are_missing() -> None:
 
 
 @asynchronous
-async def test_engines_may_come_after_the_proxy() -> None:
+async def test_engines_may_start_after_the_proxy() -> None:
     async with world(wait=False, d0={"healthy": False}) as here:
         assert (await here.get("/health")).status == 503
         assert (await here.post()).status == 503
@@ -67,7 +67,7 @@ async def test_engines_may_come_after_the_proxy() -> None:
 
 
 @asynchronous
-async def test_models_are_ds() -> None:
+async def test_the_model_list_is_ds() -> None:
     async with world(decodes=2) as here:
         reply = await here.get("/v1/models")
         assert reply.status == 200
@@ -104,7 +104,7 @@ async def test_policies_spread_requests() -> None:
         assert sorted(len(each.seen) for each in here.decode) == [0, 6]
 
 
-def test_a_p_that_others_would_look_for_on_their_own_machine(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_proxy_warns_of_a_remote_p_with_a_loopback_host(caplog: pytest.LogCaptureFixture) -> None:
     local = {"remote_engine_id": "p", "remote_host": "localhost", "remote_port": 5600, "tp_size": 1}
     introductions = Introductions(NOBODY)
     for url, warned in (("http://127.0.0.1:8000", False), ("http://localhost:8000", False), ("http://p:8000", True)):

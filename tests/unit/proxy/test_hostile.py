@@ -39,7 +39,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
 
 
 @asynchronous
-async def test_a_body_that_never_ends_is_given_up() -> None:
+async def test_an_endless_body_times_out() -> None:
     async with world(request_timeout_s=0.2) as here:
         reader, writer = await raw(here, head(100), b"{")
         answer = await reader.read()
@@ -69,7 +69,7 @@ async def test_a_request_beyond_the_queue_is_refused_unread() -> None:
     ids=["two framings", "two lengths", "carriage return", "space before the colon"],
 )
 @asynchronous
-async def test_requests_that_can_be_read_in_two_ways_are_refused(lines: list[str]) -> None:
+async def test_ambiguous_requests_are_refused(lines: list[str]) -> None:
     async with world() as here:
         body = json.dumps(BODY).encode()
         reader, writer = await raw(here, head(len(body), *lines), body)
@@ -93,7 +93,7 @@ async def test_odd_headers_reach_the_engines_or_are_refused(value: bytes, capfd:
 
 
 @asynchronous
-async def test_a_client_that_reads_nothing_holds_its_place_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_side, "ERROR_TIMEOUT_S", 0.1)
     async with world(request_timeout_s=1.0) as here:
         here.d.pieces = [b"data: " + b"x" * 65536 + b"\n\n"] * 1000
@@ -111,7 +111,7 @@ async def test_a_client_that_reads_nothing_holds_its_place_for_a_while_only(monk
 
 
 @asynchronous
-async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind() -> None:
+async def test_disconnects_at_any_moment_leave_nothing_behind() -> None:
     async with world(prefills=2, decodes=2) as here:
 
         async def leave_after(delay_s: float) -> None:
@@ -141,7 +141,7 @@ async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind() -> N
 
 
 @asynchronous
-async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_checks_go_on_after_an_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world() as here:
         asked = 0
         get = here.proxy.engines.get
@@ -161,7 +161,7 @@ async def test_an_engine_is_watched_whatever_happens(monkeypatch: pytest.MonkeyP
 
 
 @asynchronous
-async def test_no_engine_counts_as_ill_when_the_proxy_runs_out_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_stay_healthy_when_the_proxy_runs_out_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(health_failure_threshold=1, retry_max_retries=0) as here:
         refused = 0
 
@@ -183,7 +183,7 @@ async def test_no_engine_counts_as_ill_when_the_proxy_runs_out_of_files(monkeypa
 
 
 @asynchronous
-async def test_nothing_goes_on_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_task_outlives_the_proxy(caplog: pytest.LogCaptureFixture) -> None:
     before = asyncio.all_tasks()
     async with world() as here:
         here.p.hold_probes = asyncio.Event()

@@ -34,7 +34,7 @@ async def test_many_streams_at_once() -> None:
 
 
 @asynchronous
-async def test_many_streams_with_faults_and_clients_that_leave() -> None:
+async def test_many_streams_with_faults_and_disconnects() -> None:
     random.seed(1)
     async with world(prefills=3, decodes=3, retry_max_retries=5) as here:
         for stub in here.prefill + here.decode:

@@ -53,7 +53,7 @@ async def test_chat() -> None:
 
 
 @asynchronous
-async def test_errors_are_the_clients_own_kinds() -> None:
+async def test_errors_have_the_clients_own_exception_types() -> None:
     async with client_and_world(max_concurrent_requests=1, queue_size=0) as (client, here):
         here.d.faults.append("400")
         with pytest.raises(openai.BadRequestError, match="d0 says 400"):

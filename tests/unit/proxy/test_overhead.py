@@ -44,7 +44,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert len(cell["round_ms"]["proxied"]["raw"]) == 2
 
 
-def test_a_wrong_answer_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_ends_the_benchmark_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = bench._request
 
     async def cut_short(*arguments: object) -> tuple[Times, bytes]:

@@ -117,7 +117,7 @@ def engine() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("flow", [0, 1], ids=["concurrent", "sequential"])
-def test_the_curl_examples_send_what_the_engines_take(flow: int) -> None:
+def test_the_curl_examples_send_valid_params(flow: int) -> None:
     script = blocks(PARAMS)[flow]
     with engine() as p, engine() as d:
         for address, server in (("10.0.0.1:8000", p), ("10.0.0.2:8000", d)):

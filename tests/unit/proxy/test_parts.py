@@ -47,7 +47,7 @@ class TestPolicies:
     def test_least_outstanding_tokens(self) -> None:
         assert least_outstanding_tokens(engines(30, 10, 20), 0) == 1
 
-    def test_equals_take_turns(self) -> None:
+    def test_equally_loaded_engines_take_turns(self) -> None:
         assert [least_outstanding_tokens(engines(5, 9, 5), turn) for turn in range(3)] == [0, 2, 2]
 
     @given(st.binary(), st.integers(0, 100), st.integers(0, 100))
@@ -61,7 +61,7 @@ class TestPolicies:
         assert min(counts) > 150
 
     @given(st.binary(), st.integers(0, 2))
-    def test_an_engine_that_goes_takes_only_its_own_prefixes_with_it(self, prefix: bytes, gone: int) -> None:
+    def test_a_removed_engine_moves_only_its_own_prefixes(self, prefix: bytes, gone: int) -> None:
         every = engines(0, 0, 0)
         left = [each for index, each in enumerate(every) if index != gone]
         chosen = every[prefix_affinity(every, 0, prefix)]
@@ -92,7 +92,7 @@ class TestBodies:
     def body(self, endpoint: Any = "completions", **fields: Any) -> RequestBody:
         return RequestBody(endpoint, json.dumps(fields).encode())
 
-    def test_d_gets_every_byte_of_what_the_client_sent(self) -> None:
+    def test_d_gets_every_byte_of_the_clients_body(self) -> None:
         raw = b'{"prompt": "\\u00e9\xc3\xa9",  "seed": 123456789012345678901234567890, "top_p":1.00, "x": {"y": [ 1 ]}}'
         sent = RequestBody("completions", raw).to_decode({"do_remote_prefill": True})
         for part in (b'"\\u00e9\xc3\xa9"', b"123456789012345678901234567890", b":1.00", b'{"y": [ 1 ]}'):
@@ -125,7 +125,7 @@ class TestBodies:
         assert json.loads(self.body(prompt="x", kv_transfer_params={"a": 1}).to_decode(None)) == {"prompt": "x"}
 
     @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"null", b"\xff{}", b"[" * 100_000])
-    def test_what_is_no_object_is_refused(self, raw: bytes) -> None:
+    def test_a_body_that_is_no_object_is_refused(self, raw: bytes) -> None:
         with pytest.raises(BodyError, match="the body must be a JSON object"):
             RequestBody("completions", raw)
 
@@ -143,18 +143,18 @@ class TestBodies:
             ({"truncate_prompt_tokens": "-1"}, "truncate_prompt_tokens"),
         ],
     )
-    def test_what_d_must_compute_itself(self, fields: dict[str, Any], reason: str | None) -> None:
+    def test_fields_that_make_d_compute_the_prompt(self, fields: dict[str, Any], reason: str | None) -> None:
         assert self.body(prompt="x", **fields).alone == reason
 
     @pytest.mark.parametrize(
         ("value", "streams"),
         [*((yes, True) for yes in (True, 1, "true", "on", "1")), *((no, False) for no in (False, None, 0, "off", "F"))],
     )
-    def test_streams_are_asked_for_as_engines_understand_it(self, value: object, streams: bool) -> None:
+    def test_the_stream_field_has_the_engines_meaning(self, value: object, streams: bool) -> None:
         assert self.body(stream=value).streams == streams
         assert not self.body().streams
 
-    def test_of_two_equal_keys_the_last_counts_and_is_the_only_one(self) -> None:
+    def test_the_last_of_two_equal_keys_replaces_the_first(self) -> None:
         raw = b'{"prompt": "a", "kv_transfer_params": {"a": 1}, "prompt": "b", "kv_transfer\\u005fparams": {"b": 2}}'
         body = RequestBody("completions", raw)
         assert body.to_decode(None) == b'{"prompt":"b"}'
@@ -169,15 +169,15 @@ class TestBodies:
             ([1], [1]),
         ],
     )
-    def test_no_params_by_the_back_door(self, extra: object, left: object) -> None:
+    def test_vllm_xargs_cannot_carry_kv_transfer_params(self, extra: object, left: object) -> None:
         assert json.loads(self.body(vllm_xargs=extra).to_decode(None)) == {"vllm_xargs": left}
 
-    def test_what_could_be_read_in_two_ways_is_refused(self) -> None:
+    def test_keys_with_invalid_utf8_are_refused(self) -> None:
         for key in (b"\xff", b"\xed\xa0\x80"):
             with pytest.raises(BodyError, match="UTF-8"):
                 RequestBody("completions", b'{"prompt":"a","vllm_xargs":{"' + key + b'":1}}')
 
-    def test_sizes(self) -> None:
+    def test_prompt_and_answer_tokens_are_estimated(self) -> None:
         assert self.body(prompt=[1, 2, 3]).prompt_tokens == 3
         assert self.body(prompt=[[1, 2], [3, 4]]).prompt_tokens == 4
         assert self.body(prompt="x" * 398).prompt_tokens == 100
@@ -187,26 +187,26 @@ class TestBodies:
         assert self.body(max_tokens=7, max_completion_tokens=8).answer_tokens == 8
         assert self.body(max_tokens=-1).answer_tokens == self.body(max_tokens=None).answer_tokens > 0
 
-    def test_the_prefix_is_the_prompts(self) -> None:
+    def test_the_prefix_depends_only_on_the_prompt(self) -> None:
         assert self.body(seed=1, prompt="abc").prefix == self.body(seed=2, prompt="abc").prefix == b'"abc"'
 
 
 class TestEvents:
     @given(st.lists(st.sampled_from([b"data: x\n\n", b"data", b"\n", b"\r\n", b": c\n\n", b"\xc3", b""])))
-    def test_what_comes_out_is_what_went_in_and_whole(self, pieces: list[bytes]) -> None:
+    def test_the_output_has_all_bytes_and_only_whole_events(self, pieces: list[bytes]) -> None:
         buffer = EventBuffer()
         out = [buffer.add(piece) for piece in pieces]
         assert b"".join(out) + buffer.rest() == b"".join(pieces)
         assert all(each.endswith(BOUNDARIES) for each in out if each)
         assert buffer.rest() == b""
 
-    def test_nothing_whole_is_held_back(self) -> None:
+    def test_a_whole_event_is_passed_on_at_once(self) -> None:
         buffer = EventBuffer()
         assert buffer.add(b"data: 1\n") == b""
         assert buffer.add(b"\nda") == b"data: 1\n\n"
         assert buffer.add(b"ta: 2\n\n") == b"data: 2\n\n"
 
-    def test_lines_may_end_in_both(self) -> None:
+    def test_lines_may_end_in_carriage_return_and_newline(self) -> None:
         buffer = EventBuffer()
         pieces = [b"data: 1\r", b"\n\r", b"\ndata: 2\r\n", b"\r\ndata"]
         assert [buffer.add(piece) for piece in pieces] == [b"", b"", b"data: 1\r\n\r\n", b"data: 2\r\n\r\n"]
@@ -232,20 +232,20 @@ class TestEvents:
         assert has_data(b": x\n\ndata: 1\n\n")
         assert has_data(b"data: 1\n\n")
 
-    def test_an_error_is_read_as_it_is_written(self) -> None:
+    def test_an_error_event_can_be_read_back(self) -> None:
         event = error_event(504, 'late "x"')
         assert error_code(event) == 504
         assert event.endswith(b"\n\ndata: [DONE]\n\n")
         assert error_message(event) == error_message(error_body(504, 'late "x"')) == 'late "x"'
 
     @pytest.mark.parametrize("answer", [b"", b"\xff", b"{", b'{"error": 1}', b"a\nb" * 1000, b"\x1b[2J"])
-    def test_other_messages_are_shown_as_they_are(self, answer: bytes) -> None:
+    def test_other_error_bodies_give_a_short_printable_message(self, answer: bytes) -> None:
         assert 0 < len(error_message(answer)) <= 500
         assert error_message(answer).isprintable()
 
 
 class TestIdentities:
-    def test_from_ps_answer(self) -> None:
+    def test_an_identity_from_ps_answer(self) -> None:
         identity = Identity.from_params(PARAMS | {"remote_block_ids": [1], "remote_request_id": "r"})
         assert identity == Identity("p", "h", 5600, 2, 3, 1)
         assert identity.to_decode("cmpl-1-0") == {

@@ -113,7 +113,7 @@ async def refused(proxy: Process) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @asynchronous
-async def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, signum: signal.Signals) -> None:
+async def test_after_a_signal_requests_finish_and_new_ones_are_refused(tmp_path: Path, signum: signal.Signals) -> None:
     p, d = pair()
     d.step = asyncio.Semaphore(1)
     async with running(p, d), proxy_process(tmp_path, p, d) as proxy, aiohttp.ClientSession() as session:
@@ -134,7 +134,7 @@ async def test_a_signal_lets_requests_finish_and_takes_no_more(tmp_path: Path, s
 
 
 @asynchronous
-async def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
+async def test_the_open_file_limit_is_raised_for_all_requests(tmp_path: Path) -> None:
     p, d = pair()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
@@ -150,7 +150,7 @@ async def test_open_files_are_allowed_for_all_requests(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
+def test_a_too_low_hard_limit_of_open_files_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken: list[tuple[int, int]] = []
@@ -163,7 +163,7 @@ def test_a_hard_limit_of_open_files_that_is_too_low_is_said(
 
 
 @asynchronous
-async def test_requests_that_take_too_long_to_finish_get_an_error(tmp_path: Path) -> None:
+async def test_requests_beyond_the_drain_timeout_get_an_error(tmp_path: Path) -> None:
     p, d = pair()
     d.step = asyncio.Semaphore(1)
     options = ("--drain-timeout-secs", "0")

@@ -13,7 +13,7 @@ from tests.unit.proxy.world import asynchronous, until, world
 
 
 @asynchronous
-async def test_a_stream_is_ds_byte_for_byte() -> None:
+async def test_a_stream_equals_ds_stream_byte_for_byte() -> None:
     async with world() as here:
         reply = await here.post(stream=True, stream_options={"include_usage": True})
         (at_d,) = here.d.seen
@@ -28,7 +28,7 @@ async def test_a_stream_is_ds_byte_for_byte() -> None:
 
 
 @asynchronous
-async def test_whatever_the_pieces() -> None:
+async def test_a_stream_is_the_same_for_any_split_into_pieces() -> None:
     text = "data: ä\r\n: c\n\ndata: {}\n\n\n\ndata: x\n\ndata: no end".encode()
     async with world() as here:
         for size in (1, 3, 7, len(text)):
@@ -49,7 +49,7 @@ async def test_each_token_is_passed_on_when_it_comes() -> None:
 
 
 @asynchronous
-async def test_an_answer_in_one_piece_is_ds_byte_for_byte() -> None:
+async def test_a_whole_answer_equals_ds_answer_byte_for_byte() -> None:
     async with world() as here:
         reply = await here.post()
         (at_d,) = here.d.seen
@@ -60,7 +60,7 @@ async def test_an_answer_in_one_piece_is_ds_byte_for_byte() -> None:
 
 
 @asynchronous
-async def test_headers_are_ds_byte_for_byte() -> None:
+async def test_headers_equal_ds_headers_byte_for_byte() -> None:
     async with world() as here:
         here.d.greeting = " is über"
         async with here.session.post(f"{here.url}/v1/completions", json={"model": "stub", "prompt": "x"}) as response:
@@ -154,7 +154,7 @@ async def test_a_refusal_in_the_stream_is_passed_on() -> None:
 
 
 @asynchronous
-async def test_a_stream_that_breaks_ends_with_an_error_after_whole_events() -> None:
+async def test_a_broken_stream_ends_with_an_error_after_whole_events() -> None:
     async with world() as here:
         here.d.faults.append("cut")
         reply = await here.post(stream=True)
@@ -169,7 +169,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_after_whole_events() -> N
 
 
 @asynchronous
-async def test_a_d_that_falls_silent_is_given_up() -> None:
+async def test_a_silent_d_times_out() -> None:
     async with world(stream_idle_timeout_s=0.1) as here:
         here.d.step = asyncio.Semaphore(1)
         reply = await here.post(stream=True)
