@@ -117,9 +117,10 @@ class EngineHost(Logged):
         self.ended, self._paused = True, False
 
     def pause(self) -> None:
-        """Send SIGSTOP: no thread of the process runs until `resume`."""
-        self._signal(signal.SIGSTOP)
-        self._paused = True
+        """Send SIGSTOP: no thread of the process runs until `resume`. Nothing happens to a broken host."""
+        if not self.broken:
+            self._signal(signal.SIGSTOP)
+            self._paused = True
 
     def resume(self) -> None:
         """Let a paused process go on."""
@@ -135,8 +136,7 @@ class EngineHost(Logged):
     def end_use(self) -> None:
         """The test has ended: forget its requests, and pause until the next one."""
         self._request_ids.clear()
-        if not self.broken:
-            self.pause()
+        self.pause()
 
     def wait_ended(self, timeout: float) -> int | None:
         """Wait for the process after `begin_stop`. Returns its exit code."""
