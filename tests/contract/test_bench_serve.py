@@ -76,7 +76,7 @@ def test_the_result_has_every_sample_and_its_conditions(tmp_path: Path) -> None:
     assert status == 0, said
     written = json.loads(out.read_text())
     assert {"argv", "git_sha", "versions", "machine", "seed", "settings", "answers", "cells"} <= set(written)
-    assert written["answers"] == {"compared": 18, "wrong": 0}
+    assert written["answers"] == {"compared": 18, "wrong": 0, "unlike_aggregated": 0}
     assert [(cell["prompt_tokens"], cell["concurrency"], cell["requests"]) for cell in written["cells"]] == [
         (64, 1, 2),
         (64, 2, 4),
