@@ -91,6 +91,12 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
     assert learned.copy_s == 7.0
 
 
+def measured(strategy: PackingStrategy, engine_id: str, costs: Costs) -> None:
+    """A calibration of the engine has found ``costs``."""
+    engine: Any = SimpleNamespace(costs=costs, calibration=None, messages=RunningEstimate(costs.messages_s))
+    strategy._engines[engine_id] = engine
+
+
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
 def test_the_transfer_size_is_computed_only_for_a_forced_plan(
     packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +107,7 @@ def test_the_transfer_size_is_computed_only_for_a_forced_plan(
     )
     packer, link = SimpleNamespace(block_bytes=8), Link("another", (), ())
     strategy = PackingStrategy(packer, None, packing, Costs(scattered=((1, 1.0),), copy_s=10.0))  # type: ignore[arg-type]
-    strategy._costs_of["another"] = strategy.costs_to("another")
+    measured(strategy, "another", strategy.costs_to("another"))
     ids = np.arange(10, dtype=np.int32)
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)
     write = Write(0, 0, 0, 80, ())
@@ -130,7 +136,7 @@ def test_an_oversized_packed_write_is_split(packing: Any, plan: str, room: int, 
     }[plan]
     layout = layout_of([0], 4096, PIECE_BYTES)
     strategy = PackingStrategy(SimpleNamespace(block_bytes=PIECE_BYTES), layout, packing, costs)  # type: ignore[arg-type]
-    strategy._costs_of["D"] = costs
+    measured(strategy, "D", costs)
     window: Any = SimpleNamespace(offer=SimpleNamespace(size=room * PIECE_BYTES))
     scattered = np.arange(0, 4000, 2, dtype=np.int32)
     remote = np.arange(2000, dtype=np.int32) if plan == "gathered" else scattered
@@ -239,7 +245,7 @@ def test_without_room_the_next_best_plan_is_taken(room: set[str], monkeypatch: p
     )
     costs = Costs(scattered=((1, 1.0),), gather_s=0.0, scatter_s=0.0, copy_s=0.1, messages_s=0.1)
     strategy = PackingStrategy(packer, None, "auto", costs)  # type: ignore[arg-type]
-    strategy._costs_of["another"] = costs
+    measured(strategy, "another", costs)
     monkeypatch.setattr("layerpush.transport.packing.strategy.transfer_size", lambda *_: TransferSize(80, 10, 5))
     ids, link = np.arange(10, dtype=np.int32), Link("another", (), (), gathered=ROUTE, window=SimpleNamespace())  # type: ignore[arg-type]
     record = WriteRecord(0, (0, 0), (0, 0), 10, 80, 0.0, 0.0)

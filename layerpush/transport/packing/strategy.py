@@ -31,6 +31,36 @@ RETRY_S = 30.0
 """A calibration that failed is repeated after this time."""
 
 
+class _Engine:
+    """A decode engine with a ring: the measurement of WRITEs to it, and their costs."""
+
+    def __init__(self, transport: Transport, ring: Route, prior: Costs) -> None:
+        self.ring = ring
+        self.costs: Costs | None = None
+        self.messages = RunningEstimate(prior.messages_s)
+        self._transport = transport
+        self._prior = prior
+        self.calibrate()
+
+    def calibrate(self) -> None:
+        """Start a measurement."""
+        now = time.perf_counter()
+        self.calibration: Calibration | None = Calibration(self._transport, self.ring, self._prior, now)
+        self._retry_at = now + RETRY_S
+
+    def turn(self, quiet: bool) -> bool:
+        """Continue the measurement, or repeat one that failed. Returns whether the costs are known now and were not."""
+        if self.costs is not None:
+            return False
+        if self.calibration is None and self._retry_at <= time.perf_counter():
+            self.calibrate()
+        if self.calibration is not None:
+            self.calibration.turn(quiet=quiet)
+            if self.calibration.is_over:
+                self.costs, self.calibration = self.calibration.costs, None
+        return self.costs is not None
+
+
 class PackingStrategy:
     """Chooses plans. A WRITE goes directly if staging memory has no room: a full ring never blocks a push."""
 
@@ -39,48 +69,34 @@ class PackingStrategy:
         self._layout = layout
         self._packing = packing
         self._costs = costs
-        self._costs_of: dict[str, Costs] = {}
-        self._calibrations: dict[str, Calibration] = {}
-        self._retries: dict[str, tuple[float, Transport, Route]] = {}
-        self._engine_of: dict[str, str] = {}
         self._copies = CopyEstimates(costs)
-        self._messages: dict[str, RunningEstimate] = {}
+        self._engines: dict[str, _Engine] = {}
 
     @property
     def is_busy(self) -> bool:
         """Whether a calibration runs, or waits until there is no push."""
-        return bool(self._calibrations)
+        return any(engine.calibration is not None for engine in self._engines.values())
 
     @property
     def in_flight(self) -> bool:
         """Whether a WRITE of a calibration is on the wire."""
-        return any(calibration.in_flight for calibration in self._calibrations.values())
+        return any(engine.calibration is not None and engine.calibration.in_flight for engine in self._engines.values())
 
     @property
     def engines_in_flight(self) -> set[str]:
         """Decode engines that a WRITE of a calibration may be on its way to. Any thread."""
-        return set(self._calibrations)
+        engines = list(self._engines.items())  # one step for the interpreter: the writer may add one meanwhile
+        return {engine_id for engine_id, engine in engines if engine.calibration is not None}
 
     def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
         """Start to measure WRITEs to a decode engine's ring. Until that is over, WRITEs to this engine go directly."""
-        if self._packing == "auto" and engine_id not in self._costs_of:
-            self._engine_of[ring.agent] = engine_id
-            self._calibrations[engine_id] = Calibration(transport, ring, self._costs, time.perf_counter())
-            self._retries[engine_id] = (time.perf_counter() + RETRY_S, transport, ring)
+        if self._packing == "auto" and engine_id not in self._engines:
+            self._engines[engine_id] = _Engine(transport, ring, self._costs)
 
     def turn(self, *, quiet: bool = True) -> None:
         """Continue the calibrations, and repeat those that failed when it is time. ``quiet``: there is no push."""
-        for engine_id, (due, transport, ring) in list(self._retries.items()):
-            if due <= time.perf_counter() and engine_id not in self._calibrations:
-                self.calibrate(engine_id, transport, ring)
-        for engine_id, calibration in list(self._calibrations.items()):
-            calibration.turn(quiet=quiet)
-            if not calibration.is_over:
-                continue
-            del self._calibrations[engine_id]
-            if calibration.costs is not None:
-                self._retries.pop(engine_id, None)
-                self._costs_of[engine_id] = calibration.costs
+        for engine_id, engine in self._engines.items():
+            if engine.turn(quiet):
                 costs = self.costs_to(engine_id)
                 logger.info(
                     "layerpush: to decode engine %s 1000 descriptors take %.1f ms, a MiB %.2f ms and %.2f ms to copy",
@@ -93,13 +109,13 @@ class PackingStrategy:
     def unpacked(self, agent: str, number: int, done: bool) -> None:
         """A decode rank has unpacked a WRITE (``done``), or will not. Learns the cost of messages from its time."""
         staged = self.packer.unpacked(agent, number, done)
-        engine_id = self._engine_of.get(agent, "")
-        if staged is None or not done or staged.asked_at is None or engine_id not in self._costs_of:
+        if staged is None or not done or staged.asked_at is None:
             return
-        costs = self.costs_to(engine_id)
-        copied = costs.copy_s + len(staged.local) * PIECE_BYTES * costs.scatter_s
-        messages = self._messages.setdefault(engine_id, RunningEstimate(self._costs.messages_s))
-        messages.add(time.perf_counter() - staged.asked_at - copied)
+        for engine_id, engine in self._engines.items():
+            if engine.ring.agent == agent and engine.costs is not None:
+                costs = self.costs_to(engine_id)
+                copied = costs.copy_s + len(staged.local) * PIECE_BYTES * costs.scatter_s
+                engine.messages.add(time.perf_counter() - staged.asked_at - copied)
 
     def learn(self, staged: StagedWrite) -> None:
         """Learn the cost of copies from a WRITE that has landed."""
@@ -107,20 +123,16 @@ class PackingStrategy:
 
     def costs_to(self, engine_id: str) -> Costs:
         """The current costs of WRITEs to a decode engine: measured and learned, or else the defaults."""
-        costs = self._copies.applied_to(self._costs_of.get(engine_id, self._costs))
-        messages = self._messages.get(engine_id)
-        return costs if messages is None else replace(costs, messages_s=messages.value)
+        engine = self._engines.get(engine_id)
+        if engine is None or engine.costs is None:
+            return self._copies.applied_to(self._costs)
+        return replace(self._copies.applied_to(engine.costs), messages_s=engine.messages.value)
 
     def forget(self, engine_id: str) -> None:
         """The decode engine is gone: drop its costs, and end its calibration."""
-        self._costs_of.pop(engine_id, None)
-        self._messages.pop(engine_id, None)
-        self._retries.pop(engine_id, None)
-        for agent in [agent for agent, engine in self._engine_of.items() if engine == engine_id]:
-            del self._engine_of[agent]
-        calibration = self._calibrations.pop(engine_id, None)
-        if calibration is not None:
-            calibration.abandon()
+        engine = self._engines.pop(engine_id, None)
+        if engine is not None and engine.calibration is not None:
+            engine.calibration.abandon()
 
     def split(self, write: Write, link: Link, pairs: tuple[DescriptorIds, DescriptorIds]) -> list[Write]:
         """``write``, or its parts if it is to be packed and is too large for one WRITE. They have its id.
@@ -176,7 +188,10 @@ class PackingStrategy:
         """Whether a plan with a copy can be chosen; cheap, without a count of runs."""
         if self._packing != "auto":
             return True
-        return link.engine_id in self._costs_of and not self.costs_to(link.engine_id).never_pays(descriptors, size)
+        engine = self._engines.get(link.engine_id)
+        if engine is None or engine.costs is None:
+            return False
+        return not self.costs_to(link.engine_id).never_pays(descriptors, size)
 
     def _plan(self, costs: Costs, transfer: TransferSize, possible: set[Plan]) -> Plan:
         match self._packing:
