@@ -7,8 +7,8 @@ from layerpush.compat.admission import AdmissionHook
 from layerpush.compat.early_answer import EarlyAnswers
 from layerpush.compat.early_revocation import EarlyRevocation
 from layerpush.compat.other_ranks import OtherRanks
+from layerpush.core.config import CONNECTOR_NAME
 
-CONNECTOR_NAME = "LayerwisePushConnector"
 CONNECTOR_MODULE = "layerpush.connector"
 CONNECTOR_CLASS = "LayerwisePushConnector"
 
@@ -54,9 +54,9 @@ def register() -> None:
                 f"layerpush cannot register its vLLM connector: the name {CONNECTOR_NAME!r} already belongs to "
                 f"{holder}. Uninstall one of the two plugins, or name the ones to load in VLLM_PLUGINS."
             ) from taken
-    AdmissionHook(CONNECTOR_NAME).install()
-    EarlyAnswers(CONNECTOR_NAME).install()
-    OtherRanks(CONNECTOR_NAME).install()
+    AdmissionHook().install()
+    EarlyAnswers().install()
+    OtherRanks().install()
     EarlyRevocation().install()
     _registered = True
 

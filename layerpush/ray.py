@@ -16,7 +16,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnector
 from ray.llm._internal.serve.engines.vllm.kv_transfer.nixl import NixlConnectorBackend
 
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity, IdentityError, remote_request_id
-from layerpush.plugin import CONNECTOR_NAME
+from layerpush.core.config import CONNECTOR_NAME
 
 
 def build_pd_openai_app(args: dict[str, Any]) -> Any:

@@ -16,9 +16,8 @@ from typing import Any
 import typer
 
 from layerpush.apps.cli import app as layerpush_app
-from layerpush.core.config import ConfigError, LayerPushConfig
+from layerpush.core.config import CONNECTOR_NAME, ConfigError, LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_params
-from layerpush.plugin import CONNECTOR_NAME
 from tests.docblocks import ROOT, Command
 
 Words = Sequence[str]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from layerpush import plugin
 from layerpush.compat import busy_wait
-from layerpush.core.config import ConfigError
+from layerpush.core.config import CONNECTOR_NAME, ConfigError
 
 PYTHON_VERSIONS = ((3, 11), (3, 14))  # from, up to but not including
 VLLM_VERSIONS = ((0, 32), (0, 34))
@@ -134,8 +134,8 @@ def check_plugin() -> Result:
         return _fail(str(error), "every vLLM process stops with this message")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    cls = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR_NAME)
-    return _ok(f'"kv_connector": "{plugin.CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
+    cls = KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
+    return _ok(f'"kv_connector": "{CONNECTOR_NAME}" is {cls.__module__}.{cls.__qualname__}')
 
 
 def check_nixl() -> Result:

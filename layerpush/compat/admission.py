@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from layerpush.compat.import_hook import ImportHook
-from layerpush.core.config import LayerPushConfig
+from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
 from layerpush.core.request_params import KvRole, ParamsError, check_params
 
 FRONT_END = "vllm.v1.engine.input_processor"
@@ -29,31 +29,25 @@ class ConnectorSettings(NamedTuple):
     config: LayerPushConfig
 
 
-def connectors_in(transfer: Mapping[str, Any], name: str) -> Iterator[ConnectorSettings]:
-    """The connectors called `name`, or of the module `BY_PATH`, in the fields of a `--kv-transfer-config`.
-
-    Those inside of its MultiConnector, too.
+def connectors_in(transfer: Mapping[str, Any]) -> Iterator[ConnectorSettings]:
+    """layerpush's connectors in the fields of a `--kv-transfer-config`, those inside of its MultiConnector, too.
 
     Raises ``ConfigError`` for a bad `kv_connector_extra_config`.
     """
     extra = transfer.get("kv_connector_extra_config") or {}
-    if transfer.get("kv_connector") == name or transfer.get("kv_connector_module_path") == BY_PATH:
+    if transfer.get("kv_connector") == CONNECTOR_NAME or transfer.get("kv_connector_module_path") == BY_PATH:
         yield ConnectorSettings(transfer["kv_role"], LayerPushConfig.from_extra_config(extra))
     elif transfer.get("kv_connector") == "MultiConnector":
         for inner in extra.get("connectors") or ():
-            yield from connectors_in(inner, name)
+            yield from connectors_in(inner)
 
 
 class AdmissionHook(ImportHook):
-    """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call.
-
-    ``connector`` is the name of layerpush's connector in a `--kv-transfer-config`.
-    """
+    """Puts the check in front of `InputProcessor.process_inputs`, which all of vLLM's Python front ends call."""
 
     names = frozenset({FRONT_END})
 
-    def __init__(self, connector: str) -> None:
-        self._connector = connector
+    def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, tuple[ConnectorSettings, ...]] = weakref.WeakKeyDictionary()
 
     def patch(self, module: ModuleType) -> None:
@@ -79,7 +73,7 @@ class AdmissionHook(ImportHook):
         """Raises vLLM's `VLLMValidationError` unless all of the engine's layerpush connectors accept these params."""
         if processor not in self._known:
             transfer = processor.vllm_config.kv_transfer_config
-            self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer), self._connector))
+            self._known[processor] = () if transfer is None else tuple(connectors_in(vars(transfer)))
         for settings in self._known[processor]:
             _check(params, settings)
 

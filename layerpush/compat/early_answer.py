@@ -45,12 +45,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class EarlyAnswers(ImportHook):
-    """Patches the front end. ``connector`` is the name of layerpush's connector in a `--kv-transfer-config`."""
+    """Patches the front end."""
 
     names = frozenset(_PATCHED)
 
-    def __init__(self, connector: str) -> None:
-        self._connector = connector
+    def __init__(self) -> None:
         self._allowed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._computing: set[asyncio.Task[None]] = set()
 
@@ -83,7 +82,7 @@ class EarlyAnswers(ImportHook):
 
     def _allows(self, engine: Any) -> bool:
         if engine not in self._allowed:
-            self._allowed[engine] = _allows(engine.vllm_config, self._connector)
+            self._allowed[engine] = _allows(engine.vllm_config)
         return self._allowed[engine]
 
     async def _answer(
@@ -141,10 +140,10 @@ def _is_short(prompt: Any, sampling_params: Any) -> bool:
     return bool(sampling_params.n == 1 and sampling_params.output_kind.name == "FINAL_ONLY")
 
 
-def _allows(vllm_config: Any, connector: str) -> bool:
+def _allows(vllm_config: Any) -> bool:
     """Whether this engine's config asks for early answers. Logs a warning if it does and the engine gives none."""
     transfer = vllm_config.kv_transfer_config
-    found = () if transfer is None else tuple(connectors_in(vars(transfer), connector))
+    found = () if transfer is None else tuple(connectors_in(vars(transfer)))
     if not any(settings.config.answer_early for settings in found):
         return False
     if transfer.kv_connector == "MultiConnector":

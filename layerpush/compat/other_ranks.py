@@ -25,12 +25,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class OtherRanks(ImportHook):
-    """Patches the front end's client of several engine cores, and the core. ``connector``: layerpush's, by name."""
+    """Patches the front end's client of several engine cores, and the core."""
 
     names = frozenset({CLIENT, CORE})
 
-    def __init__(self, connector: str) -> None:
-        self._connector = connector
+    def __init__(self) -> None:
         self._calls: set[asyncio.Task[None]] = set()
 
     def patch(self, module: ModuleType) -> None:
@@ -46,14 +45,10 @@ class OtherRanks(ImportHook):
         @functools.wraps(plain)
         async def add_request_async(client: Any, request: Any) -> None:
             await plain(client, request)
-            if streamed(request.sampling_params) is not None and self._is_ours(client):
+            if streamed(request.sampling_params) is not None and _is_ours(client):
                 self._notify(client, request.request_id)
 
         client.add_request_async = add_request_async
-
-    def _is_ours(self, client: Any) -> bool:
-        transfer = client.vllm_config.kv_transfer_config
-        return transfer is not None and any(connectors_in(vars(transfer), self._connector))
 
     def _notify(self, client: Any, request_id: str) -> None:
         chosen = client.reqs_in_flight.get(request_id)
@@ -65,6 +60,11 @@ class OtherRanks(ImportHook):
                 call = asyncio.create_task(_call(client, engine, request_id, rank))
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
+
+
+def _is_ours(client: Any) -> bool:
+    transfer = client.vllm_config.kv_transfer_config
+    return transfer is not None and any(connectors_in(vars(transfer)))
 
 
 async def _call(client: Any, engine: Any, request_id: str, rank: int) -> None:

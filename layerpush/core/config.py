@@ -13,6 +13,8 @@ from msgspec import Meta
 from layerpush.core.hosts import MAX_HOST_CHARS, HostError, check_entry
 from layerpush.core.wire import MAX_RING_BYTES
 
+CONNECTOR_NAME = "LayerwisePushConnector"
+"""layerpush's `kv_connector` in a `--kv-transfer-config`."""
 PushMode = Literal["auto", "layer", "chunk", "request"]
 """How the KV cache of a request leaves P: just in time, layer by layer, chunk by chunk, or whole after prefill."""
 

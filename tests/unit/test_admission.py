@@ -64,7 +64,7 @@ def multi(*inner: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_only_the_engines_own_connectors_are_found(transfer: dict[str, Any], found: list[ConnectorSettings]) -> None:
-    assert list(connectors_in(transfer, "LayerwisePushConnector")) == found
+    assert list(connectors_in(transfer)) == found
 
 
 class Processor:
@@ -82,7 +82,7 @@ class Processor:
 @pytest.fixture
 def front_end() -> Iterator[type[Processor]]:
     plain = Processor.process_inputs
-    AdmissionHook("LayerwisePushConnector").patch(SimpleNamespace(InputProcessor=Processor))  # type: ignore[arg-type]
+    AdmissionHook().patch(SimpleNamespace(InputProcessor=Processor))  # type: ignore[arg-type]
     yield Processor
     Processor.process_inputs = plain  # type: ignore[method-assign]
 
@@ -121,14 +121,14 @@ def test_other_requests_pass_the_check_unchanged(front_end: type[Processor], tra
 
 def test_the_check_is_installed_once(front_end: type[Processor]) -> None:
     once = front_end.process_inputs
-    AdmissionHook("LayerwisePushConnector").patch(SimpleNamespace(InputProcessor=front_end))  # type: ignore[arg-type]
+    AdmissionHook().patch(SimpleNamespace(InputProcessor=front_end))  # type: ignore[arg-type]
     assert front_end.process_inputs is once
     assert once.__doc__ == "Its docstring."
 
 
 def test_a_vllm_without_process_inputs_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.layerpush"):
-        AdmissionHook("LayerwisePushConnector").patch(ModuleType("empty"))
+        AdmissionHook().patch(ModuleType("empty"))
     assert "InputProcessor.process_inputs does not exist in this vLLM" in caplog.text
 
 

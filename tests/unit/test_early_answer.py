@@ -35,7 +35,7 @@ def engine(role: str = "kv_producer", connector: str = NAME, **extra: Any) -> An
     ids=["asked for", "both roles", "not asked for", "a decode engine", "another connector", "no connector"],
 )
 def test_only_prefill_engines_with_the_setting_answer_early(config: Any, allows: bool) -> None:
-    assert _allows(config, NAME) is allows
+    assert _allows(config) is allows
 
 
 @pytest.mark.parametrize("where", ["inside of MultiConnector", "with data_parallel_size above 1"])
@@ -44,7 +44,7 @@ def test_engines_that_cannot_answer_early_log_a_warning(caplog: pytest.LogCaptur
     if "above" in where:
         config.parallel_config.data_parallel_size = 2
     with caplog.at_level(logging.WARNING):
-        assert not _allows(config, NAME)
+        assert not _allows(config)
     assert f"answer_early has no effect {where}" in caplog.text
 
 
@@ -62,7 +62,7 @@ def test_a_mark_from_a_client_is_ignored(field: dict[str, Any]) -> None:
     """Only layerpush may set the mark."""
     transfer = {"do_remote_decode": True, MARK: True}
     usual = {"n": 1, "output_kind": SimpleNamespace(name="FINAL_ONLY"), "extra_args": {"kv_transfer_params": transfer}}
-    generate: Any = EarlyAnswers(NAME)._generate(FrontEnd.generate)  # type: ignore[arg-type]
+    generate: Any = EarlyAnswers()._generate(FrontEnd.generate)  # type: ignore[arg-type]
     assert generate(FrontEnd(), {"prompt_token_ids": [1]}, SimpleNamespace(**usual | field), "r") == "whole"
     assert MARK not in transfer
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from layerpush.core.config import LayerPushConfig
+from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
 from layerpush.core.request_params import check_params
-from layerpush.plugin import CONNECTOR_NAME
 from tests.support.rays import HOST, PORT, Chat, Completion, KVConnectorBackendFactory, ray_in_place
 
 
