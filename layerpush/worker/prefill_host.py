@@ -20,12 +20,10 @@ from layerpush.prefill.host import HandshakeError, Host
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
-from layerpush.telemetry.trace_records import WriteSums
 from layerpush.transport.connections import Connections
 from layerpush.transport.link import Link
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import PushWindow
-from layerpush.transport.writes import Transfer
 from layerpush.worker.guard import Guard
 
 if TYPE_CHECKING:
@@ -59,6 +57,10 @@ class WorkerHost:
         self._packing = packing
         self._layout = layout
         self.peer_lost = on_lost
+        self.release = worker.report_sent
+        self.whole_write_ended = worker.whole_write_ended
+        self.pushed_by_layer = worker.transfer_stats.pushed
+        self.failed_by_layer = worker.transfer_stats.failed
         self._links: dict[str, Link] = {}
         self.writer = make_writer(self)
         self.registrations = make_registrations(self.writer)
@@ -114,20 +116,8 @@ class WorkerHost:
     def ended(self, request_id: str, failure: str | None) -> None:
         self.guard("an ending", None, partial(self.registrations.ended, request_id, failure, time.perf_counter()))
 
-    def whole_write_ended(self, request_id: str, transfer: Transfer, landed: bool) -> None:
-        self._worker.whole_write_ended(request_id, transfer, landed)
-
-    def pushed_by_layer(self, written: WriteSums, transfer_s: float) -> None:
-        self._worker.transfer_stats.pushed(written, transfer_s)
-
-    def failed_by_layer(self) -> None:
-        self._worker.transfer_stats.failed()
-
     def completion(self, registration: Registration) -> bytes:
         return encode_completion(registration.request_id, self._worker.world_size)
-
-    def release(self, request_id: str) -> None:
-        self._worker.report_sent(request_id)
 
     def _window(self, link: Link, registration: Registration) -> PushWindow | None:
         if self._packing.strategy is None or len(link.routes) != 1 or link.share != 1.0:
