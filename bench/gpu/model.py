@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,7 +14,7 @@ import torch
 import typer
 
 from bench.serve.tokenizer import write_tokenizer
-from layerpush.apps.demo.model import ModelShape
+from layerpush.apps.demo.model import ModelShape, write_once
 
 LLAMA_8B = ModelShape(
     layers=32,
@@ -30,7 +28,6 @@ LLAMA_8B = ModelShape(
 )
 ROPE_THETA = 500_000.0
 FORMAT = 1
-STAMP = "layerpush-gpu-model.json"
 INDEX = "model.safetensors.index.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -44,28 +41,16 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
     """Write a model and its tokenizer. False if they are there already. Weights depend on shape and kind of device.
 
-    Each layer is a file of its own, so that writing takes the memory of one layer only. Raises ``FileExistsError`` if
-    the folder has other files.
+    Each layer is a file of its own, so that writing takes the memory of one layer only. Raises as ``write_once``.
     """
+
+    def write(folder: Path) -> None:
+        _write_weights(folder, shape, device)
+        write_tokenizer(folder, shape.vocabulary, shape.max_positions, config_of(shape))
+        (folder / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
+
     stamp = json.dumps({"format": FORMAT, "device": device.type, **asdict(shape)}, sort_keys=True)
-    mark = target / STAMP
-    if mark.is_file() and mark.read_text() == stamp:
-        return False
-    if target.exists() and any(target.iterdir()) and not mark.is_file():
-        raise FileExistsError(f"{target} holds files that are no model of ours; choose another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        _write_weights(fresh, shape, device)
-        write_tokenizer(fresh, shape.vocabulary, shape.max_positions, config_of(shape))
-        (fresh / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
-        (fresh / STAMP).write_text(stamp)
-        fresh.chmod(0o755)
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return True
+    return write_once(target, stamp, write)
 
 
 def _write_weights(folder: Path, shape: ModelShape, device: torch.device) -> None:

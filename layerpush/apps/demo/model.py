@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,20 +93,31 @@ class ModelShape:
 def write_model(directory: Path | str, shape: ModelShape) -> Path:
     """Write the model to ``directory`` and return that path; an identical model already there is left alone.
 
-    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. Raises
-    ``FileExistsError`` if the directory has other files than an earlier model.
+    There is no tokenizer: start servers with ``--skip-tokenizer-init`` and send token ids. Raises as ``write_once``.
     """
     target = Path(directory).resolve()
-    stamp = json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True)
+
+    def write(folder: Path) -> None:
+        _write_weights(folder / "model.safetensors", shape)
+        (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+
+    write_once(target, json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True), write)
+    return target
+
+
+def write_once(target: Path, stamp: str, write: Callable[[Path], None]) -> bool:
+    """Make the folder ``target`` of the files that ``write`` puts into an empty one. False: it is there already.
+
+    ``stamp`` determines the files. Raises ``FileExistsError`` if ``target`` has other files than an earlier model.
+    """
     if _stamp_of(target) == stamp:
-        return target
+        return False
     if target.exists() and any(target.iterdir()) and _stamp_of(target) is None:
-        raise FileExistsError(f"{target} holds files that are not a demo model; choose another directory")
+        raise FileExistsError(f"{target} holds files that are no model of layerpush's; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        _write_weights(fresh / "model.safetensors", shape)
-        (fresh / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+        write(fresh)
         (fresh / STAMP).write_text(stamp)
         fresh.chmod(0o755)
         if target.exists():
@@ -118,7 +129,7 @@ def write_model(directory: Path | str, shape: ModelShape) -> Path:
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return target
+    return True
 
 
 def _stamp_of(directory: Path) -> str | None:
