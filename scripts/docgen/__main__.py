@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.docgen import dashboard, pictures, schedule
+from scripts.docgen import dashboard, pictures
 from scripts.docgen.sections import SECTIONS, pages, updated
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +23,7 @@ def main() -> int:
     }
     if not arguments.marker:
         wanted[dashboard.FILE] = dashboard.render()
-        wanted[schedule.FILE] = schedule.render()
-        wanted |= {path: pictures.render(*each) for path, each in pictures.PICTURES.items()}
+        wanted |= {path: pictures.render(draw) for path, draw in pictures.PICTURES.items()}
     for path, new in wanted.items():
         page = path.relative_to(ROOT)
         if path.exists() and new == path.read_text():

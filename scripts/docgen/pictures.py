@@ -1,4 +1,4 @@
-"""Pictures of the documentation, from the JSON in ``bench/results``."""
+"""Pictures of the documentation: of results in ``bench/results``, and of the write schedule."""
 
 from __future__ import annotations
 
@@ -10,35 +10,40 @@ from pathlib import Path
 from bench.markdown import Result
 from bench.plot import growth, lengths
 from bench.plot.series import of_forward
+from scripts.docgen import schedule
 
 ROOT = Path(__file__).parents[2]
 HASH_SALT = "layerpush"
-Draw = Callable[[Result, Path], None]
 
 
-def exposed(result: Result, path: Path) -> None:
+def exposed(path: Path) -> None:
     """Exposed time by prompt length: a panel for each model."""
-    lengths.draw(of_forward(result), path, "Exposed time by prompt length")
+    lengths.draw(of_forward(_result("long.json")), path, "Exposed time by prompt length")
 
 
-def growing(result: Result, path: Path) -> None:
+def growing(path: Path) -> None:
     """Growth of a forward's costs: a column for each thing that grew."""
-    growth.draw(growth.lines_of(result), path, "Growth of costs")
+    growth.draw(growth.lines_of(_result("forward.json")), path, "Growth of costs")
 
 
-PICTURES: Mapping[Path, tuple[str, Draw]] = {
-    ROOT / "docs/exposed-by-length.svg": ("long.json", exposed),
-    ROOT / "docs/growth.svg": ("forward.json", growing),
+PICTURES: Mapping[Path, Callable[[Path], None]] = {
+    ROOT / "docs/exposed-by-length.svg": exposed,
+    ROOT / "docs/growth.svg": growing,
+    ROOT / "docs/design/schedule.svg": schedule.draw,
 }
 
 
-def render(name: str, draw: Draw) -> str:
-    """The picture of ``bench/results/NAME`` as SVG. Equal results make equal text."""
+def render(draw: Callable[[Path], None]) -> str:
+    """The picture as SVG. Equal results make equal text."""
     import matplotlib as mpl
 
-    result = json.loads((ROOT / "bench/results" / name).read_text())
     with tempfile.TemporaryDirectory(prefix="layerpush-") as folder:
         path = Path(folder) / "picture.svg"
         with mpl.rc_context({"svg.hashsalt": HASH_SALT, "svg.fonttype": "none"}):
-            draw(result, path)
+            draw(path)
         return path.read_text()
+
+
+def _result(name: str) -> Result:
+    result: Result = json.loads((ROOT / "bench/results" / name).read_text())
+    return result

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.plot.canvas import COLOURS, PANEL_INCHES, logarithmic
+from bench.plot.canvas import COLOURS, figure, logarithmic
 from layerpush.core.write_schedule import Progress, Speeds, layers_to_wait
 from tests.support.simulated_wire import Case, Outcome, Rule, by_chunk, by_layer, known, push
 
-FILE = Path(__file__).parents[2] / "docs/design/schedule.svg"
 LAYERS, CHUNKS = 32, 4
 LOADS = tuple(float(load) for load in np.geomspace(0.01, 2.0, 60))
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -33,17 +31,9 @@ def outcomes(rule: Rule) -> list[Outcome]:
     return [push(case, rule, known(case)) for case in cases]
 
 
-def render() -> str:
-    """The picture as SVG. Equal results make equal text."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "layerpush", "svg.fonttype": "none"}):
-        size = (2 * PANEL_INCHES[0], PANEL_INCHES[1])
-        figure, (writes, exposed) = plt.subplots(1, 2, figsize=size, layout="constrained")
+def draw(path: Path) -> None:
+    """Two panels, a line for each rule."""
+    with figure(1, 2, path, "Four chunks of 32 layers on a simulated link") as ((writes, exposed),):
         for mode, rule in RULES.items():
             found = outcomes(rule)
             style = {"color": COLOURS[mode], "label": mode, "lw": 2.4 if mode == "auto" else 1.2}
@@ -52,9 +42,6 @@ def render() -> str:
         _finish(writes, "WRITEs", (1, 2, 5, 10, 20, 50, 100))
         _finish(exposed, "exposed, milliseconds", (0.2, 1, 5, 20, 100, 500))
         writes.legend(fontsize="small")
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    return text.getvalue()
 
 
 def _finish(panel: Any, title: str, ticks: tuple[float, ...]) -> None:

@@ -25,7 +25,7 @@ from layerpush.telemetry.trace_records import (
     PushRecord,
     WriteRecord,
 )
-from scripts.docgen import messages, pictures, protocol, schedule, versions
+from scripts.docgen import messages, pictures, protocol, versions
 from scripts.docgen.markers import MarkerError, fill
 from scripts.docgen.sections import pages, updated
 from tests.quotes import blank, is_said, ours
@@ -50,13 +50,9 @@ def test_a_stale_part_is_found() -> None:
     assert updated(ROOT, page, stale) == text
 
 
-def test_the_picture_of_the_schedule_is_up_to_date() -> None:
-    assert schedule.render() == schedule.FILE.read_text(), "run scripts/pages"
-
-
 @pytest.mark.parametrize("path", pictures.PICTURES, ids=lambda path: path.stem)
-def test_the_pictures_of_results_are_up_to_date(path: Path) -> None:
-    assert pictures.render(*pictures.PICTURES[path]) == path.read_text(), "run scripts/pages"
+def test_the_pictures_are_up_to_date(path: Path) -> None:
+    assert pictures.render(pictures.PICTURES[path]) == path.read_text(), "run scripts/pages"
 
 
 @pytest.mark.parametrize(
