@@ -49,7 +49,7 @@ from layerpush.core.machine import IllegalTransitionError, Machine
 S = State
 
 RETRY_S = 1.0
-"""Seconds from the first ``Cancel`` to the second."""
+"""Seconds from the first ``Cancel`` to the second. They double with each one, up to ``cancel_timeout_s``."""
 TOKEN_WAIT_S = 50e-3
 """Seconds for which a complete load waits for a promised first token. A slow D needs about as long to compute it, so a
 wait in vain at most doubles that time.
@@ -60,24 +60,18 @@ class LoadSession(Machine[State, Event, Action]):
     """See the module's text.
 
     ``cancel_timeout_s``: seconds for which the engine's request waits for agents that do not answer a ``Cancel``.
-    ``retry_s``: seconds from the first ``Cancel`` to the second; it doubles with each one, up to ``cancel_timeout_s``.
     """
 
     TRANSITIONS: ClassVar = TRANSITIONS
 
-    def __init__(
-        self,
-        request_id: str,
-        cancel_timeout_s: float,
-        retry_s: float = RETRY_S,
-    ) -> None:
+    def __init__(self, request_id: str, cancel_timeout_s: float) -> None:
         super().__init__(request_id, State.REGISTERING)
         self.agents: frozenset[str] = frozenset()
         self.statuses: dict[str, FinalStatus] = {}
         self.cause: str | None = None
         self.first_token: int | Missing = "not_promised"
         self._cancel_timeout_s = cancel_timeout_s
-        self._retry_s = retry_s
+        self._retry_s = RETRY_S
         self._needed = 1
         self._asked_at = 0.0
         self._park_at = 0.0

@@ -37,7 +37,7 @@ from layerpush.core.load_protocol import (
 from layerpush.core.load_session import LoadSession
 from layerpush.core.machine import IllegalTransitionError
 
-PATIENCE_S, RETRY_S, TOKEN_WAIT_S = 5.0, 1.0, 3.0
+PATIENCE_S, TOKEN_WAIT_S = 5.0, 3.0
 AGENTS = frozenset({"A", "B"})
 STEP_S, STEPS = 2.5, 3
 """Time passes in steps of this length: enough to lose patience, and one more."""
@@ -50,7 +50,7 @@ def _wait_for_a_token_beyond_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def waiting(*agents: str) -> LoadSession:
     """A load that was registered with these agents at time 0."""
-    session = LoadSession("d-1", PATIENCE_S, RETRY_S)
+    session = LoadSession("d-1", PATIENCE_S)
     assert session.handle(Registered(frozenset(agents)), 0.0) == []
     return session
 
@@ -90,14 +90,14 @@ def test_a_registration_needs_an_agent() -> None:
 
 @pytest.mark.parametrize("end", [Aborted("why"), TimedOut("why")], ids=repr)
 @pytest.mark.parametrize(
-    ("cancel_timeout_s", "retry_s", "pauses"),
-    [(5.0, 1.0, [1, 2, 4, 5, 5]), (20.0, 1.0, [1, 2, 4, 8, 16, 20, 20]), (0.5, 1.0, [1, 1, 1])],
+    ("cancel_timeout_s", "pauses"),
+    [(5.0, [1, 2, 4, 5, 5]), (20.0, [1, 2, 4, 8, 16, 20, 20]), (0.5, [1, 1, 1])],
 )
 def test_cancels_are_repeated_forever_at_growing_intervals(
-    end: Event, cancel_timeout_s: float, retry_s: float, pauses: list[int]
+    end: Event, cancel_timeout_s: float, pauses: list[int]
 ) -> None:
     """A stopped prefill engine keeps each cancel in its queue."""
-    session = LoadSession("d-1", cancel_timeout_s, retry_s)
+    session = LoadSession("d-1", cancel_timeout_s)
     session.handle(Registered(frozenset("A")), 0.0)
     session.handle(end, 0.0)
     now, asked = 0.0, [0.0]
@@ -114,7 +114,7 @@ def test_cancels_are_repeated_forever_at_growing_intervals(
 class LoadWorld:
     """A load, and an account of it that is kept from its events alone."""
 
-    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S, RETRY_S))
+    session: LoadSession = field(default_factory=lambda: LoadSession("d-1", PATIENCE_S))
     steps: int = 0
     """Number of steps that have passed."""
     writers: set[str] = field(default_factory=set)
