@@ -62,7 +62,7 @@ from layerpush.core.wire import Registration
 S = State
 
 
-class Session(Machine[State, Event, Action]):
+class PushSession(Machine[State, Event, Action]):
     """See the module's text. ``layer_groups`` and ``layer_bytes`` hold each layer's KV cache group and block size."""
 
     TRANSITIONS: ClassVar = TRANSITIONS

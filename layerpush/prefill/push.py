@@ -55,7 +55,7 @@ from layerpush.core.push_protocol import (
     State,
     WholePosted,
 )
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host
@@ -93,7 +93,7 @@ class Shared:
 class Push:
     """See the module's text. Times are in seconds of ``time.perf_counter``."""
 
-    def __init__(self, session: Session, record: PushRecord, shared: Shared) -> None:
+    def __init__(self, session: PushSession, record: PushRecord, shared: Shared) -> None:
         self.session = session
         self.record = record
         self.request_id = session.request_id

@@ -41,7 +41,7 @@ from layerpush.core.push_protocol import (
     Ready,
     State,
 )
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host, Identity
@@ -227,7 +227,7 @@ class PushWriter:
             policy = replace(policy, by_layer=chosen != "chunk", scheduled=chosen == "auto", streams=by_key)
         if not streams and policy.streams:
             policy, fallback = Policy(streams=False), SHORT_PROMPT
-        session = Session(request_id, self._layer_groups, self._layout.layer_bytes, policy)
+        session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, policy)
         record = PushRecord(
             request_id=request_id,
             engine_id=self._identity.engine_id,

@@ -12,7 +12,7 @@ from layerpush.core import push_protocol
 from layerpush.core.first_token import Sampled
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import Event, Outcome, State, Write
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan, PromptProgress
 from layerpush.core.wire import Registration
 from tests.unit.builders import blocks_of, registration, upstream_pairs
@@ -46,7 +46,7 @@ class Shape:
 @dataclass
 class PushWorld:
     shape: Shape
-    session: Session = field(init=False)
+    session: PushSession = field(init=False)
     epoch: int = 0
     computed: int = 0
     chunks: list[ChunkPlan] = field(default_factory=list)
@@ -78,7 +78,7 @@ class PushWorld:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.session = Session("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
+        self.session = PushSession("p-1", shape.layer_groups, [LAYER_BYTES] * len(shape.layer_groups), shape.policy)
         self._progress = PromptProgress("p-1", shape.block_sizes)
         self.registration = registration(
             *(shape.targets(group) for group in range(len(shape.block_sizes))), sampling="greedy"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from layerpush.core.push_policy import LATE_REGISTRATION, SHORT_PROMPT, Policy
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from layerpush.prefill.push import Push
 from layerpush.telemetry.metrics.catalog import (
     EXPOSED,
@@ -215,7 +215,7 @@ def test_every_end_has_its_label(push: PushRecord, outcome: str, reason: str | N
 
 
 def push_of(rig: Rig | None = None) -> Push:
-    return Push(Session("p", (0,), (16,), Policy()), record("pending", "layer"), (rig or Rig()).writer._shared)
+    return Push(PushSession("p", (0,), (16,), Policy()), record("pending", "layer"), (rig or Rig()).writer._shared)
 
 
 def test_exposed_time_is_unknown_without_a_start_time() -> None:

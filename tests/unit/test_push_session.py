@@ -1,6 +1,6 @@
 """One push: merging of its WRITEs, then prompts of every shape. ``PushWorld`` checks each step.
 
-``test_session_explored.py`` has every order of events of smaller prompts.
+``test_push_session_explored.py`` has every order of events of smaller prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import State, Write
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from tests.unit.builders import blocks_of, chunks_of, registration
-from tests.unit.session_world import PushWorld, Shape
+from tests.unit.push_world import PushWorld, Shape
 
 
 def world_of(state: State, tokens: int = 8, layers: int = 2, policy: Policy | None = None) -> PushWorld:
@@ -84,7 +84,7 @@ def test_ready_layers_merge_while_the_wire_is_full() -> None:
     ],
 )
 def test_a_registration_that_does_not_fit_the_prompt_is_an_error(groups: list[list[int]], error: str) -> None:
-    session = Session("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), Policy())
     session.handle(push_protocol.Planned(chunks_of(4, [4], [[7]], [4])[0]))
     session.handle(push_protocol.Registered(registration(*groups)))
     with pytest.raises(MismatchError, match=error):
@@ -93,7 +93,7 @@ def test_a_registration_that_does_not_fit_the_prompt_is_an_error(groups: list[li
 
 
 def test_a_chunk_out_of_order_is_an_error() -> None:
-    session = Session("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), Policy())
     chunks = chunks_of(12, [4], [[7, 8, 9]], [4])
     session.handle(push_protocol.Planned(chunks[0]))
     with pytest.raises(IllegalTransitionError, match="chunk 2 follows 1"):
@@ -141,7 +141,7 @@ def test_the_whole_request_is_pushed_for_any_chunks(shape: Shape, seed: int) -> 
 
 def finished(sampling: str | None, sampled: Sampled | None, *, first: bool) -> list[push_protocol.Action]:
     """The first tokens that are sent when D registers before P has finished, or after."""
-    session = Session("p-1", (0,), (10,), Policy())
+    session = PushSession("p-1", (0,), (10,), Policy())
     events = [
         push_protocol.Registered(registration([1], layerpush=1, sampling=sampling)),
         push_protocol.Finished(sampled),

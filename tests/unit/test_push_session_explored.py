@@ -13,8 +13,8 @@ from layerpush.core import push_protocol
 from layerpush.core.machine import IllegalTransitionError
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import TRANSITIONS, Event, State
-from layerpush.core.push_session import Session
-from tests.unit.session_world import SAMPLED, PushWorld, Shape
+from layerpush.core.push_session import PushSession
+from tests.unit.push_world import SAMPLED, PushWorld, Shape
 
 Move = Callable[[PushWorld], None]
 Triple = tuple[State, type[Event], State]
@@ -187,7 +187,7 @@ def test_the_table_holds_exactly_reachable_transitions_and_precautions() -> None
 
 def test_every_event_has_a_handler_and_every_state_a_row() -> None:
     events = {kind for kind in vars(push_protocol).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(Session.HANDLERS) == events - {Event}
+    assert set(PushSession.HANDLERS) == events - {Event}
     assert set(TRANSITIONS) == set(State)
 
 
@@ -230,7 +230,7 @@ def test_an_illegal_event_is_refused_and_changes_nothing(state: State, homes: di
 @pytest.mark.parametrize(("state", "event"), sorted({(at, event) for at, event, _ in PRECAUTIONS}, key=str))
 def test_precautions_are_handled(state: State, event: type[Event], homes: dict[State, list[PushWorld]]) -> None:
     for world in homes[state][:: 1 + len(homes[state]) // 50]:
-        after: Session = pickle.loads(pickle.dumps(world.session))
+        after: PushSession = pickle.loads(pickle.dumps(world.session))
         sample = next(one for one in samples(world) if type(one) is event)
         after.handle(sample)
         assert after.state in TRANSITIONS[state][event]

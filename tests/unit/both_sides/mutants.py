@@ -16,7 +16,7 @@ from layerpush.core.first_token import Sampled
 from layerpush.core.liveness import PeerWatch
 from layerpush.core.load_protocol import Action
 from layerpush.core.load_session import LoadSession
-from layerpush.core.push_session import Session
+from layerpush.core.push_session import PushSession
 from layerpush.core.wire import Cancel, Cancelled, encode
 from layerpush.decode.outcomes import Outcomes
 from layerpush.prefill.registrations import Registrations
@@ -152,12 +152,12 @@ def silence_is_never_noticed(patch: Patch) -> None:
 
 @mutant(fail_writes=0.3, hold_writes=0.8)
 def a_push_is_called_drained_when_it_fails(patch: Patch) -> None:
-    report = Session._report
+    report = PushSession._report
 
-    def mutated(self: Session, reason: str, actions: list[pushed.Action], *, drained: bool) -> None:
+    def mutated(self: PushSession, reason: str, actions: list[pushed.Action], *, drained: bool) -> None:
         report(self, reason, actions, drained=True)
 
-    patch.setattr(Session, "_report", mutated)
+    patch.setattr(PushSession, "_report", mutated)
 
 
 @mutant()
@@ -206,35 +206,35 @@ def prompts_are_told_apart_by_their_id_alone(patch: Patch) -> None:
 @mutant(hold_writes=0.8)
 def a_preempted_push_forgets_its_writes(patch: Patch) -> None:
     """The old epoch's WRITEs are still on the wire when the new one begins."""
-    restart, handle = Session._restart, Session.handle
+    restart, handle = PushSession._restart, PushSession.handle
 
-    def mutated(self: Session, epoch: int) -> pushed.State:
+    def mutated(self: PushSession, epoch: int) -> pushed.State:
         state = restart(self, epoch)
         if state is not pushed.State.REWINDING:
             return state
         self.in_flight.clear()
         return pushed.State.STREAMING
 
-    def forgetful(self: Session, event: pushed.Event) -> list[pushed.Action]:
+    def forgetful(self: PushSession, event: pushed.Event) -> list[pushed.Action]:
         forgotten = isinstance(event, pushed.Landed | pushed.Lost) and event.write not in self.in_flight
         return [] if forgotten else handle(self, event)
 
-    patch.setattr(Session, "_restart", mutated)
-    patch.setattr(Session, "handle", forgetful)
+    patch.setattr(PushSession, "_restart", mutated)
+    patch.setattr(PushSession, "handle", forgetful)
 
 
 @mutant()
 def a_push_is_complete_before_its_last_write_has_landed(patch: Patch) -> None:
-    settle = Session._settle
+    settle = PushSession._settle
 
-    def mutated(self: Session, actions: list[pushed.Action]) -> pushed.State:
+    def mutated(self: PushSession, actions: list[pushed.Action]) -> pushed.State:
         in_flight, self.in_flight = self.in_flight, {}
         try:
             return settle(self, actions)
         finally:
             self.in_flight = in_flight
 
-    patch.setattr(Session, "_settle", mutated)
+    patch.setattr(PushSession, "_settle", mutated)
     patch.setattr(Coverage, "full", property(lambda self: True))
 
 
@@ -246,12 +246,12 @@ def steps_of_a_revoked_request_still_count(patch: Patch) -> None:
 
 @mutant(fail_writes=0.3)
 def a_lost_write_counts_as_landed(patch: Patch) -> None:
-    handle = Session.handle
+    handle = PushSession.handle
 
-    def mutated(self: Session, event: pushed.Event) -> list[pushed.Action]:
+    def mutated(self: PushSession, event: pushed.Event) -> list[pushed.Action]:
         return handle(self, pushed.Landed(event.write) if isinstance(event, pushed.Lost) else event)
 
-    patch.setattr(Session, "handle", mutated)
+    patch.setattr(PushSession, "handle", mutated)
 
 
 @mutant(hold_writes=0.8)
