@@ -108,7 +108,8 @@ def a_cancel_is_sent_once_only(patch: Patch) -> None:
     init = LoadSession.__init__
 
     def mutated(self: LoadSession, request_id: str, cancel_timeout_s: float) -> None:
-        init(self, request_id, cancel_timeout_s, 1e9)
+        init(self, request_id, cancel_timeout_s)
+        self._retry_s = 1e9
 
     patch.setattr(LoadSession, "__init__", mutated)
 
