@@ -31,7 +31,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "model_type": "llama4_text",
         "attention_chunk_size": ATTENTION_CHUNK,
         "interleave_moe_layer_step": 0,
-        "intermediate_size_mlp": 512,
+        "intermediate_size_mlp": 256,
         "moe_layers": [],
         "no_rope_layers": [1, 0] * (LAYERS // 2),
     },
@@ -47,7 +47,7 @@ CHANGES: dict[ModelName, dict[str, Any]] = {
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 4,
         "q_lora_rank": None,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64,
@@ -66,7 +66,7 @@ class ModelShelf:
     def path(self, name: ModelName) -> pathlib.Path:
         """The directory that vLLM loads."""
         shape = ModelShape(
-            layers=LAYERS, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=512, vocabulary=1024
+            layers=LAYERS, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=1024
         )
         llama = write_model(self._folder / "llama", shape)
         if name == "llama":
