@@ -28,6 +28,7 @@ LLAMA_8B = ModelShape(
 )
 ROPE_THETA = 500_000.0
 FORMAT = 1
+STAMP = "layerpush-gpu-model.json"
 INDEX = "model.safetensors.index.json"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -50,7 +51,7 @@ def write_model(target: Path, shape: ModelShape, device: torch.device) -> bool:
         (folder / "config.json").write_text(json.dumps(config_of(shape), indent=1) + "\n")
 
     stamp = json.dumps({"format": FORMAT, "device": device.type, **asdict(shape)}, sort_keys=True)
-    return write_once(target, stamp, write)
+    return write_once(target, STAMP, stamp, write)
 
 
 def _write_weights(folder: Path, shape: ModelShape, device: torch.device) -> None:

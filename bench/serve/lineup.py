@@ -12,13 +12,13 @@ from bench.serve.background import TOKENS as BACKGROUND_TOKENS
 from bench.serve.plan import AGGREGATED, TOKEN
 from layerpush.apps.demo.cluster import (
     BLOCK_SIZE,
-    CONNECTOR,
     FAULTY_CONNECTOR,
     FAULTY_MODULE,
     TOKENS_PER_STEP,
 )
 from layerpush.apps.demo.cluster import MODES as GRANULARITIES
 from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
+from layerpush.core.config import CONNECTOR_NAME
 
 STOCK = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 LAYERPUSH = {**GRANULARITIES, TOKEN: GRANULARITIES["auto"]}
@@ -92,7 +92,7 @@ class Lineup:
         """P of a mode. For ``aggregated``: the one engine."""
         if mode == AGGREGATED:
             return self._spec(mode, "plain")
-        connector, module = STOCK.get(mode, CONNECTOR), None
+        connector, module = STOCK.get(mode, CONNECTOR_NAME), None
         if self.corrupt and mode == CORRUPTED:
             connector, module = FAULTY_CONNECTOR, FAULTY_MODULE
         config = connector_config(mode, self.extra)
@@ -108,7 +108,7 @@ class Lineup:
             return self._spec(f"{mode}-decode", "decode", STOCK[mode], None, {}, self.decode_place)
         config = {"trace_dir": str(self.decode_trace_dir(mode)), "first_token": first_token_of(mode)}
         name = "token-decode" if mode == TOKEN else "layerpush-decode"
-        return self._spec(name, "decode", CONNECTOR, None, config, self.decode_place)
+        return self._spec(name, "decode", CONNECTOR_NAME, None, config, self.decode_place)
 
     def proxy(self, mode: str, prefill: str, decode: str) -> ProxySpec:
         """The proxy of a mode, in front of the engines at these URLs."""

@@ -33,7 +33,7 @@ def outcomes(rule: Rule) -> list[Outcome]:
 
 def draw(path: Path) -> None:
     """Two panels, a line for each rule."""
-    with figure(1, 2, path, "Four chunks of 32 layers on a simulated link") as ((writes, exposed),):
+    with figure(1, 2, path, f"{CHUNKS} chunks of {LAYERS} layers on a simulated link") as ((writes, exposed),):
         for mode, rule in RULES.items():
             found = outcomes(rule)
             style = {"color": COLOURS[mode], "label": mode, "lw": 2.4 if mode == "auto" else 1.2}

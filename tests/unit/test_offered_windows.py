@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -56,7 +56,9 @@ class FakeRegistrations:
 
 
 def host(packs: bool = True) -> WorkerHost:
-    nothing, registrations = cast("Any", Mock()), cast("Any", FakeRegistrations())
+    stats = SimpleNamespace(pushed=None, failed=None)
+    nothing = cast("Any", SimpleNamespace(fail=None, report_sent=None, whole_write_ended=None, transfer_stats=stats))
+    registrations = cast("Any", FakeRegistrations())
     packing = cast("Any", Packing("auto" if packs else None))
     return WorkerHost(nothing, nothing, packing, LAYOUT, nothing, lambda _: nothing, lambda _: registrations)
 

@@ -17,7 +17,7 @@ from layerpush.transport.packing.cost_model import Costs, TransferSize
 from layerpush.transport.packing.memory import MAX_PIECES, PIECE_BYTES
 from layerpush.transport.packing.running_estimate import FORGOTTEN_S, CopyEstimates, RunningEstimate
 from layerpush.transport.packing.runs import runs
-from layerpush.transport.packing.strategy import PackingStrategy
+from layerpush.transport.packing.strategy import PackingStrategy, _Engine
 from tests.unit.builders import layout_of
 
 ENGINE, ROUTE = "decode", Route("D", 0, "pieces", "ring")
@@ -93,8 +93,8 @@ def test_the_calibration_finds_the_constants(clock: Clock) -> None:
 
 def measured(strategy: PackingStrategy, engine_id: str, costs: Costs) -> None:
     """A calibration of the engine has found ``costs``."""
-    engine: Any = SimpleNamespace(costs=costs, calibration=None, messages=RunningEstimate(costs.messages_s))
-    strategy._engines[engine_id] = engine
+    engine = strategy._engines[engine_id] = _Engine(SimpleNamespace(), ROUTE, costs)  # type: ignore[arg-type]
+    engine.costs, engine.calibration = costs, None
 
 
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])

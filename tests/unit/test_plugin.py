@@ -77,10 +77,11 @@ def test_a_foreign_class_of_that_name_stops_vllm_with_a_clear_error() -> None:
         """
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from layerpush import plugin
+from layerpush.core.config import CONNECTOR_NAME
 
 def try_with(module):
-    KVConnectorFactory._registry.pop(plugin.CONNECTOR_NAME, None)
-    KVConnectorFactory.register_connector(plugin.CONNECTOR_NAME, module, "OrderedDict")
+    KVConnectorFactory._registry.pop(CONNECTOR_NAME, None)
+    KVConnectorFactory.register_connector(CONNECTOR_NAME, module, "OrderedDict")
 
 try_with("gone")
 try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from layerpush.apps.demo.engines import LOOPBACK, EngineSpec, Place, Role
 from layerpush.apps.demo.model import ModelShape
+from layerpush.core.config import CONNECTOR_NAME
 
-CONNECTOR = "LayerwisePushConnector"
 FAULTY_CONNECTOR = "FaultyPushConnector"
 FAULTY_MODULE = "layerpush.apps.demo.faulty"
 MODES: Mapping[str, Mapping[str, object]] = {
@@ -41,12 +41,12 @@ class Cluster:
     def decode(self) -> EngineSpec:
         """The D that receives every push."""
         config = {"trace_dir": str(self.trace_dir("decode"))}
-        return self._spec("decode", "decode", self.decode_place, connector=CONNECTOR, extra_config=config)
+        return self._spec("decode", "decode", self.decode_place, connector=CONNECTOR_NAME, extra_config=config)
 
     def prefill(self) -> EngineSpec:
         """The P that pushes in all modes. Each request chooses one."""
         config = {"trace_dir": str(self.trace_dir("prefill"))}
-        return self._spec("prefill", "prefill", self.prefill_place, connector=CONNECTOR, extra_config=config)
+        return self._spec("prefill", "prefill", self.prefill_place, connector=CONNECTOR_NAME, extra_config=config)
 
     def faulty_prefill(self) -> EngineSpec:
         """A P that damages one layer before it pushes it."""

@@ -101,39 +101,40 @@ def write_model(directory: Path | str, shape: ModelShape) -> Path:
         _write_weights(folder / "model.safetensors", shape)
         (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
 
-    write_once(target, json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True), write)
+    write_once(target, STAMP, json.dumps({"format": FORMAT, **asdict(shape)}, sort_keys=True), write)
     return target
 
 
-def write_once(target: Path, stamp: str, write: Callable[[Path], None]) -> bool:
-    """Make the folder ``target`` of the files that ``write`` puts into an empty one. False: it is there already.
+def write_once(target: Path, name: str, stamp: str, write: Callable[[Path], None]) -> bool:
+    """Make ``target`` from the files that ``write`` puts into an empty folder. False: that model is there already.
 
-    ``stamp`` determines the files. Raises ``FileExistsError`` if ``target`` has other files than an earlier model.
+    The file ``name`` of a model has its ``stamp``. Equal stamps are equal models. Raises ``FileExistsError`` if
+    ``target`` has files without a file of that name.
     """
-    if _stamp_of(target) == stamp:
+    mark = target / name
+    if _text(mark) == stamp:
         return False
-    if target.exists() and any(target.iterdir()) and _stamp_of(target) is None:
-        raise FileExistsError(f"{target} holds files that are no model of layerpush's; choose another directory")
+    if target.exists() and any(target.iterdir()) and not mark.is_file():
+        raise FileExistsError(f"{target} holds files, but no {name} of ours; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         write(fresh)
-        (fresh / STAMP).write_text(stamp)
+        (fresh / name).write_text(stamp)
         fresh.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)
         try:
             os.replace(fresh, target)
         except OSError:
-            if _stamp_of(target) != stamp:  # another process may have built the same model meanwhile
+            if _text(mark) != stamp:  # another process may have built the same model meanwhile
                 raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return True
 
 
-def _stamp_of(directory: Path) -> str | None:
-    path = directory / STAMP
+def _text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 

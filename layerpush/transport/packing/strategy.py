@@ -49,7 +49,7 @@ class _Engine:
         self._retry_at = now + RETRY_S
 
     def turn(self, quiet: bool) -> bool:
-        """Continue the measurement, or repeat one that failed. Returns whether the costs are known now and were not."""
+        """Continue the measurement, or repeat one that failed. True if this turn found the costs."""
         if self.costs is not None:
             return False
         if self.calibration is None and self._retry_at <= time.perf_counter():
@@ -74,8 +74,8 @@ class PackingStrategy:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a calibration runs, or waits until there is no push."""
-        return any(engine.calibration is not None for engine in self._engines.values())
+        """Whether a calibration runs, or waits until there is no push. Any thread."""
+        return bool(self.engines_in_flight)
 
     @property
     def in_flight(self) -> bool:
@@ -85,17 +85,20 @@ class PackingStrategy:
     @property
     def engines_in_flight(self) -> set[str]:
         """Decode engines that a WRITE of a calibration may be on its way to. Any thread."""
-        engines = list(self._engines.items())  # one step for the interpreter: the writer may add one meanwhile
-        return {engine_id for engine_id, engine in engines if engine.calibration is not None}
+        engines = self._engines.copy()  # the writer may add or remove one meanwhile
+        return {engine_id for engine_id, engine in engines.items() if engine.calibration is not None}
 
     def calibrate(self, engine_id: str, transport: Transport, ring: Route) -> None:
-        """Start to measure WRITEs to a decode engine's ring. Until that is over, WRITEs to this engine go directly."""
+        """Start to measure WRITEs to a decode engine's ring. Until that is over, WRITEs to this engine go directly.
+
+        Has no effect on an engine that is known already.
+        """
         if self._packing == "auto" and engine_id not in self._engines:
             self._engines[engine_id] = _Engine(transport, ring, self._costs)
 
     def turn(self, *, quiet: bool = True) -> None:
         """Continue the calibrations, and repeat those that failed when it is time. ``quiet``: there is no push."""
-        for engine_id, engine in self._engines.items():
+        for engine_id, engine in self._engines.copy().items():
             if engine.turn(quiet):
                 costs = self.costs_to(engine_id)
                 logger.info(
