@@ -20,7 +20,7 @@ PURE = (
     "registrations",
     "request_params",
     "ring",
-    "session",
+    "push_session",
     "trace_breakdown",
     "trace_file",
     "trace_hand_over",

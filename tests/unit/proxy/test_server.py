@@ -73,7 +73,10 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def proxy_process(tmp_path: Path, *stubs: Stub, options: tuple[str, ...] = ()) -> AsyncIterator[Process]:
+async def proxy_process(
+    tmp_path: Path, *stubs: Stub, options: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
+) -> AsyncIterator[Process]:
+    """``prefix``: the words of a command that runs the rest as a command."""
     port = free_port()
     log = tmp_path / "log"
     arguments = ["--port", str(port), *options]
@@ -81,7 +84,7 @@ async def proxy_process(tmp_path: Path, *stubs: Stub, options: tuple[str, ...] =
         arguments += [f"--{stub.role}", stub.url]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "layerpush", "proxy", *arguments, stdout=output, stderr=output
+            *prefix, sys.executable, "-m", "layerpush", "proxy", *arguments, stdout=output, stderr=output
         )
     try:
         yield Process(f"http://127.0.0.1:{port}", log, process)
@@ -136,18 +139,14 @@ async def test_after_a_signal_requests_finish_and_new_ones_are_refused(tmp_path:
 @asynchronous
 async def test_the_open_file_limit_is_raised_for_all_requests(tmp_path: Path) -> None:
     p, d = pair()
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-    try:
-        options = ("--max-concurrent-requests", "300", "--queue-size", "0")
-        async with running(p, d), proxy_process(tmp_path, p, d, options=options) as proxy:
-            await healthy(proxy)
-            limits = Path(f"/proc/{proxy.process.pid}/limits").read_text()
-            (soft,) = re.findall(r"^Max open files +(\d+)", limits, re.MULTILINE)
-            assert int(soft) == 3 * 300 + OTHER_FILES
-            assert "ulimit -n" not in proxy.log.read_text()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    options = ("--max-concurrent-requests", "300", "--queue-size", "0")
+    prefix = ("sh", "-c", 'ulimit -Sn 512; exec "$0" "$@"')
+    async with running(p, d), proxy_process(tmp_path, p, d, options=options, prefix=prefix) as proxy:
+        await healthy(proxy)
+        limits = Path(f"/proc/{proxy.process.pid}/limits").read_text()
+        (soft,) = re.findall(r"^Max open files +(\d+)", limits, re.MULTILINE)
+        assert int(soft) == 3 * 300 + OTHER_FILES
+        assert "ulimit -n" not in proxy.log.read_text()
 
 
 def test_a_too_low_hard_limit_of_open_files_is_logged(
