@@ -29,6 +29,8 @@ SERVERS = tuple(
 )
 """Files whose engines are API servers in processes of their own. The other tests of tests/e2e step their engines."""
 LONGEST_FIRST = ("tests/e2e", "tests/faults", "servers", "tests/connector")
+SLOW = ("tests/connector/", "tests/unit/test_bench_plot.py", "tests/unit/test_packaging.py")
+"""A folder and files that take more than twenty seconds on a slow machine. `make test-fast` leaves them out."""
 SLOWEST_FILES = 15
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
@@ -51,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.startswith(("tests/e2e/", "tests/faults/")):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(300))
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
         ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(group(item.nodeid), len(ranks)))
