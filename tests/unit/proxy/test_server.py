@@ -76,7 +76,7 @@ class Process:
 async def proxy_process(
     tmp_path: Path, *stubs: Stub, options: tuple[str, ...] = (), prefix: tuple[str, ...] = ()
 ) -> AsyncIterator[Process]:
-    """``prefix``: the words of a command that runs the rest as a command."""
+    """``prefix``: a command that starts the proxy in its own process."""
     port = free_port()
     log = tmp_path / "log"
     arguments = ["--port", str(port), *options]
