@@ -97,6 +97,22 @@ def measured(strategy: PackingStrategy, engine_id: str, costs: Costs) -> None:
     engine.costs, engine.calibration = costs, None
 
 
+def test_the_writer_may_add_an_engine_while_another_thread_reads_them() -> None:
+    """Forces the interleaving: the writer adds an engine while the reader looks at the first one."""
+    strategy = PackingStrategy(OnePacker(), None, "auto", Costs())  # type: ignore[arg-type]
+    added = SimpleNamespace(calibration=object())
+
+    class First:
+        @property
+        def calibration(self) -> object:
+            strategy._engines["added"] = added  # type: ignore[assignment]
+            return object()
+
+    strategy._engines["first"] = First()  # type: ignore[assignment]
+    assert strategy.engines_in_flight == {"first"}
+    assert strategy.engines_in_flight == {"first", "added"}
+
+
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])
 def test_the_transfer_size_is_computed_only_for_a_forced_plan(
     packing: Any, looks: bool, monkeypatch: pytest.MonkeyPatch
