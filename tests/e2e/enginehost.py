@@ -109,6 +109,7 @@ class EngineHost(Logged):
                 end()
                 self._process.join(10)
         self._pipe.close()
+        self._process.close()
 
     def kill(self) -> None:
         """Send SIGKILL. Returns when the process is gone."""
