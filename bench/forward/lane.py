@@ -13,6 +13,7 @@ from bench.forward.host import PairHost
 from bench.forward.queued import queued_s
 from bench.pair.meeting import NOTIFICATION_POLL_S
 from bench.pair.reach import DECODE, Reach
+from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration, Unpacked, read
 from layerpush.prefill.fences import fences_for
@@ -66,7 +67,7 @@ class Lane:
 
     def __init__(
         self,
-        mode: str,
+        mode: PushMode,
         reach: Reach,
         transport: Transport,
         waker: Waker,
@@ -79,11 +80,10 @@ class Lane:
         self.step_events = StepEvents(layout.index_of, waker.wake, fences, wake_lazily=waker.wake_lazily)
         self.host = PairHost(reach, transport)
         self.strategy = strategy if streams else None
-        policy = Policy(by_layer=mode in ("auto", "layer"), scheduled=mode == "auto", streams=streams)
         self.writer = PushWriter(
-            Identity("P", 0, mode),
+            Identity("P", 0),
             layout,
-            policy,
+            Policy(mode),
             transport,
             self.step_events,
             self.host,

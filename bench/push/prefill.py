@@ -124,25 +124,22 @@ class PrefillEnd(PrefillSide):
         write, link = self._write(point, chosen), replace(plans.link, window=window)
         start = time.perf_counter()
         (transfer,) = plans.writes[way].post(write, link)
-        state = self._state_at_end(plans, transfer, start)
+        self._wait_landed(plans, transfer, start)
         plans.writes[way].release(transfer)
         took = time.perf_counter() - start
-        if state is not WriteState.LANDED:
-            raise RuntimeError(f"{way}, {point}: a WRITE was lost")
         self._check(Check(chosen), f"{way}, {point}")
         return took, transfer.record.t_posted - start, transfer.record.plan
 
-    def _state_at_end(self, plans: Plans, transfer: Transfer, start: float) -> WriteState:
-        """Poll as a writer does: sleep, read messages, check the WRITE."""
+    def _wait_landed(self, plans: Plans, transfer: Transfer, start: float) -> None:
+        """Poll as a writer does: sleep, read messages, check the WRITE. Raises ``TransportError`` if it is lost."""
         while True:
             time.sleep(self._pause)
             for agent, payload in self._end.transport.notifications():
                 message = read(payload)
                 if isinstance(message, Unpacked):
                     plans.strategy.unpacked(agent, message.number, message.done)
-            state = transfer.poll()
-            if state is not WriteState.PENDING:
-                return state
+            if transfer.poll() is WriteState.LANDED:
+                return
             if time.perf_counter() - start > LAND_TIMEOUT_S:
                 stage = transfer.stage.value if isinstance(transfer, StagedWrite) else "on the wire"
                 raise RuntimeError(f"not landed within {LAND_TIMEOUT_S:.0f} s: {stage}")

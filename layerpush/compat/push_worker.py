@@ -370,7 +370,7 @@ class VllmPushWorker(NixlPushConnectorWorker):
             raise MismatchError(f"block {last} lies outside a region of {limit} blocks on decode engine {engine_id}")
 
     def counts_blocks_like(self, engine_id: str) -> bool:
-        """Whether a block here has as many tokens as one on a connected decode engine."""
+        """Whether a connected decode engine has blocks of as many tokens as ours, and as many regions."""
         return refusal(self, engine_id) is None
 
     def discover_link(self, engine_id: str) -> Link:

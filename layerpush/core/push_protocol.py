@@ -118,6 +118,8 @@ class CancelledByD(Event):
 class Preempted(Event):
     """The scheduler took the request's blocks away; it will be computed again."""
 
+    reason: ClassVar[str] = "preempted"
+
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from layerpush.prefill.push import Push
 
 
-class HandshakeError(RuntimeError):
-    """A decode engine cannot be reached, or is not one that we can write to."""
+class PeerRefusedError(RuntimeError):
+    """Nothing may be written to the connected decode engine. The text has the reason."""
 
 
 class Host(Protocol):
@@ -24,16 +24,16 @@ class Host(Protocol):
 
     def connect(self, push: Push, registration: Registration) -> Link | None:
         """The link to a decode engine, with its window for this request, if it offers one. None while a handshake
-        runs: ``Push.reconnect`` follows. If the handshake has just ended, ``reconnect`` is called before the return.
+        runs: ``Push.handshake_ended`` follows. If the handshake has just ended, it is called before the return.
 
-        Raises ``HandshakeError``. Any exception ends the push.
+        Raises ``PeerRefusedError``. Any exception ends the push.
         """
 
     def take_registration(self, request_id: str) -> Registration | None:
         """The registration that came before its request, if one did."""
 
     def is_unwanted(self, request_id: str) -> bool:
-        """Whether the request's registration was cancelled before the request was there."""
+        """Whether D cancelled or declined the request, or P refused its registration, before the request was there."""
 
     def delegate(self, push: Push, registration: Registration) -> None:
         """Have upstream push the request whole; its WRITEs come back through ``PushWriter.adopt``."""
@@ -68,12 +68,11 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """The rank that writes, for records. ``mode`` is the configured one; a request may choose another. ``fallback`` is
-    the reason why this engine cannot push by layer or chunk. ``model`` is the model's name.
+    """The rank that writes, for records. ``fallback`` is the reason why this engine cannot push by layer or chunk.
+    ``model`` is the model's name.
     """
 
     engine_id: str
     rank: int
-    mode: str
     fallback: str | None = None
     model: str = ""

@@ -58,7 +58,7 @@ from layerpush.core.push_protocol import (
 from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import ChunkPlan
 from layerpush.core.wire import Registration
-from layerpush.prefill.host import Host
+from layerpush.prefill.host import Host, PeerRefusedError
 from layerpush.prefill.step_events import StepEvents
 from layerpush.telemetry.metrics.pushes import PushMeter
 from layerpush.telemetry.trace_file import TraceFile
@@ -189,7 +189,7 @@ class Push:
         self.record.t_registered = time.perf_counter()
         self.handle(Registered(registration))
 
-    def reconnect(self, error: str | None) -> None:
+    def handshake_ended(self, error: str | None) -> None:
         """The handshake that ``Host.connect`` started is over; ``error`` is the reason of its failure, or None."""
         if self.session.state is not State.CONNECTING:
             return
@@ -215,13 +215,13 @@ class Push:
         for transfer in list(self.transfers):
             if self.session.failure is not None:
                 transfer.halt()
+            error: TransportError | None = None
             try:
-                state = transfer.poll()
-                error = TransportError("a WRITE ended in an error") if state is WriteState.FAILED else None
+                if transfer.poll() is WriteState.PENDING:
+                    continue
             except TransportError as failure:
-                state, error = WriteState.FAILED, failure
-            if state is not WriteState.PENDING:
-                self._ended(transfer, error)
+                error = failure
+            self._ended(transfer, error)
         since = min((transfer.record.t_posted for transfer in self.transfers), default=math.inf)
         self._polled_at, timeout_s = time.perf_counter(), self._shared.write_timeout_s
         if self.session.failure is None and self._polled_at - since >= timeout_s:
@@ -239,10 +239,13 @@ class Push:
         self.record.decode_engine_id = registration.decode_engine_id
         try:
             link = self._shared.host.connect(self, registration)
-        except Exception as error:  # noqa: BLE001  no handshake, or a host that fails: either way this push cannot go on
+        except PeerRefusedError as error:
+            self.fail(str(error))
+            return
+        except Exception as error:  # noqa: BLE001  a host that fails: this push cannot go on
             self.fail(f"{type(error).__name__}: {error}")
             return
-        if link is None:  # `reconnect` follows, or was called meanwhile
+        if link is None:  # `handshake_ended` follows, or was called meanwhile
             return
         self._link = link
         if link.refusal is not None:

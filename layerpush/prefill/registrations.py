@@ -23,7 +23,7 @@ from layerpush.core.arrivals import Arrivals
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
-from layerpush.core.push_protocol import ReportFailure, SendFirstToken
+from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
 from layerpush.core.request_names import Named, RequestNames
 from layerpush.core.wire import (
     Accepted,
@@ -37,6 +37,7 @@ from layerpush.core.wire import (
     Registration,
     Window,
     encode,
+    one_line,
 )
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
 from layerpush.prefill.writer import PushWriter
@@ -49,7 +50,6 @@ REMEMBERED = 4096
 ENDED_S = 60.0
 ELSEWHERE_S = 10.0
 """Seconds for which it is known that a request went to another rank. The next attempt may come to this one."""
-MAX_REASON = 400
 PROBES = 5
 LOOK_EVERY_S = 1.0
 NO_REQUEST = "no such request came to the prefill engine"
@@ -107,7 +107,7 @@ class Registrations:
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
-        self._cancelled_early: BoundedDict[Key, tuple[float, Named]] = BoundedDict(REMEMBERED)
+        self._unwanted: BoundedDict[Key, tuple[float, Named]] = BoundedDict(REMEMBERED)
         self._failures: dict[str, tuple[float, str]] = {}
         self._ended: dict[str, tuple[float, str | None]] = {}
         """Requests that are over: the time at which they are forgotten, and their ``transfer_id``."""
@@ -169,7 +169,7 @@ class Registrations:
         self.peers.found(engine_id, now)
         kept = self._pending.drop(key)
         if kept is not None:
-            self._cancelled_early.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
+            self._unwanted.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
         request_id = self._writer.serving(key)
         self._withdraw(request_id, kept)
         if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
@@ -184,7 +184,7 @@ class Registrations:
         self._withdraw(None, message)
         request_id = self._names.match(message, self._writer.waiting())
         if request_id is None or not self._writer.decline(request_id):
-            self._cancelled_early.note(message.key, (now + KEPT_S, message))
+            self._unwanted.note(message.key, (now + KEPT_S, message))
 
     def on_ping(self, sender: str, message: Ping) -> None:
         """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""
@@ -228,12 +228,12 @@ class Registrations:
         return registration
 
     def is_unwanted(self, request_id: str, now: float) -> bool:
-        """Whether the registration of this request was cancelled before the request was there."""
-        for key, (deadline, registration) in list(self._cancelled_early.items()):
+        """Whether D cancelled or declined this request, or P refused its registration, before the request was there."""
+        for key, (deadline, registration) in list(self._unwanted.items()):
             if deadline <= now:
-                del self._cancelled_early[key]
+                del self._unwanted[key]
             elif self._names.is_for(registration, request_id):
-                del self._cancelled_early[key]
+                del self._unwanted[key]
                 return True
         return False
 
@@ -259,14 +259,12 @@ class Registrations:
         """Send the decode engine a push's failure: no completion will come."""
         registration = report.registration
         if not registration.layerpush:
-            if report.drained and report.reason == "aborted":
+            if report.drained and report.reason == Aborted.reason:
                 self._served.pop(registration.key, None)
                 for dropped in self._pending.add(registration, now):  # a stock engine: the request may come again
                     self._refuse(dropped, NO_REQUEST, now)
             return
-        message: Cancelled | Fail = Fail(
-            registration.request_id, report.epoch, report.reason[:MAX_REASON], report.drained
-        )
+        message: Cancelled | Fail = Fail(registration.request_id, report.epoch, one_line(report.reason), report.drained)
         if report.drained:
             message = Cancelled(registration.request_id) if report.cancelled else message
             self._answers.note(registration.key, message)
@@ -283,9 +281,9 @@ class Registrations:
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""
-        for key, (_, registration) in list(self._cancelled_early.items()):
+        for key, (_, registration) in list(self._unwanted.items()):
             if self._names.is_for(registration, request_id):
-                del self._cancelled_early[key]
+                del self._unwanted[key]
         self._take_arrivals()
         transfer = self._transfer_of(request_id)
         self._ended.pop(request_id, None)
@@ -301,8 +299,8 @@ class Registrations:
 
     def tick(self, now: float) -> None:
         """Forget old entries; drop connections that are closing."""
-        while self._cancelled_early and next(iter(self._cancelled_early.values()))[0] <= now:
-            self._cancelled_early.popitem(last=False)
+        while self._unwanted and next(iter(self._unwanted.values()))[0] <= now:
+            self._unwanted.popitem(last=False)
         while self._failures and next(iter(self._failures.values()))[0] <= now:
             del self._failures[next(iter(self._failures))]
         while self._ended and next(iter(self._ended.values()))[0] <= now:
@@ -331,7 +329,7 @@ class Registrations:
                 return
             if registration.layerpush and not self._is_here(registration):
                 self._pending.drop(registration.key)
-                self._cancelled_early.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
+                self._unwanted.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
                 self._refuse(registration, NO_REQUEST, now)
 
     def _withdraw(self, request_id: str | None, named: Named | None) -> None:
@@ -374,7 +372,7 @@ class Registrations:
     def _refuse(self, registration: Registration, reason: str, now: float) -> None:
         logger.warning("layerpush: no push for %s: %s", registration.request_id, reason)
         if registration.layerpush:
-            message = Fail(registration.request_id, 0, reason[:MAX_REASON], True)
+            message = Fail(registration.request_id, 0, one_line(reason), True)
             self._answers.note(registration.key, message)
             self._answer(registration, message, now)
 

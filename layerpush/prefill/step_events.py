@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Protocol
 
 from layerpush.core.first_token import Sampled
-from layerpush.core.push_protocol import Aborted, Event, LeaseExpired, Preempted
+from layerpush.core.push_protocol import Aborted, LeaseExpired, Preempted
 from layerpush.core.step_plan import ChunkPlan, StepPlan
 
 QUEUE_LIMIT = 1 << 16
@@ -91,7 +91,7 @@ class Revoked:
     """``event`` takes a request's blocks away. ``started`` is the first step that was armed for it, 0 if none was."""
 
     request_id: str
-    event: Event
+    event: Preempted | Aborted | LeaseExpired
     started: int
 
 
@@ -263,7 +263,7 @@ class StepEvents:
         """Whether the device computes after its calls return."""
         return self._fences is not None
 
-    def _revoke(self, request_id: str, event: Event) -> None:
+    def _revoke(self, request_id: str, event: Preempted | Aborted | LeaseExpired) -> None:
         with self._void_lock:
             self._void[request_id] = self._step + 1
             self._revoked.append(Revoked(request_id, event, self._first_step.pop(request_id, 0)))

@@ -65,7 +65,7 @@ class StepSchedule:
                 links.setdefault(registration.decode_engine_id, []).append(push)
         for engine_id, sharing in links.items():
             running = [push for push in sharing if push.request_id in step]
-            if running and all(push.session.policy.scheduled for push in running):
+            if running and all(push.session.policy.mode == "auto" for push in running):
                 self._decide(engine_id, sharing, running, ready, now)
 
     def waits(self, push: Push) -> bool:

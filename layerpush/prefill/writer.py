@@ -37,7 +37,6 @@ from layerpush.core.push_protocol import (
     Finished,
     LeaseExpired,
     Planned,
-    Preempted,
     Ready,
     State,
 )
@@ -63,8 +62,6 @@ FENCE_POLL_S = 100e-6
 WRITE_POLL_S = 300e-6
 PEER_POLL_S = 1e-3
 RELEASE_RETRY_S = 1.0
-
-_REVOKED = {Preempted: "preempted", Aborted: "aborted", LeaseExpired: "evicted"}
 
 
 class PushWriter:
@@ -159,7 +156,7 @@ class PushWriter:
                 else:
                     self._host.ended(request_id, event.reason)
             if push is not None and push.session.accepts(type(event)):
-                logger.info("push of %s: %s", request_id, _REVOKED[type(event)])
+                logger.info("push of %s: %s", request_id, event.reason)
                 push.handle(event)
 
     def _begin_step(self, event: StepStarted, at: float) -> None:
@@ -192,7 +189,7 @@ class PushWriter:
         swept = self._step_swept
         self._schedule.step_ended(len(self._layer_groups) - len(swept))
         if swept and self._step_events.is_hooked:
-            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.streams_by_layer]
+            tokens = [chunk.end - chunk.start for push, chunk in self._step if push.session.policy.by_layer]
             self._unhooked.step_ended(swept, max(tokens, default=0))
         self._step, self._swept = [], self._current
 
@@ -220,13 +217,10 @@ class PushWriter:
 
     def _open(self, request_id: str, streams: bool, chosen: PushMode | None = None) -> Push:
         """``streams`` False: the scheduler has no blocks to push before prefill ends. ``chosen``: see ``ChunkPlan``."""
-        mode, policy = chosen or self._identity.mode, self._policy
-        fallback = self._identity.fallback if mode != "request" else None
-        if chosen is not None:
-            by_key = chosen != "request" and fallback is None
-            policy = replace(policy, by_layer=chosen != "chunk", scheduled=chosen == "auto", streams=by_key)
-        if not streams and policy.streams:
-            policy, fallback = Policy(streams=False), SHORT_PROMPT
+        mode, fallback = chosen or self._policy.mode, None
+        if mode != "request":
+            fallback = self._identity.fallback or (None if streams else SHORT_PROMPT)
+        policy = replace(self._policy, mode=mode if fallback is None else "request")
         session = PushSession(request_id, self._layer_groups, self._layout.layer_bytes, policy)
         record = PushRecord(
             request_id=request_id,
@@ -268,7 +262,9 @@ class PushWriter:
             urgent = layers is None or self._has_urgent_writes
             landing = 0.0 if urgent else min(self._schedule.landing_poll_s(time.perf_counter()), LONGEST_S)
             timeouts.append(max(WRITE_POLL_S, landing))
-        elif self._strategy is not None and (self._strategy.in_flight if self._pushes else self._strategy.is_busy):
+        elif self._strategy is not None and (
+            self._strategy.engines_in_flight if self._pushes else self._strategy.is_busy
+        ):
             timeouts.append(WRITE_POLL_S)
         if any(push.awaits_peer for push in self._pushes.values()):
             timeouts.append(PEER_POLL_S)
@@ -281,7 +277,7 @@ class PushWriter:
         if not self._step or not missing:
             return None
         interval, look, now = self._layer_interval, self._schedule.next_look, time.perf_counter()
-        if not any(push.session.policy.streams_by_layer for push, _ in self._step):
+        if not any(push.session.policy.by_layer for push, _ in self._step):
             return min(LONGEST_S, self._fence_poll(interval.expected(missing), now))
         every = interval.seconds
         if every is None or not interval.is_measured:
@@ -343,7 +339,7 @@ class PushWriter:
             return True
         return False
 
-    def evicted(self, request_id: str) -> None:
+    def request_ended(self, request_id: str) -> None:
         """The main thread has reported the request as sent, or its lease is over."""
         push = self._pushes.get(request_id)
         if push is not None:

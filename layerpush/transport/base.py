@@ -32,11 +32,10 @@ WriteHandle = Hashable
 
 
 class WriteState(enum.Enum):
-    """State of a posted WRITE: on the wire, in the peer's memory, or lost."""
+    """State of a posted WRITE: on the wire, or in the peer's memory. ``poll`` raises an error for one that is lost."""
 
     PENDING = "pending"
     LANDED = "landed"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Transport(Protocol):
     - WRITEs land in any order, from their posting on; a WRITE may need ``poll`` calls to get anywhere.
     - A WRITE that ``poll`` reports as ``LANDED`` is wholly in the peer's memory; a notification sent after that
       cannot overtake it. A notification sent earlier can.
-    - A WRITE that ``FAILED`` may have landed in part, but is over: no more bytes of it land. As long as some may,
-      ``poll`` returns ``PENDING``, and ``post_write`` raises nothing.
-    - ``release`` before ``LANDED`` or ``FAILED`` is no cancel: the bytes may still land, later.
+    - A WRITE for which ``poll`` raises may have landed in part, but is over: no more bytes of it land. As long as some
+      may, ``poll`` returns ``PENDING``, and ``post_write`` raises nothing.
+    - ``release`` before the end of a WRITE is no cancel: the bytes may still land, later.
     """
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
@@ -82,7 +81,8 @@ class Transport(Protocol):
     def poll(self, handle: WriteHandle) -> WriteState:
         """Make progress on a WRITE, and return its state.
 
-        Raises ``PeerLostError`` when the peer died under it; any other ``TransportError`` is ``FAILED`` with a reason.
+        Raises ``TransportError`` with the reason when the WRITE has failed and is over, ``PeerLostError`` when the peer
+        died under it.
         """
 
     def release(self, handle: WriteHandle) -> None:

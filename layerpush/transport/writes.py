@@ -14,8 +14,8 @@ each is a transfer. It never makes a WRITE wait.
 
 Rules:
 
-- A transfer's memory, on both sides, is in use until ``poll`` has returned ``LANDED`` or ``FAILED``, or has raised
-  ``TransportError``. Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
+- A transfer's memory, on both sides, is in use until ``poll`` has returned ``LANDED`` or has raised ``TransportError``.
+  Nothing else ends a WRITE: neither ``halt`` nor ``release`` is a cancel.
 - ``release`` comes after that, once. Only a shutdown that has waited long enough releases earlier.
 - A transfer moves on when it is polled. One that is staged does nothing in between (``needs_polling``).
 """

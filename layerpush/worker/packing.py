@@ -61,9 +61,9 @@ class WorkerPacking:
         self._rings: dict[str, tuple[Window, Any]] = {}
 
     @property
-    def engines_in_flight(self) -> set[str]:
-        """Decode engines that calibration writes to. Any thread."""
-        return set() if self.strategy is None else self.strategy.engines_in_flight
+    def engines_to_measure(self) -> set[str]:
+        """Decode engines whose calibration runs, or waits until there is no push. Any thread."""
+        return set() if self.strategy is None else self.strategy.engines_to_measure
 
     @property
     def rings(self) -> tuple[Ring, ...]:

@@ -16,7 +16,7 @@ from layerpush.core.layout import CacheLayout
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Registration, Window, encode_completion
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.host import HandshakeError, Host
+from layerpush.prefill.host import Host, PeerRefusedError
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations
 from layerpush.prefill.writer import PushWriter
@@ -70,12 +70,12 @@ class WorkerHost:
         engine_id = registration.decode_engine_id
         if not self._worker.agents_of(engine_id):
             self._connections.reach(
-                address_of(registration), lambda error, _: push.reconnect(error), time.perf_counter()
+                address_of(registration), lambda error, _: push.handshake_ended(error), time.perf_counter()
             )
             return None
         refusal = self._refusal(registration)
         if refusal is not None:
-            raise HandshakeError(refusal)
+            raise PeerRefusedError(refusal)
         self._worker.touch_engine(engine_id)
         link = self._links.get(engine_id)
         if link is None:

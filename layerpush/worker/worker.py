@@ -205,13 +205,9 @@ class LayerwisePushWorker(VllmPushWorker):
     def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
         config = self._config
         return PushWriter(
-            Identity(self.engine_id, self.tp_rank, config.mode, fallback, self.vllm_config.model_config.model),
+            Identity(self.engine_id, self.tp_rank, fallback, self.vllm_config.model_config.model),
             layout,
-            Policy(
-                by_layer=config.granularity != "chunk",
-                scheduled=config.granularity == "auto",
-                streams=config.layerwise and fallback is None,
-            ),
+            Policy(config.mode),
             self.transport,
             self.step_events,
             host,
@@ -298,7 +294,7 @@ class LayerwisePushWorker(VllmPushWorker):
     @property
     def engines_in_use(self) -> set[str]:
         """Engines whose connections must stay: pushes, loads or a calibration need them."""
-        return self.writer.engines_in_use | self._packing.engines_in_flight | self.loads.engines_in_use
+        return self.writer.engines_in_use | self._packing.engines_to_measure | self.loads.engines_in_use
 
     # Writer thread: its loop.
 

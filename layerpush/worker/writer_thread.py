@@ -117,7 +117,7 @@ class WriterThread:
         for what, task in self._worker.tasks():
             self._guard(what, None, task)
         for request_id in self._worker.ended_requests():
-            self._pushes.evicted(request_id)
+            self._pushes.request_ended(request_id)
         for request_id, blocks, data in self._worker.deferred_pushes():
             if self._pushes.is_delegated(request_id):
                 push = partial(self._worker.push_whole, request_id, blocks, data)

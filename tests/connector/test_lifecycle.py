@@ -432,7 +432,7 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
     d.step()
     if order == "D first":
         registrations = p.worker.connector_worker.registrations
-        step_until(p, d, done=lambda: registrations._cancelled_early)
+        step_until(p, d, done=lambda: registrations._unwanted)
         p.prefill("r-1", TOKENS)
     step_until(p, d, done=lambda: p.sent == ["r-1"])
     assert p.free_blocks == p.config.cache_config.num_gpu_blocks - 1

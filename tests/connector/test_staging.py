@@ -241,11 +241,11 @@ def test_a_disconnect_during_timed_writes_releases_their_handles(monkeypatch: py
     assert ring is not None
     assert staging.strategy is not None
     staging.strategy.turn()
-    assert staging.engines_in_flight == {"D"}
+    assert staging.engines_to_measure == {"D"}
     place.nixl.broken.add("release_dlist_handle")
     staging.disconnected("D")
     assert place.nixl.released == ["a WRITE", ring.remote_descriptors]
-    assert staging.engines_in_flight == set()
+    assert staging.engines_to_measure == set()
     staging.close()
     staging.close()
     assert len(place.nixl.released) == 4

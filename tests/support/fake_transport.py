@@ -42,7 +42,7 @@ class FakeWrite:
     """By position: the owners for whom the WRITE is."""
     polls_left: int
     fails: bool
-    state: WriteState = WriteState.PENDING
+    state: WriteState | TransportError = WriteState.PENDING
     lingers: int = 0
     """The WRITE goes on after its source's death for as many looks of the target."""
 
@@ -54,7 +54,7 @@ class FakeWrite:
         if self.state is not WriteState.PENDING or not self.target.alive or self.target.frozen:
             return
         if self.polls_left == 1 and self.fails:
-            self.state = WriteState.FAILED
+            self.state = TransportError("a WRITE ended in an error")
             return
         share = -(-len(self.unmoved) // self.polls_left)
         for position in self.unmoved[:share]:
@@ -205,6 +205,8 @@ class FakeTransport:
             write.progress()
             if write.state is WriteState.PENDING and not write.target.alive:
                 raise PeerLostError(f"endpoint {write.target.name!r} died under a WRITE")
+            if isinstance(write.state, TransportError):
+                raise write.state
             return write.state
 
     def release(self, handle: WriteHandle) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from layerpush.core.push_protocol import Write
 from layerpush.telemetry.trace_records import WriteRecord
-from layerpush.transport.base import Route, WriteState
+from layerpush.transport.base import Route, TransportError, WriteState
 from layerpush.transport.link import Link
 from layerpush.transport.packing.calibration import BUDGET_S, QUIET_S, SCRATCH_PIECES, Calibration
 from layerpush.transport.packing.cost_model import Costs
@@ -136,8 +136,12 @@ def test_a_failed_calibration_is_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     pair, clock = Pair(), Clock()
     for module in ("calibration", "strategy"):
         monkeypatch.setattr(f"layerpush.transport.packing.{module}.time", clock)
+
+    def fails(_: object) -> WriteState:
+        raise TransportError("a WRITE ended in an error")
+
     with monkeypatch.context() as failing:
-        failing.setattr(pair.p, "poll", lambda _: WriteState.FAILED)
+        failing.setattr(pair.p, "poll", fails)
         pair.calibrates()
         pair.until_idle()
     pair.strategy.turn()

@@ -49,7 +49,7 @@ def test_fences_are_found_in_time_with_few_polls(
     gpu = Gpu(layer_s)
     monkeypatch.setattr(time, "perf_counter", lambda: gpu.now)
     monkeypatch.setattr(step_events, "perf_counter", lambda: gpu.now)
-    rig = Rig(layers=LAYERS, policy=Policy(by_layer=by_layer))
+    rig = Rig(layers=LAYERS, policy=Policy("layer" if by_layer else "chunk"))
     rig.capture._fences = gpu
     prompt = Prompt("p-1", TOKENS, list(range(1, 9)))
     rig.registers(prompt)

@@ -80,7 +80,7 @@ def test_the_writer_uses_the_interval_between_layers_only(monkeypatch: pytest.Mo
 
 
 def test_by_chunk_the_writer_uses_the_longest_interval() -> None:
-    rig = Rig(policy=Policy(by_layer=False))
+    rig = Rig(policy=Policy("chunk"))
     prompt, decoder = Prompt("p-1", 22, [5, 1, 8, 3, 12, 10, 20, 22]), rig.decoder("D")
     rig.registers(prompt, decoder)
     seen: list[float | None] = []

@@ -109,8 +109,8 @@ def test_the_writer_may_add_an_engine_while_another_thread_reads_them() -> None:
             return object()
 
     strategy._engines["first"] = First()  # type: ignore[assignment]
-    assert strategy.engines_in_flight == {"first"}
-    assert strategy.engines_in_flight == {"first", "added"}
+    assert strategy.engines_to_measure == {"first"}
+    assert strategy.engines_to_measure == {"first", "added"}
 
 
 @pytest.mark.parametrize(("packing", "looks"), [("auto", False), ("gather", True)])

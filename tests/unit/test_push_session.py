@@ -110,9 +110,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         layer_groups=tuple(draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=5))),
         block_sizes=sizes,
         wanted=tuple(draw(st.integers(1, blocks_of(tokens, size))) if least else 0 for size in sizes),
-        policy=Policy(
-            draw(st.booleans()), draw(st.sampled_from([0, 1, 25, 1000])), draw(st.sampled_from([1, 2, 8, 100]))
-        ),
+        policy=Policy(draw(st.sampled_from(["layer", "chunk"])), draw(st.sampled_from([1, 2, 8, 100]))),
         nulls=(0, draw(st.integers(0, 3)), 0),
     )
 

@@ -23,12 +23,12 @@ SHAPES = {
     "by layer": Shape(8, (0,), (4,), (2,), Policy(max_in_flight=2)),
     "two layers": Shape(4, (0, 0), (4,), (1,), Policy(max_in_flight=2)),
     "preempted twice": Shape(4, (0,), (4,), (1,)),
-    "by chunk": Shape(8, (0, 0), (4,), (2,), Policy(by_layer=False)),
+    "by chunk": Shape(8, (0, 0), (4,), (2,), Policy("chunk")),
     "a hit on D": Shape(8, (0, 0), (4,), (1,)),
     "nothing wanted": Shape(8, (0,), (4,), (0,)),
     "two groups": Shape(8, (0, 1), (4, 8), (2, 1), Policy(max_in_flight=1)),
     "a sliding window": Shape(8, (0,), (4,), (2,), nulls=(1, 0, 0)),
-    "only watched": Shape(8, (0, 0), (4,), (2,), Policy(streams=False)),
+    "only watched": Shape(8, (0, 0), (4,), (2,), Policy("request")),
 }
 
 PREEMPTIONS = {SHAPES["by layer"]: 1, SHAPES["preempted twice"]: 2}

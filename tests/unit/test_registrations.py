@@ -12,6 +12,7 @@ from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import (
+    MAX_REASON_CHARS,
     Accepted,
     Cancel,
     Cancelled,
@@ -26,7 +27,7 @@ from layerpush.core.wire import (
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.registrations import ELSEWHERE_S, ENDED_S, MAX_REASON, PROBES, SPARE_ANSWER, Registrations
+from layerpush.prefill.registrations import ELSEWHERE_S, ENDED_S, PROBES, SPARE_ANSWER, Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -453,7 +454,7 @@ def test_an_undrained_failure_does_not_answer_the_cancel() -> None:
 def test_a_long_reason_is_cut_short() -> None:
     world = World()
     world.fails(world.served(), "x" * 10_000)
-    assert world.heard() == [failure("x" * MAX_REASON)]
+    assert world.heard() == [failure("x" * MAX_REASON_CHARS)]
 
 
 def test_a_waiting_registration_fails_with_its_request() -> None:

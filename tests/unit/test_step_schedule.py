@@ -16,7 +16,7 @@ from layerpush.prefill.writer import FENCE_POLL_S, PEER_POLL_S, WRITE_POLL_S
 from tests.unit.writer_rig import BLOCK_SIZE, Prompt, Rig
 
 LAYERS, TOKENS = 12, 22
-SCHEDULED = Policy(scheduled=True)
+SCHEDULED = Policy("auto")
 
 
 def rig_with(layer_s: float | None, byte_s: float | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, Prompt]:
@@ -182,7 +182,7 @@ def test_the_writer_turns_at_once_if_a_push_begins_to_stream_after_a_turn(monkey
 
     def between() -> None:
         if not timeouts:
-            rig.host.connecting["p-1"].reconnect(None)
+            rig.host.connecting["p-1"].handshake_ended(None)
         timeouts.append(rig.writer.poll_timeout)
 
     rig.step((prompt, TOKENS), between=between)

@@ -80,7 +80,7 @@ def test_a_handshake_in_the_background_delays_the_first_write() -> None:
     rig.host.links["D"] = [None]
     rig.step((prompt, 12))
     assert rig.fabric.writes == []
-    rig.host.connecting["p-1"].reconnect(None)
+    rig.host.connecting["p-1"].handshake_ended(None)
     rig.step((prompt, 12))
     rig.settle()
     rig.assert_delivered(prompt, wanted)
@@ -181,7 +181,7 @@ LONG = 100  # tokens: too many for a decode graph
 def test_layers_that_call_no_hook_are_logged_once(
     hooked: tuple[int, ...], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(engine=Identity("P", 0, "layer", model="m"))
+    rig = Rig(engine=Identity("P", 0, model="m"))
     for number in range(2):
         prompt = Prompt(f"p-{number}", LONG, list(range(1, 1 + LONG // 4)))
         rig.step((prompt, LONG), hooked=hooked)
@@ -193,7 +193,7 @@ def test_layers_that_call_no_hook_are_logged_once(
 
 @pytest.mark.parametrize(
     ("hooked", "tokens", "policy"),
-    [((0, 1, 2), LONG, Policy()), ((), 22, Policy()), ((), LONG, Policy(by_layer=False))],
+    [((0, 1, 2), LONG, Policy()), ((), 22, Policy()), ((), LONG, Policy("chunk"))],
     ids=["all hooked", "as few tokens as in a graph", "by chunk"],
 )
 def test_expected_sweeps_are_not_logged(
@@ -280,8 +280,7 @@ UNABLE = "the KV cache is staged in a host buffer"
 @pytest.mark.parametrize("configured", ["auto", "layer", "chunk", "request"])
 def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     """The engine's mode is for other requests; the record, its counters and the WRITEs follow the request's own."""
-    policy = Policy(by_layer=configured != "chunk", scheduled=configured == "auto", streams=configured != "request")
-    rig = Rig(policy=policy, engine=Identity("P", 0, configured))
+    rig = Rig(policy=Policy(configured))
     decoder = rig.decoder()
     chosen: dict[str, PushMode | None] = {"r-0": None, "r-1": "request", "r-2": "chunk", "r-3": "layer", "r-4": "auto"}
     modes = [mode or configured for mode in chosen.values()]
@@ -310,7 +309,7 @@ def test_requests_choose_their_push_mode(configured: PushMode) -> None:
     ("mode", "fallback"), [("auto", UNABLE), ("layer", UNABLE), ("chunk", UNABLE), ("request", None)]
 )
 def test_an_engine_unable_to_push_by_layer_records_the_fallback(mode: PushMode, fallback: str | None) -> None:
-    rig = Rig(policy=Policy(streams=False), engine=Identity("P", 0, "request", UNABLE))
+    rig = Rig(engine=Identity("P", 0, UNABLE))
     prompt, decoder = Prompt("p-1", TOKENS, list(range(1, 9)), mode, streams=False), rig.decoder()
     wanted = rig.registers(prompt, decoder)
     rig.step((prompt, TOKENS))
@@ -336,7 +335,7 @@ def test_a_short_prompt_is_pushed_whole_in_every_mode(mode: PushMode | None, fal
 
 @pytest.mark.parametrize(("mode", "by_layer"), [("auto", True), ("layer", True), ("chunk", False), ("request", False)])
 def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, by_layer: bool) -> None:
-    rig = Rig(policy=Policy(by_layer=not by_layer))
+    rig = Rig(policy=Policy("chunk" if by_layer else "layer"))
     rig.step((prompt_of(), 9))
     prompt = Prompt("p-2", TOKENS, list(range(20, 28)), mode)
     rig.capture.arm(StepPlan((prompt.chunk(9),)))
@@ -346,7 +345,7 @@ def test_the_layer_poll_interval_follows_the_modes_of_the_step(mode: PushMode, b
 
 
 def test_the_record_has_all_times_writes_and_counters() -> None:
-    rig, prompt = Rig(policy=Policy(by_layer=False)), prompt_of()
+    rig, prompt = Rig(policy=Policy("chunk")), prompt_of()
     rig.registers(prompt)
     rig.step((prompt, 9))
     rig.step((prompt, 13))
@@ -354,7 +353,7 @@ def test_the_record_has_all_times_writes_and_counters() -> None:
     rig.finish(prompt)
 
     (record,) = rig.trace.records
-    assert (record.mode, record.outcome, record.fallback, record.tokens) == ("layer", "completed", None, TOKENS)
+    assert (record.mode, record.outcome, record.fallback, record.tokens) == ("chunk", "completed", None, TOKENS)
     assert (record.decode_engine_id, record.decode_request_id) == ("D", "d-p-1")
     assert [(chunk.start_block, chunk.end_block) for chunk in record.chunks] == [(0, 2), (2, 6)]
     assert len(record.ready) == 2 * rig.layers

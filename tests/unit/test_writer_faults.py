@@ -6,12 +6,14 @@ import logging
 import math
 import random
 import time
+from typing import get_args
 
 import pytest
 
+from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from layerpush.core.wire import Registration
-from layerpush.prefill.host import HandshakeError
+from layerpush.prefill.host import PeerRefusedError
 from tests.support.fake_transport import Faults
 from tests.unit.builders import wait_at_random
 from tests.unit.writer_rig import Prompt, Rig
@@ -127,7 +129,7 @@ def test_a_peer_death_before_the_completion_ends_the_push() -> None:
     assert rig.host.reported_failures() == [(record.reason, True, False)]
 
 
-@pytest.mark.parametrize("error", [HandshakeError("connection refused"), RuntimeError("a bug of the host")])
+@pytest.mark.parametrize("error", [PeerRefusedError("connection refused"), RuntimeError("a bug of the host")])
 @pytest.mark.parametrize("handshake", [None, "succeeds", "fails"])
 def test_an_unreachable_decode_engine_fails_the_push(error: Exception, handshake: str | None) -> None:
     """At once, or when the handshake in the background is over."""
@@ -135,10 +137,10 @@ def test_an_unreachable_decode_engine_fails_the_push(error: Exception, handshake
     rig.host.links["D"] = [error] if handshake is None else [None, error]
     rig.step((prompt, 9))
     if handshake == "succeeds":
-        rig.host.connecting["p-1"].reconnect(None)
+        rig.host.connecting["p-1"].handshake_ended(None)
     elif handshake == "fails":
         for _ in range(2):  # a double report
-            rig.host.connecting["p-1"].reconnect(str(error))
+            rig.host.connecting["p-1"].handshake_ended(str(error))
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -304,7 +306,7 @@ def test_a_cancel_during_the_handshake_ends_the_push() -> None:
     rig.step((prompt, 9))
     assert not rig.writer.cancel("p-1", KEY)
     assert [drained for _, drained, _ in rig.host.reported_failures()] == [True]
-    rig.host.connecting["p-1"].reconnect(None)
+    rig.host.connecting["p-1"].handshake_ended(None)
     rig.step((prompt, 13))
     rig.finish(prompt)
     rig.settle()
@@ -395,7 +397,7 @@ def test_the_loss_of_a_peer_is_reported_before_its_whole_push_drains(end: str) -
     if "aborted" in end:
         rig.abort(prompt)
     if "evicted" in end:
-        rig.writer.evicted("p-1")
+        rig.writer.request_ended("p-1")
     assert [drained for _, drained, _ in rig.host.reported_failures()] in ([], [False])
     rig.fabric.kill("D-0")
     rig.settle()
@@ -532,9 +534,9 @@ def test_a_failed_upstream_write_is_reported_to_the_host() -> None:
 def test_a_completion_always_follows_its_bytes_under_random_faults(seed: int) -> None:
     """Random faults, preemptions, aborts, cancellations and merging over several requests."""
     draw = random.Random(seed)
-    policy = Policy(draw.random() < 0.7, draw.random() < 0.5, draw.randint(1, 8), draw.random() < 0.8)
+    policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.randint(1, 8))
     rig = Rig(Faults.seeded(seed, rate=draw.choice([0.0, 0.02, 0.1])), policy=policy, seed=seed)
-    if policy.scheduled:
+    if policy.mode == "auto":
         wait_at_random(rig.writer, draw)
     decoder = rig.decoder(ranks=draw.choice([1, 2]))
     prompts = [Prompt(f"p-{n}", draw.randint(1, 30), list(range(1 + 8 * n, 9 + 8 * n))) for n in range(4)]

@@ -17,7 +17,7 @@ from layerpush.transport.packing.calibration import SCRATCH_PIECES
 from layerpush.transport.packing.cost_model import Costs
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.packer import UNPACK_RETRY_S, Stage
-from tests.support.fake_transport import Faults
+from tests.support.fake_transport import FakeTransport, Faults
 from tests.unit.packing_rig import PackingRig, UnpackingDecoder
 from tests.unit.writer_rig import Prompt
 
@@ -108,27 +108,32 @@ def test_the_completion_follows_the_scatter_of_the_last_block() -> None:
     over(rig, prompt, decoder, wanted)
 
 
+def describe_scratch(*ends: FakeTransport) -> None:
+    """Give each end the memory that a calibration writes from and to."""
+    size = SCRATCH_PIECES * PIECE_BYTES
+    for end in ends:
+        end.describe("scratch", np.zeros(size, np.uint8), range(0, size, PIECE_BYTES), PIECE_BYTES)
+
+
 def test_calibration_writes_do_not_block_a_push() -> None:
     """The push waits for the timed WRITE on the wire; the next timed WRITE begins after the push."""
     rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
     prompt = Prompt("p-1", TOKENS, [5, 1, 8, 3, 12, 10, 20, 22])
     decoder = rig.unpacking()
     rig.host.pending[prompt.name] = wanted = rig.asks(prompt, decoder)
-    size = SCRATCH_PIECES * PIECE_BYTES
-    for end in (rig.p, decoder.ends[0]):
-        end.describe("scratch", np.zeros(size, np.uint8), range(0, size, PIECE_BYTES), PIECE_BYTES)
+    describe_scratch(rig.p, decoder.ends[0])
     rig.strategy.calibrate("D", rig.p, Route("D-0", 0, "scratch", "scratch"))
 
     def timed() -> int:
         return sum(write.route.remote_descriptors == "scratch" for write in rig.fabric.writes)
 
     rig.writer.turn()
-    assert (timed(), rig.strategy.in_flight) == (1, True)
+    assert (timed(), rig.strategy.engines_in_flight) == (1, {"D"})
     rig.step((prompt, TOKENS))
     rig.fabric.writes[0].polls_left = 1
     rig.settle()
     assert decoder.told() == [[b"d-p-1:1"]]
-    assert (timed(), rig.strategy.in_flight, rig.strategy.is_busy) == (1, False, True)
+    assert (timed(), rig.strategy.engines_in_flight, rig.strategy.is_busy) == (1, set(), True)
     assert rig.writer.poll_timeout != WRITE_POLL_S, "no WRITE to poll"
     over(rig, prompt, decoder, wanted)
     deadline = time.monotonic() + 10
@@ -384,9 +389,13 @@ def test_the_writer_polls_often_while_writes_are_staged() -> None:
 
 
 def test_an_engine_is_not_dropped_during_its_calibration() -> None:
-    rig = PackingRig("auto")
-    rig.strategy.calibrate("E", rig.p, Route("E-0", 0, "scratch", "scratch"))
-    assert rig.writer.engines_in_flight == {"E"}
+    """It may be dropped before the first WRITE of the calibration, which waits until there is no push."""
+    rig = PackingRig("auto", Faults(hold_writes={0: NEVER}))
+    describe_scratch(rig.p, rig.unpacking().ends[0])
+    rig.strategy.calibrate("D", rig.p, Route("D-0", 0, "scratch", "scratch"))
+    assert (rig.writer.engines_in_flight, rig.strategy.engines_to_measure) == (set(), {"D"})
+    rig.writer.turn()
+    assert rig.writer.engines_in_flight == {"D"}
 
 
 @pytest.mark.parametrize("how", ["aborted", "cancelled", "failed"])

@@ -202,7 +202,7 @@ class ScriptedHost:
         if isinstance(answer, Exception):
             raise answer
         if answer is None and self.handshakes_end_at_once:
-            push.reconnect(None)
+            push.handshake_ended(None)
         return answer and replace(answer, window=self.rig.window(answer, registration))
 
     def is_unwanted(self, request_id: str) -> bool:
@@ -293,7 +293,7 @@ class Rig:
         meter = meter or PushMeter(Recorder())
         self.totals = Totals(meter)
         self.writer = PushWriter(
-            engine or Identity("P", 0, "layer"),
+            engine or Identity("P", 0),
             self.layout,
             policy or Policy(),
             self.p,

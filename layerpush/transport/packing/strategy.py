@@ -75,16 +75,20 @@ class PackingStrategy:
     @property
     def is_busy(self) -> bool:
         """Whether a calibration runs, or waits until there is no push. Any thread."""
-        return bool(self.engines_in_flight)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a WRITE of a calibration is on the wire."""
-        return any(engine.calibration is not None and engine.calibration.in_flight for engine in self._engines.values())
+        return bool(self.engines_to_measure)
 
     @property
     def engines_in_flight(self) -> set[str]:
-        """Decode engines that a WRITE of a calibration may be on its way to. Any thread."""
+        """Decode engines that a WRITE of a calibration is on its way to."""
+        return {
+            engine_id
+            for engine_id, engine in self._engines.items()
+            if engine.calibration is not None and engine.calibration.in_flight
+        }
+
+    @property
+    def engines_to_measure(self) -> set[str]:
+        """Decode engines whose calibration runs, or waits until there is no push. Any thread."""
         engines = self._engines.copy()  # the writer may add or remove one meanwhile
         return {engine_id for engine_id, engine in engines.items() if engine.calibration is not None}
 

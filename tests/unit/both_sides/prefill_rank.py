@@ -13,7 +13,7 @@ import numpy as np
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
 from layerpush.core.wire import Cancel, Decline, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
-from layerpush.prefill.host import HandshakeError, Identity
+from layerpush.prefill.host import Identity, PeerRefusedError
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations, address_of
 from layerpush.prefill.step_events import StepEvents
@@ -64,7 +64,7 @@ class PrefillRank(Process):
         self.whole: dict[int, tuple[str, Registration]] = {}
         self.digests: dict[str, str] = {}
         self.capture = StepEvents(layout.index_of, lambda: None, None)
-        identity, trace = Identity(engine.engine_id, rank, "layer"), TraceFile(None, engine.engine_id, rank)
+        identity, trace = Identity(engine.engine_id, rank), TraceFile(None, engine.engine_id, rank)
         self.staging = PrefillStaging(self, layout)
         self.packer = Packer(self.transport, layout, self.staging, self.piece, lambda: world.now)
         self.strategy = self._strategy()
@@ -82,7 +82,7 @@ class PrefillRank(Process):
             _Plans(world),
             strategy=self.strategy,
         )
-        if policy.scheduled:
+        if policy.mode == "auto":
             wait_at_random(self.writer, random.Random(rank))
         self.registrations = Registrations(
             self.writer,
@@ -160,7 +160,7 @@ class PrefillRank(Process):
     def turn(self) -> None:
         self.forget_reads()
         for request_id in self.evictions:
-            self.writer.evicted(request_id)
+            self.writer.request_ended(request_id)
         self.evictions.clear()
         super().turn()
         self.writer.turn()
@@ -185,7 +185,7 @@ class PrefillRank(Process):
     def connect(self, push: Push, registration: Registration) -> Link | None:
         engine_id = registration.decode_engine_id
         if not self.agents_of(engine_id):
-            self.peers.reach(address_of(registration), lambda error, _: push.reconnect(error), self.world.now)
+            self.peers.reach(address_of(registration), lambda error, _: push.handshake_ended(error), self.world.now)
             return None
         self.require_current(registration)
         route = self._route(engine_id)
@@ -196,9 +196,9 @@ class PrefillRank(Process):
     def require_current(self, registration: Registration) -> None:
         closing = self.registrations.peers.closing(registration.decode_engine_id)
         if closing is not None:
-            raise HandshakeError(closing)
+            raise PeerRefusedError(closing)
         if not self.registrations.is_current(registration):
-            raise HandshakeError("the decode engine was restarted")
+            raise PeerRefusedError("the decode engine was restarted")
 
     def _route(self, engine_id: str) -> Route:
         return Route(self.agents_of(engine_id)[0], 0, "kv", (self.engine.size, self.rank))
@@ -235,7 +235,7 @@ class PrefillRank(Process):
         try:
             self.require_current(registration)
             handle = self.transport.post_write(self._route(engine_id), ours, theirs)
-        except (TransportError, HandshakeError) as error:
+        except (TransportError, PeerRefusedError) as error:
             self.writer.fail(request_id, str(error))
             return
         self.whole[id(handle)] = (self._route(engine_id).agent, registration)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
+from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from tests.support.fake_transport import Faults
 from tests.unit.both_sides.moves import MOVES
@@ -27,12 +28,7 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> 
     """A world with random faults and packing, except for ``weather`` and ``packing``."""
     draw = random.Random(seed)
     weather = {kind: draw.choice(choices) for kind, choices in WEATHER.items()} | weather
-    policy = Policy(
-        by_layer=draw.random() < 0.7,
-        streams=draw.random() < 0.9,
-        max_in_flight=draw.choice([1, 2, 4]),
-        scheduled=draw.random() < 0.5,
-    )
+    policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4]))
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
     return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs)
