@@ -70,9 +70,7 @@ def main(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts in one step.")] = 1,
-    cached: Annotated[
-        str, typer.Option(help="How many percent of each prompt P has in its prefix cache; 0,90 measures both.")
-    ] = "0",
+    cached: Annotated[str, typer.Option(help="Percent of each prompt in P's prefix cache; 0,90 measures both.")] = "0",
     layer_ms: Annotated[
         float, typer.Option(min=0.5, help="Milliseconds of matrix products for a layer of a step.")
     ] = LAYER_MS,

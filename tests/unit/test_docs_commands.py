@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from bench import OUTPUT
+from bench import OUTPUT, RESULTS
 from layerpush.compat.busy_wait import VARIABLE
 from tests.docblocks import PAGES as ALL_PAGES
 from tests.docblocks import ROOT, Block, blocks, command_blocks, commands, needs_lines
@@ -179,6 +179,48 @@ def test_no_command_of_a_page_overwrites_the_committed_results(page: str) -> Non
     text = (ROOT / page).read_text()
     said = [block.text for block in command_blocks((page,))] + inline_commands(text)
     assert [found for one in said for found in published(one)] == []
+
+
+def measured(words: Sequence[str]) -> tuple[str, ...]:
+    """A benchmark, and its options without those that name files, in any order."""
+    program, *rest = words
+    name = program.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+    options = re.split(r" (?=--)", " ".join(["", *rest]).strip())
+    files = ("--out ", "--json ", "--plot ", "--keep-logs ")
+    return (name, *sorted(option for option in options if option and not option.startswith(files)))
+
+
+def commands_of_benchmarks(text: str) -> set[tuple[str, ...]]:
+    """The commands of a page, as in the JSON files of their results."""
+    said = [command.words for block in text.split("```bash\n")[1:] for command in commands(block.split("```")[0])]
+    benchmarks = {measured(words[2:]) for words in said if words[:2] == ("python", "-m")}
+    return benchmarks | {measured((".venv/bin/layerpush", "demo")) for words in said if words == ("make", "demo")}
+
+
+def results_without_command(text: str) -> list[str]:
+    """Committed results whose command the page lacks, with that command. docs/soak.md describes the soak's."""
+    known = commands_of_benchmarks(text)
+    made = {path.name: measured(json.loads(path.read_text())["argv"]) for path in RESULTS.glob("*.json")}
+    return [f"{name}: {' '.join(argv)}" for name, argv in made.items() if name != "soak.json" and argv not in known]
+
+
+def test_the_page_has_the_command_of_each_result() -> None:
+    assert results_without_command((ROOT / BENCHMARKS).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("bench.push --rounds 8", "bench.push", "push.json"),
+        ("--modes pull,request,layer,auto ", "", "serve.json"),
+        ("auto,layer,request --rounds 3", "auto,layer,request --rounds 2", "long.json"),
+    ],
+)
+def test_a_command_with_other_options_than_its_result_is_found(old: str, new: str, name: str) -> None:
+    text = (ROOT / BENCHMARKS).read_text()
+    assert text.count(old) == 1
+    (found,) = results_without_command(text.replace(old, new))
+    assert found.startswith(name)
 
 
 @pytest.mark.parametrize(
