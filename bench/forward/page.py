@@ -22,7 +22,7 @@ def table(result: Result) -> str:
     early = AUTO if AUTO in modes else LAYER
     beside = [other for other in (LAYER, CHUNK) if early == AUTO and other in modes]
     headings = (
-        *("model", "link", "blocks", "tokens", "load"),
+        *("model", "link", "blocks", "tokens", "link use"),
         *(f"exposed by `{mode}`" for mode in modes),
         *(
             "of request's",
@@ -44,11 +44,11 @@ def table(result: Result) -> str:
     missed = sum(bool(cell["misses"]) for cell in cells)
     by = "by layer" if early == LAYER else f"in mode `{early}`"
     about = (
-        f"Medians of {result['rounds']} rounds. Load: time of all bytes on the wire over that of the forward. End: the "
-        f"end of a push {by} over max(forward, transfer) plus one layer. Forward: with a push {by} over one without, "
-        "with its 95 % interval. Computing, for a core, for the lock: mean parts of the additional time, in percent of "
-        "the forward without a push; the thread computes, waits for a core, or sleeps, on a CPU until Python's lock is "
-        "free. Hook: one call on that thread. Writer: processor time of P's writer thread. Writer "
+        f"Medians of {result['rounds']} rounds. Link use: time of all bytes on the wire over that of the forward. End: "
+        f"the end of a push {by} over max(forward, transfer) plus one layer. Forward: with a push {by} over one "
+        "without, with its 95 % interval. Computing, for a core, for the lock: mean parts of the additional time, in "
+        "percent of the forward without a push; the thread computes, waits for a core, or sleeps, on a CPU until "
+        "Python's lock is free. Hook: one call on that thread. Writer: processor time of P's writer thread. Writer "
         "queued: time for which that thread waited for a core, maybe with Python's lock. "
         f"In {missed} of {len(cells)} cases a figure is beyond its limit; the JSON names it."
     )
@@ -95,7 +95,7 @@ def long_table(result: Result) -> str:
     cells = result["cells"]
     modes = list(cells[0]["modes"])
     headings = (
-        *("model", "tokens", "MiB of KV", "load"),
+        *("model", "tokens", "MiB of KV", "link use"),
         *(f"exposed by `{mode}`" for mode in modes),
         *("of request's", "limit", "forward"),
     )

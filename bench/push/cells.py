@@ -120,13 +120,21 @@ class Cell:
 
 
 def summary(cells: Sequence[Cell]) -> str:
-    """Auto's figures in a line."""
+    """Auto's figures in some sentences."""
     met = sum(not cell.misses for cell in cells)
     sure = sum(cell.is_sure for cell in cells)
     best, direct = (max(getattr(cell, name).ratio for cell in cells) for name in ("auto_to_best", "auto_to_direct"))
     right = sum(cell.regret <= LIMIT for cell in cells)
+    return in_words(len(cells), right, met, sure, best, direct)
+
+
+def in_words(points: int, right: int, met: int, sure: int, best: float, direct: float) -> str:
+    """The number of points, of right choices, of points within the limit and of points surely beyond it; the worst
+    ratios of auto's time to the best plan's and to direct's.
+    """
     return (
-        f"auto chose the best plan, or one within {LIMIT - 1:.0%} of it, at {right} of {len(cells)} points; measured, "
-        f"auto is within {LIMIT - 1:.0%} of the best plan and of direct at {met} of {len(cells)} points, "
-        f"for sure not at {sure}; at worst it takes {best:.2f} x the best plan's time and {direct:.2f} x direct's"
+        f"Choice: at {right} of {points} points auto took the best plan, or one within {100 * (LIMIT - 1):.0f} % of "
+        f"it. Time: at {met} points auto took at most {LIMIT:g} times as long as the best plan and as direct. At "
+        f"{sure} points it took longer for sure: the whole 95 % interval is above {LIMIT:g}. Worst: {best:.2f} times "
+        f"the best plan's time, and {direct:.2f} times direct's."
     )

@@ -6,21 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.markdown import Result, conditions, number_table
-from bench.push.cells import LIMIT
+from bench.push.cells import LIMIT, in_words
 
 PUBLISHED = {"random": "blocks in any order on both sides", "random-p": "any order on P, one run on D"}
 """The patterns with a table in the documentation. The others have less to pack, or nothing."""
 LINKS = {"shm": "shared memory", "tcp": "TCP over loopback", "cuda_ipc": "CUDA IPC, on one GPU"}
+
+AGAINST = ("to_best", "to_direct")
 
 Cell = Mapping[str, Any]
 
 
 def summary(result: Result) -> str:
     """One paragraph: at how many points auto is as good as the best plan."""
-    text: str = result["summary"]
+    cells = result["cells"]
+    right = sum(_median(cell, cell["auto"]["chose"]) / _median(cell, cell["best"]) <= LIMIT for cell in cells)
+    met, sure = sum(not cell["auto"]["misses"] for cell in cells), sum(map(_is_sure, cells))
+    best, direct = (max(cell["auto"][against]["ratio"] for cell in cells) for against in AGAINST)
+    text = in_words(len(cells), right, met, sure, best, direct)
     ucx = {about["ucx"] for about in result["about"].values()}
     versions = {"versions": {"ucx": ", ".join(sorted(ucx)), **result["versions"]}}
-    return f"{text[0].upper()}{text[1:]}. {conditions({**result, **versions})}"
+    return f"{text} {conditions({**result, **versions})}"
 
 
 def tables(result: Result, patterns: Mapping[str, str] = PUBLISHED) -> str:
@@ -59,6 +65,15 @@ def _best(cell: Cell | None) -> str:
     share = "" if best == "direct" else f" {cell['ways'][best]['of_direct']['ratio']:.2f}"
     to_best = f"{auto['to_best']['ratio']:.2f}"
     if auto["misses"]:
-        is_sure = any(auto[against]["low"] > LIMIT for against in ("to_best", "to_direct"))
-        to_best = f"**{to_best}{'!' if is_sure else ''}**"
+        to_best = f"**{to_best}{'!' if _is_sure(cell) else ''}**"
     return f"{best}{share}, {to_best}"
+
+
+def _is_sure(cell: Cell) -> bool:
+    """Whether the whole interval of a ratio is beyond the limit."""
+    return any(cell["auto"][against]["low"] > LIMIT for against in AGAINST)
+
+
+def _median(cell: Cell, way: str) -> float:
+    median_s: float = cell["ways"][way]["median_s"]
+    return median_s

@@ -11,7 +11,7 @@ from bench.serve.plan import AGGREGATED, LOOPBACK, TOKEN
 from bench.serve.results import AFTER_PREFILL_LIMIT_MS, AUTO, PREFILL_LIMIT, TOKEN_LIMIT, TOKEN_LIMIT_FROM
 from layerpush.apps.tracing.hand_over import PARTS
 
-REFERENCE = "request"
+REFERENCE, PACE = "request", "requests"
 SHOWN = {
     "ttft_ms": "Time to first token",
     "tpot_ms": "Time per further token",
@@ -21,21 +21,21 @@ SHOWN = {
     "hand_over_ms": "Hand-over: from the last layer's KV on P to the first token at the client",
     "after_prefill_ms": "Time to first token less prefill, with the way to P and P's queue in it",
 }
-OF_LOADS = ("tpot_ms", "requests_per_s")
-"""Measures of runs with several loads."""
+OF_PACES = ("tpot_ms", "requests_per_s")
+"""Measures of runs with several paces of requests."""
 
 Cell = Mapping[str, Any]
 
 
 def tables(result: Result) -> str:
-    """For each measure, and for the limits of ``auto``, a table with a row for each link, load and prompt length."""
+    """For each measure, and for the limits of ``auto``, a table with a row for each link, pace and prompt length."""
     _check(result)
     cells = _ordered(result["cells"])
     varied, fixed = _conditions(cells)
     parts = []
     for measure, what in SHOWN.items():
         modes = _known(cells, measure)
-        if not modes or (measure in OF_LOADS and _load not in varied.values()):
+        if not modes or (measure in OF_PACES and _pace not in varied.values()):
             continue
         reference = AGGREGATED if AGGREGATED in modes else REFERENCE
         columns = {f"`{mode}`": [_median(cell, mode, measure, reference) for cell in cells] for mode in modes}
@@ -54,7 +54,7 @@ def tables(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """One row for each link: time to first token of the longest prompts at the lowest load in every mode."""
+    """One row for each link: time to first token of the longest prompts at the lowest pace in every mode."""
     _check(result)
     longest = max(cell["prompt_tokens"] for cell in result["cells"])
     cells: dict[str, Cell] = {}
@@ -65,7 +65,7 @@ def summary(result: Result) -> str:
     rows = [(link, *(_median(cell, mode, "ttft_ms", AGGREGATED) for mode in modes)) for link, cell in cells.items()]
     stock = " and ".join(f"`{mode}`" for mode in modes if mode in STOCK)
     about = (
-        f"Time to first token of prompts of {longest} tokens, {_load(first)}, median of {first['rounds']} rounds, and "
+        f"Time to first token of prompts of {longest} tokens, {_pace(first)}, median of {first['rounds']} rounds, and "
         f"the ratio to one engine without any transfer, with its 95 % interval. Stock vLLM's: {stock}."
     )
     return f"{number_table(('link', *(f'`{mode}`' for mode in modes)), rows)}\n\n{about} {conditions(result)}"
@@ -75,23 +75,33 @@ def _about(result: Result, fixed: Sequence[str]) -> str:
     rounds = sorted({cell["rounds"] for cell in result["cells"]})
     about = (
         f"Medians over {'/'.join(map(str, rounds))} rounds in which the modes take turns; in brackets the ratio to "
-        f"{AGGREGATED} or to {REFERENCE}, with its 95 % interval. {result['answers']['compared']:,} answers compared "
-        f"with the {AGGREGATED} engine's, all equal."
+        f"{AGGREGATED} or to {REFERENCE}, with its 95 % interval. {_answers(result)}"
     )
     modes = result["cells"][0]["modes"]
     if AUTO in modes:
         missed = sum(bool(cell["misses"]) for cell in result["cells"])
-        limits = f"1 for the first token and {PREFILL_LIMIT} for prefill of `{AUTO}`"
-        if TOKEN in modes:
-            limits += (
-                f", {AFTER_PREFILL_LIMIT_MS:.0f} ms for the time of `{TOKEN}` from prefill to the first token, less "
-                f"one engine's, {TOKEN_LIMIT} for its first token to one engine's from {TOKEN_LIMIT_FROM:,} tokens on"
-            )
+        limited = f"`{AUTO}` or `{TOKEN}`" if TOKEN in modes else f"`{AUTO}`"
         about += (
             f" Best: the lowest median of the other modes with a transfer. In {missed} of {len(result['cells'])} cells "
-            f"a whole interval is above its limit: {limits}."
+            f"a whole interval of {limited} is above a limit. The limits of `{AUTO}`: 1 for its first token to the "
+            f"best's, {PREFILL_LIMIT} for its prefill to `{REFERENCE}`'s."
         )
+        if TOKEN in modes:
+            about += (
+                f" `{TOKEN}` may take {AFTER_PREFILL_LIMIT_MS:.0f} ms more than one engine from prefill to the first "
+                f"token, and from {TOKEN_LIMIT_FROM:,} tokens on {TOKEN_LIMIT} times its time to first token."
+            )
     return f"{about} {conditions(result, *fixed)}"
+
+
+def _answers(result: Result) -> str:
+    """The number of compared answers, and those with which they are equal."""
+    answers = result["answers"]
+    compared = f"{answers['compared']:,} answers compared"
+    if result["settings"].get("compare", AGGREGATED) == AGGREGATED:
+        return f"{compared} with the {AGGREGATED} engine's, all equal."
+    unlike = f"{answers['unlike_aggregated']:,} differ from the {AGGREGATED} engine's"
+    return f"{compared} with those of a mode with the same shapes, all equal; {unlike}."
 
 
 def _check(result: Result) -> None:
@@ -99,7 +109,8 @@ def _check(result: Result) -> None:
         raise ValueError("a run with wrong answers is not published")
 
 
-def _load(cell: Cell) -> str:
+def _pace(cell: Cell) -> str:
+    """The requests at a time, or in a second."""
     rate = cell["request_rate"]
     pace = f"{cell['concurrency']} at a time" if rate is None else f"{rate:g} requests per second"
     streams = cell.get("background_streams")
@@ -114,15 +125,15 @@ def _step(cell: Cell) -> str:
     return str(cell["max_num_batched_tokens"] or "")
 
 
-CONDITIONS = {"link": _link, "tokens a step": _step, "load": _load}
+CONDITIONS = {"link": _link, "tokens a step": _step, PACE: _pace}
 
 
 def _conditions(cells: Sequence[Cell]) -> tuple[dict[str, Callable[[Cell], str]], list[str]]:
     """The conditions that vary between the cells, and all others in words."""
     varied = {name: value for name, value in CONDITIONS.items() if len(set(map(value, cells))) > 1}
-    link, step, load = (None if name in varied else value(cells[0]) for name, value in CONDITIONS.items())
+    link, step, pace = (None if name in varied else value(cells[0]) for name, value in CONDITIONS.items())
     link = link if link in (LOOPBACK, None) else f"link emulated at {link}"
-    return varied, [words for words in (link, load, step and f"{step} tokens a step") if words]
+    return varied, [words for words in (link, pace, step and f"{step} tokens a step") if words]
 
 
 def _ordered(cells: Sequence[Cell]) -> list[Cell]:

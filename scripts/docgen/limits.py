@@ -45,7 +45,7 @@ MESSAGES = (
 TABLES = (
     (
         "P",
-        "registrations without a request",
+        "registrations whose request has not begun",
         pending_registrations.KEPT,
         pending_registrations.KEPT_S,
         "the oldest is refused",
@@ -98,7 +98,7 @@ TABLES = (
 def messages() -> str:
     """The limits of messages, for the page on security."""
     return table(
-        ("what", "at most", "beyond"), [(what, _shown(most, unit), rest) for what, most, unit, rest in MESSAGES]
+        ("limited item", "at most", "beyond"), [(what, _shown(most, unit), rest) for what, most, unit, rest in MESSAGES]
     )
 
 

@@ -53,7 +53,7 @@ PACKING = "docs/design/packing.md"
 SECTIONS: Mapping[str, Section] = {
     "config-table": Section((CONFIGURATION,), lambda _: documentation_table()),
     "demo-figures": Section((BENCHMARKS,), of("demo.json", figures.demo)),
-    "proxy-figures": Section((PROXY, BENCHMARKS), of("proxy.json", proxy_table)),
+    "proxy-figures": Section((PROXY,), of("proxy.json", proxy_table)),
     "serve-summary": Section((README,), of("long-serve.json", serve.summary)),
     "serve-figures": Section((BENCHMARKS,), of("serve.json", serve.tables)),
     "token-serve-figures": Section((BENCHMARKS,), of("token-serve.json", serve.tables)),

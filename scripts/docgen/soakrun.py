@@ -40,7 +40,7 @@ def tables(result: Result) -> str:
 def summary(result: Result) -> str:
     """One paragraph. Raises ``ValueError`` for a run that found a defect: it must not be published."""
     if result["verdict"] != PASSED:
-        raise ValueError(f"a soak that {result['verdict']} is not published")
+        raise ValueError(f"a soak with {', '.join(result['verdict'])} is not published")
     faults, compared = result["faults"].values(), result["compared"]
     cells = f"{compared['layer_blocks']:,} layer blocks of {compared['pushes']:,} pushes"
     measured = conditions(result, "loopback")

@@ -28,7 +28,7 @@ def tables(root: Path) -> str:
         ("NIXL", f"`{_bound(extras['cuda'], 'nixl')}`", _pinned(lock, "nixl")),
         ("torch", "vLLM's", _pinned(lock, "torch")),
     ]
-    return table(("what", "allowed", "tested"), rows)
+    return table(("software", "allowed", "tested"), rows)
 
 
 def _python(root: Path) -> str:

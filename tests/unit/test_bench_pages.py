@@ -11,6 +11,7 @@ import pytest
 from bench import RESULTS, kernelpage
 from bench.forward import page as forward
 from bench.markdown import Result, conditions
+from bench.push import page as push
 from bench.serve import page as serve
 from bench.serve.plan import AGGREGATED, Cell, Load, Setup
 from bench.serve.results import by_cell
@@ -29,6 +30,25 @@ def test_engines_with_wrong_answers_are_not_published(render: Callable[[Result],
         render(committed("serve", answers={"compared": 200, "wrong": 1}))
 
 
+def test_tables_of_engines_name_the_answers_that_were_compared() -> None:
+    result = committed("serve")
+    assert "936 answers compared with the aggregated engine's, all equal." in serve.tables(result)
+    result["settings"]["compare"] = "shapes"
+    result["answers"]["unlike_aggregated"] = 7
+    said = "936 answers compared with those of a mode with the same shapes, all equal; 7 differ from the aggregated"
+    assert said in serve.tables(result)
+
+
+def test_the_summary_of_plans_counts_the_points() -> None:
+    result = committed("push", summary="")
+    text = push.summary(result)
+    assert text.startswith("Choice: at 238 of 248 points auto took the best plan, or one within 10 % of it. Time: ")
+    assert "At 2 points it took longer for sure: the whole 95 % interval is above 1.1. Worst: 2.48 times the " in text
+    for cell in result["cells"]:
+        cell["auto"]["misses"] = []
+    assert "Time: at 248 points" in push.summary(result)
+
+
 def serve_cell(link: str, streams: int, tokens: int) -> dict[str, Any]:
     """A cell of three modes, with ``auto`` slower than ``layer``."""
     calls = [call(mode, 0, [s]) for mode, s in ((AGGREGATED, 1.0), ("request", 2.0), ("layer", 1.2), ("auto", 1.5))]
@@ -43,7 +63,7 @@ def test_tables_of_engines_have_a_column_for_each_condition_that_varies() -> Non
     places = [(link, streams, tokens) for link in ("loopback", "1gbit") for tokens in (512, 16) for streams in (1, 4)]
     text = serve.tables(committed("serve", cells=[serve_cell(*place) for place in places]))
     lines = text.splitlines()
-    assert "| link | load | tokens | `aggregated` | `request` | `layer` | `auto` |" in lines
+    assert "| link | requests | tokens | `aggregated` | `request` | `layer` | `auto` |" in lines
     rows = [line.split(" | ") for line in lines if line.startswith(("| loopback", "| 1gbit"))]
     assert [(row[0], row[1], row[2]) for row in rows[:4]] == [
         ("| loopback", "1 at a time", "16"),
@@ -59,7 +79,8 @@ def test_tables_of_engines_have_the_limits_of_auto() -> None:
     text = serve.tables(committed("serve", cells=[serve_cell("loopback", 1, 16), serve_cell("1gbit", 1, 16)]))
     row = "| loopback | 16 | `layer` | 1.250 [1.250, 1.250] | 1.000 [1.000, 1.000] | ? |"
     assert row in text.splitlines()
-    assert "In 2 of 2 cells a whole interval is above its limit: 1 for the first token and 1.01 for prefill" in text
+    assert "In 2 of 2 cells a whole interval of `auto` is above a limit. The limits of `auto`: 1 for its first" in text
+    assert "first token to the best's, 1.01 for its prefill to `request`'s. Measured" in text
     assert "Requests per second" not in text
     assert "`auto`" not in serve.tables(committed("serve", cells=[without_auto(serve_cell("loopback", 1, 16))]))
 
@@ -84,7 +105,7 @@ def without_auto(cell: dict[str, Any]) -> dict[str, Any]:
     return cell | {"modes": {mode: figures for mode, figures in cell["modes"].items() if mode != "auto"}}
 
 
-def test_the_summary_of_engines_has_the_longest_prompts_at_the_lowest_load() -> None:
+def test_the_summary_of_engines_has_the_longest_prompts_at_the_lowest_pace() -> None:
     places = [("loopback", 4, 512), ("loopback", 1, 512), ("loopback", 1, 16), ("1gbit", 1, 512)]
     cells = [serve_cell(*place) for place in sorted(places, key=lambda place: place[1])]
     text = serve.summary(committed("serve", cells=cells))
@@ -93,8 +114,8 @@ def test_the_summary_of_engines_has_the_longest_prompts_at_the_lowest_load() -> 
 
 
 def test_a_failed_soak_is_not_published() -> None:
-    with pytest.raises(ValueError, match="failed"):
-        soakrun.tables(committed("soak", verdict="failed"))
+    with pytest.raises(ValueError, match="a soak with 1 leaks, 2 hangs is not published"):
+        soakrun.tables(committed("soak", verdict=["1 leaks", "2 hangs"]))
 
 
 def test_the_table_of_the_demo_shows_failures() -> None:
