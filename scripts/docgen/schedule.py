@@ -1,4 +1,4 @@
-"""The picture of the write schedule: WRITEs and exposed time over the load of the link, on a simulated wire."""
+"""The picture of the write schedule: WRITEs and exposed time by link use, on a simulated wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES: Mapping[str, Rule] = {"auto": layers_to_wait, "layer": by_layer, "chunk":
 
 
 def outcomes(rule: Rule) -> list[Outcome]:
-    """One prompt for each load. The engine knows the link."""
+    """One prompt for each link use. The engine knows the link."""
     cases = [Case(layers=LAYERS, chunks=CHUNKS, load=load) for load in LOADS]
     return [push(case, rule, known(case)) for case in cases]
 
@@ -47,7 +47,7 @@ def draw(path: Path) -> None:
 def _finish(panel: Any, title: str, ticks: tuple[float, ...]) -> None:
     logarithmic(panel, "x", TICKS)
     logarithmic(panel, "y", ticks)
-    panel.set_xlabel("load: a layer's transfer over its computation")
+    panel.set_xlabel("link use: a layer's transfer over its computation")
     panel.set_title(title, loc="left", fontsize="medium")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
