@@ -1,4 +1,4 @@
-# Every target is a script of the same name in scripts/, for people and CI alike. ARGS goes to it: make test ARGS="tests/unit -k config"
+# Every target but help runs a script in scripts/, for people and CI alike. ARGS goes to it: make test ARGS="tests/unit -k config"
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-all check bench soak docs clean
 
