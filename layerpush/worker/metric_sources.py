@@ -47,7 +47,7 @@ def watch_worker(reporter: Reporter, ranks: int, loads: Loads, peer_errors: Peer
 def watch_writer(
     reporter: Reporter, writer: PushWriter, registrations: Registrations, step_events: StepEvents, trace: TraceFile
 ) -> None:
-    """Report pushes, pending registrations, and records that a full queue has dropped."""
+    """Report pushes, pending registrations, and lost records."""
     reporter.level(ACTIVE_PUSHES, lambda: writer.active)
     reporter.level(UNCLAIMED_PUSHES, lambda: len(writer.waiting()))
     reporter.level(PENDING_REGISTRATIONS, lambda: registrations.pending)

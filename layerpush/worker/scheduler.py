@@ -32,7 +32,7 @@ from layerpush.core.unreported_aborts import NEXT_REPORT_S
 from layerpush.core.wire import PROTOCOL_VERSION, Decline
 from layerpush.decode.awaited_pushes import AwaitedPushes
 from layerpush.decode.hand_overs import HandOvers
-from layerpush.telemetry.metrics.catalog import EARLY_ANSWERS, FIRST_TOKENS
+from layerpush.telemetry.metrics.catalog import DROPPED_RECORDS, EARLY_ANSWERS, FIRST_TOKENS
 from layerpush.telemetry.metrics.endings import Endings
 from layerpush.telemetry.metrics.reporter import Reporter
 from layerpush.telemetry.trace_file import TraceFile
@@ -103,6 +103,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if receives:
             failed_loads.install()
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
+        self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
         self._endings = Endings(ranks, self.metrics.recorder)  # one rank of each prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)

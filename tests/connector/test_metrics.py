@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -20,6 +21,7 @@ from tests.connector.engine import LAYERS, Engine
 from tests.connector.test_lifecycle import STEPS, TOKENS, asks_first, ends_well, run
 from tests.metrics_scrape import FrontEnd, Scrape
 from tests.support.waiting import until
+from tests.unit.trace_rig import first_token
 
 Build = Callable[..., Engine]
 
@@ -157,6 +159,17 @@ def test_dropped_bad_params_are_counted(engine: Build, front_end: FrontEnd) -> N
     d.add("r-1", TOKENS, {"do_remote_prefill": True})
     d.step()
     assert scraped(front_end, d).value("dropped_messages_total", kind="bad_kv_transfer_params") == 1
+
+
+def test_records_that_the_trace_files_of_both_processes_lack_are_counted(
+    engine: Build, front_end: FrontEnd, tmp_path: Path
+) -> None:
+    d = engine("kv_consumer", {"trace_dir": str(tmp_path)})
+    for part in (d.worker.connector_worker, d.connector.connector_scheduler):
+        trace = part._trace
+        trace.add(first_token(request_id="\ud800"))  # not valid JSON
+        until(lambda: trace.dropped == 1)  # noqa: B023
+    until(lambda: d.step() and scraped(front_end, d).value("dropped_records_total", queue="trace") == 2)
 
 
 def test_the_scheduler_reports_parked_requests_and_blocks(engine: Build, front_end: FrontEnd) -> None:

@@ -306,11 +306,11 @@ DROPPED_MESSAGES = Metric(
 DROPPED_RECORDS = Metric(
     "dropped_records",
     Kind.COUNTER,
-    Side.PREFILL,
-    "Records dropped at a full queue.",
+    Side.BOTH,
+    "Lost records, by queue.",
     "queue",
     {
-        "trace": "pushes and loads that the trace file lacks",
+        "trace": "pushes, loads and first tokens that the trace file lacks",
         "hooks": "hook events; the sweep found their layers instead",
     },
 )
