@@ -5,9 +5,7 @@ Protocol (pickled tuples). In: (seq, method, args). Out: ("reply", seq, value), 
 ("crash", traceback, None). One engine step at a time, on this thread only, between commands.
 """
 
-import ctypes
 import faulthandler
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from layerpush.apps.demo.forkserver import fork_children
+from layerpush.apps.demo.forkserver import end_with_parent, fork_children
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.kvwatch import KvWatch, watched_layers
 from tests.e2e.models import ADAPTER
@@ -44,10 +42,7 @@ def prepare_process(log_path: str, port: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A daemon for the test process, which never waits for it. But vLLM's tensor parallelism needs children here.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    end_with_parent()
     os.environ.update(ENVIRONMENT, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
     fork_children()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from layerpush.apps.demo import forkclient, forkserver
 from layerpush.apps.demo.engines import EngineFailedError, EngineGroup, EngineSpec, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.ports import PortAllocator
@@ -195,6 +196,28 @@ def test_the_command_names_the_connector_and_its_module():
         "kv_connector_extra_config": {"layerwise": False},
     }
     assert EngineSpec("r", "plain", Path("m")).transfer_config() is None
+
+
+def test_a_client_that_ends_in_the_middle_of_its_request_ends_its_keeper():
+    here, there = socket.socketpair()
+    with here:
+        with there:
+            there.sendall(forkclient.request(["--port", "1"])[:-1])
+        with pytest.raises(EOFError, match="in the middle of its request"):
+            forkserver._receive(here)
+
+
+def test_a_server_that_survives_does_not_keep_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(_: object) -> None:
+        raise RuntimeError("processes survived SIGKILL")
+
+    group = EngineGroup(tmp_path, Interrupts(), forks=True)
+    group.preload(Place(command_prefix=("sleep", "60")))
+    (fork_server,) = group._fork_servers.values()
+    monkeypatch.setattr(group, "stop", fails)
+    with pytest.raises(RuntimeError, match="survived"):
+        group.__exit__(None)
+    assert not is_running(fork_server._process.pid)
 
 
 def test_a_failed_fork_server_is_reported_with_its_log(tmp_path: Path):

@@ -250,9 +250,11 @@ class EngineGroup:
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is not None:
             self._interrupts.ignore()
-        with self._interrupts.shield():
-            self._stop_all()
-        atexit.unregister(self._stop_all)
+        try:
+            with self._interrupts.shield():
+                self._stop_all()
+        finally:
+            atexit.unregister(self._stop_all)
 
     def preload(self, place: Place) -> None:
         """Begin to import vLLM for servers at a place; returns at once."""
@@ -327,9 +329,11 @@ class EngineGroup:
         self._engines = [engine for engine in self._engines if engine not in engines]
 
     def _stop_all(self) -> None:
-        self.stop(list(self._engines))
-        while self._fork_servers:
-            self._fork_servers.popitem()[1].stop()
+        try:
+            self.stop(list(self._engines))
+        finally:
+            while self._fork_servers:
+                self._fork_servers.popitem()[1].stop()
 
 
 no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -124,6 +124,15 @@ class ForkServer:
         self._folder.cleanup()
 
 
+def end_with_parent() -> None:
+    """From now on this process ends with the process that started it, and may have children of multiprocessing.
+
+    It is a daemon, so that nobody waits for it. multiprocessing allows a daemon no children.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
 def count_starts(path: Path) -> int:
     """The number of servers that clients have requested at this socket."""
     log = _log(path)
@@ -132,9 +141,7 @@ def count_starts(path: Path) -> int:
 
 def serve(path: str) -> None:
     """Listen at the Unix socket ``path`` until killed. Never returns. Ends with the process that started this one."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The process is a daemon, so that nobody waits for it. But servers need children of multiprocessing.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    end_with_parent()
     import_vllm()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
@@ -218,11 +225,14 @@ def _keep(connection: socket.socket, path: Path) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The client's request, and its standard input, output and error."""
+    """The client's request, and its standard input, output and error. Raises ``EOFError``."""
     data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     (size,) = struct.unpack("!I", data[:4])
     while len(data) < size + 4:
-        data += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:
+            raise EOFError("the client ended in the middle of its request")
+        data += more
     request: dict[str, Any] = json.loads(data[4:])
     return request, files
 
