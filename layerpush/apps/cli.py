@@ -124,8 +124,8 @@ def doctor(
     """Check this machine's installation and environment variables, with advice for each problem.
 
     Run it with the engine's Python and the engine's environment variables. It checks Python, vLLM and its version,
-    layerpush's plugin, NIXL and UCX (it creates an agent), transports, GPU or CPU, calm mode (LAYERPUSH_CALM), and the
-    side-channel port.
+    torch's companions, layerpush's plugin, NIXL and UCX (it creates an agent), transports, GPU or CPU, calm mode
+    (LAYERPUSH_CALM), and the side-channel port.
 
     Example:  VLLM_NIXL_SIDE_CHANNEL_PORT=5700 layerpush doctor
 

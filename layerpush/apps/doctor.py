@@ -151,7 +151,7 @@ def check_nixl() -> Result:
         set_here = " and ".join(_ucx_settings())
         return _fail(
             f"cannot create an agent: {last}",
-            f"check {set_here}: UCX must offer what they name"
+            f"check {set_here}: UCX must offer the transports and devices in them"
             if set_here
             else "reinstall nixl; UCX_LOG_LEVEL=info logs more",
         )

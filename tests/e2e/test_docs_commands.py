@@ -127,7 +127,7 @@ def test_the_demo(tmp_path: Path) -> None:
 
 @patient
 def test_the_proxys_benchmark(tmp_path: Path) -> None:
-    """Two requests of each kind instead of two hundred."""
+    """Two requests of each kind instead of four hundred."""
     small = ["--requests", "2", "--lengths", "16", "--streams", "1"]
     words = block("docs/benchmarks.md", "python -m bench.proxy").text.split()
     out = tmp_path / "proxy.json"

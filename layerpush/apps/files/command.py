@@ -59,7 +59,7 @@ def files(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where you publish docs/metrics.md. Each alert then has a runbook_url: its section of that page.",
+            help="URL of your copy of docs/metrics.md. Each alert then has a runbook_url: its section of that page.",
         ),
     ] = None,
 ) -> None:

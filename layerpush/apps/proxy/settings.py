@@ -143,7 +143,9 @@ class Settings:
     health_failure_threshold: Annotated[
         int, _option("Failed checks in a row that take an engine out of service.", _HEALTH, min=1)
     ] = 3
-    health_success_threshold: Annotated[int, _option("Passed checks in a row that bring it back.", _HEALTH, min=1)] = 2
+    health_success_threshold: Annotated[
+        int, _option("Passed checks in a row that bring an engine back into service.", _HEALTH, min=1)
+    ] = 2
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("Lowest severity to log.")] = "info"
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long requests and faults keep coming.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Duration of the load, in minutes.")] = 10.0,
     seed: Annotated[
         int | None, typer.Option(help="Decides all requests and faults and their times. Default: another each time.")
     ] = None,
@@ -44,7 +44,7 @@ def soak(
     ] = "",
     line_ups: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME", help="Which engines, in turn (see --list); `all` for all, in equal shares."),
+        typer.Option(metavar="NAME,NAME", help="Engines, in turn (see --list); `all` for all, in equal shares."),
     ] = "plain",
     list_choices: Annotated[
         bool, typer.Option("--list", help="Show the kinds of fault and the line-ups, and do nothing else.")
@@ -62,10 +62,11 @@ def soak(
     round_seconds: Annotated[float, typer.Option(min=5.0, help="Load between two audits.")] = 45.0,
     out: Annotated[
         Path,
-        typer.Option("--json", metavar="FILE", help="Where the figures go.", show_default="build/bench/soak.json"),
+        typer.Option("--json", metavar="FILE", help="File for the figures.", show_default="build/bench/soak.json"),
     ] = OUTPUT / "soak.json",
     logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the engines log. Default: a new directory under /tmp.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for the engines' logs. Default: a new directory under /tmp."),
     ] = None,
 ) -> None:
     """Real prefill and decode engines under load while everything goes wrong; every answer is checked.
