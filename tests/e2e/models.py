@@ -8,7 +8,10 @@ from layerpush.apps.demo.model import ModelShape, write_model
 from tests.e2e import zoo
 from tests.e2e.enginespec import ModelName
 
-LAYERS = 8
+SHAPE = ModelShape(layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=1024)
+LAYERS = SHAPE.layers
+VOCABULARY = range(3, SHAPE.vocabulary)
+"""The token ids of prompts: all but the special ones."""
 WINDOW = 200
 EVERY_OTHER = ["full_attention", "sliding_attention"] * (LAYERS // 2)
 
@@ -65,10 +68,7 @@ class ModelShelf:
 
     def path(self, name: ModelName) -> pathlib.Path:
         """The directory that vLLM loads."""
-        shape = ModelShape(
-            layers=LAYERS, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocabulary=1024
-        )
-        llama = write_model(self._folder / "llama", shape)
+        llama = write_model(self._folder / "llama", SHAPE)
         if name == "llama":
             return llama
         path = self._folder / name

@@ -19,18 +19,18 @@ import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup, EngineSpec, Place, Role
+from layerpush.apps.demo.engines import LOOPBACK, SERVED_NAME, Engine, EngineGroup, EngineSpec, Place, Role
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.ports import PortAllocator
+from tests.e2e.enginespec import LAYERWISE
 from tests.e2e.forkedservers import ForkedSpec
 from tests.support import waiting
 from tests.support.ports import PROXY_PORTS
 
 SHAPE = ModelShape(layers=6)
-MODEL = "demo"
+MODEL = SERVED_NAME
 PROXY = "layerpush"
-CONNECTOR = "LayerwisePushConnector"
 DEADLINE_S = 60.0
 START_TIMEOUT_S = 300.0
 WORDS = "--no-skip-tokenizer-init"
@@ -234,7 +234,7 @@ def server_spec(
         name=name,
         role=role,
         model=model,
-        connector=None if role == "plain" else CONNECTOR,
+        connector=None if role == "plain" else LAYERWISE,
         extra_config=extra or {},
         tokens_per_step=256,
         max_model_len=4096,

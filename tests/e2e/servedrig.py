@@ -16,7 +16,7 @@ from layerpush.apps.demo.load import complete_disaggregated, make_prompt
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
 from tests.e2e.forkedservers import ColdSpec
-from tests.e2e.proxyrig import SHAPE, ask_and_leave, get, has_a_request, server_spec, until
+from tests.e2e.proxyrig import MODEL, SHAPE, ask_and_leave, get, has_a_request, server_spec, until
 from tests.metrics_scrape import Scrape
 from tests.support.ports import SERVED_PORTS
 
@@ -48,7 +48,7 @@ class Served:
         """Send a prompt to P alone. The client leaves while P computes the prompt."""
         prompt = make_prompt(tokens, seed, SHAPE.vocabulary)
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}
         ask_and_leave(self.prefill.url, body, lambda: has_a_request(self.prefill.url))
 
 

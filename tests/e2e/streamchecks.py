@@ -2,9 +2,10 @@
 
 import math
 
-from tests.e2e.engines import KV_BYTES_PER_BLOCK_AND_LAYER, LAYERS
+from tests.e2e.engines import KV_BYTES_PER_BLOCK_AND_LAYER
 from tests.e2e.enginespec import BLOCK_SIZE, PREFILL_TOKENS_PER_STEP
 from tests.e2e.handoff import Handoff
+from tests.e2e.models import LAYERS
 from tests.e2e.pushtrace import Push
 
 

@@ -6,6 +6,7 @@ from tests.e2e import engines
 from tests.e2e.enginehost import Request
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, introduce, new_id, prompt, send
+from tests.e2e.models import LAYERS
 from tests.e2e.pushtrace import pushes
 from tests.e2e.streamchecks import check_completed, check_streamed
 
@@ -25,7 +26,7 @@ def test_sixteen_at_once(fleet: Fleet, reference: Reference) -> None:
         check(handoff.outcome(), reference)
         push = handoff.push()
         assert (push.outcome, push.swept_layers) == ("completed", 0)
-        assert push.hooked_layers == len(push.chunks) * engines.LAYERS
+        assert push.hooked_layers == len(push.chunks) * LAYERS
     assert sum(handoff.push().mode == "layer" for handoff in handoffs) >= 12
 
 

@@ -9,13 +9,14 @@ from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt
+from tests.e2e.models import VOCABULARY
 
 P_BUSY = EngineSpec(
     "P-busy",
     "P",
     transfer(LAYERWISE, trace_dir=TRACE),
     (
-        ("enable_prefix_caching", True),
+        *engines.PREFIX_CACHING,
         ("max_model_len", 1400),
         ("max_num_batched_tokens", 150),
         ("num_gpu_blocks_override", 70),
@@ -52,4 +53,4 @@ def test_random_traffic(fleet: Fleet, reference: Reference, seed: int) -> None:
 def random_prompt(rng: random.Random, seed: int) -> list[int]:
     """One of three prefixes or none, and a tail that no other prompt has."""
     prefix = prompt(rng.choice([64, 200, 480]), seed=120 + seed) if rng.random() < 0.6 else []
-    return prefix + rng.choices(range(3, 1024), k=rng.choice([1, 31, 32, 33, 90, 149, 150, 151, 400, 700]))
+    return prefix + rng.choices(VOCABULARY, k=rng.choice([1, 31, 32, 33, 90, 149, 150, 151, 400, 700]))

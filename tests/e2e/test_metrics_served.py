@@ -10,7 +10,7 @@ import yaml
 
 from layerpush.apps.demo.engines import Engine
 from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES, Kind
-from tests.e2e.proxyrig import SHAPE, until
+from tests.e2e.proxyrig import MODEL, SHAPE, until
 from tests.e2e.servedrig import Served, scrape, served, wait_for
 from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 
@@ -44,7 +44,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_exists_at_the_start(server
         for document in documents:
             assert unknown_names(expressions(document), found) == [], engine.name
         labels = [sample.labels for sample in found.samples if sample.name == "vllm:layerpush_pushes_total"]
-        assert {(each["model_name"], each["engine"]) for each in labels} == {("demo", "0")}
+        assert {(each["model_name"], each["engine"]) for each in labels} == {(MODEL, "0")}
         assert "vllm:nixl_bytes_transferred_sum" in found.names, "upstream's metrics must stay"
 
 

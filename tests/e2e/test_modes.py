@@ -9,6 +9,7 @@ from tests.e2e.enginehost import HostDied
 from tests.e2e.enginespec import LAYERWISE, EngineSpec, Role, transfer
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
+from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 LENGTHS = (1, 32, 33, 256, 257, 513, 1500)
@@ -37,7 +38,7 @@ def test_granularity_chunk(fleet: Fleet, reference: Reference, order: Order) -> 
         push = check_streamed(handoff, mode="chunk")
         assert len(push.writes) <= len(push.chunks)
         for write in push.writes:
-            assert write["layers"] == [0, engines.LAYERS - 1], "a chunk was not written with all its layers"
+            assert write["layers"] == [0, LAYERS - 1], "a chunk was not written with all its layers"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_auto_needs_no_more_writes_than_layers(fleet: Fleet, reference: Referenc
         handoff = send(p, d, prompt(2000, seed=seed), "early")
         check(handoff.outcome(), reference)
         push = check_streamed(handoff, mode="auto")
-        assert len(push.writes) <= len(push.chunks) * engines.LAYERS
+        assert len(push.writes) <= len(push.chunks) * LAYERS
 
 
 @pytest.mark.parametrize("length", [599, 600])

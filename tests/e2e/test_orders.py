@@ -5,6 +5,7 @@ import pytest
 from tests.e2e import engines
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send
+from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 AROUND_BLOCKS = (1, 2, 3, 16, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193, 223, 224, 225)
@@ -45,7 +46,7 @@ def test_registered_mid_prefill(fleet: Fleet, reference: Reference, length: int,
     assert push.mode == "layer"
     first_write = min(write["t_post"] for write in push.writes)
     caught_up = [layer for chunk, layer, at, _ in push.ready if at < first_write]
-    assert len(caught_up) >= after_steps * engines.LAYERS, "a WRITE went out before D had registered"
+    assert len(caught_up) >= after_steps * LAYERS, "a WRITE went out before D had registered"
 
 
 def test_registered_after_p_finished_goes_whole(fleet: Fleet, reference: Reference) -> None:

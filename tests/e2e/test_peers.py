@@ -6,6 +6,7 @@ from tests.e2e import engines, probes
 from tests.e2e.enginespec import EngineSpec
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check, introduce, prompt, send, started_on_p
+from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed, check_streamed
 
 LENGTHS = (1, 33, 256, 257, 1100)
@@ -62,7 +63,7 @@ def test_under_multi_connector_beside_a_store(fleet: Fleet, reference: Reference
         check(handoff.outcome(), reference)
         push = handoff.push()
         assert (push.outcome, push.fallback) == ("completed", None)
-        assert (push.hooked_layers, push.swept_layers) == (engines.LAYERS, 0)
+        assert (push.hooked_layers, push.swept_layers) == (LAYERS, 0)
     assert p.log().count("External Cache Hit!") == 1
 
 

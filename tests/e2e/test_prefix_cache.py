@@ -9,6 +9,7 @@ from tests.e2e.enginehost import EngineHost, Request
 from tests.e2e.enginespec import BLOCK_SIZE, PREFILL_TOKENS_PER_STEP
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
+from tests.e2e.models import LAYERS
 from tests.e2e.streamchecks import check_completed
 
 
@@ -27,7 +28,7 @@ def check_pushed(handoff: Handoff, *, cached_on_p: int, cached_on_d: int) -> Non
     push = handoff.push()
     check_completed(push, tokens, chunks=chunks, pushed_blocks=blocks, cached=cached_on_p > 0)
     if cached_on_d < cached_on_p:
-        assert push.writes[0]["layers"] == [0, engines.LAYERS - 1], "P did not push the cached prefix at once"
+        assert push.writes[0]["layers"] == [0, LAYERS - 1], "P did not push the cached prefix at once"
 
 
 @pytest.mark.parametrize("order", ["early", "late", "together"])

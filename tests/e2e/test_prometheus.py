@@ -22,7 +22,7 @@ from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.files.command import RULE, text_of
 from layerpush.apps.proxy.identity import Identity
 from scripts.docgen import dashboard
-from tests.e2e.proxyrig import SHAPE, get, until
+from tests.e2e.proxyrig import MODEL, SHAPE, get, until
 from tests.e2e.servedrig import Served, served
 from tests.support.ports import PROMETHEUS_PORTS
 
@@ -188,7 +188,7 @@ def test_an_alert_fires_and_names_the_engine(scraped: Scraped) -> None:
         "alertname": "LayerpushPeerLost",
         "severity": "warning",
         "how": alert["labels"]["how"],
-        "model_name": "demo",
+        "model_name": MODEL,
         "job": "vllm",
         "instance": instance,
         **ENGINES_LABELS["decode"],

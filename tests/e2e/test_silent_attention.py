@@ -6,6 +6,7 @@ from tests.e2e import engines
 from tests.e2e.enginespec import PREFILL_TOKENS_PER_STEP
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference, check, introduce, prompt, send
+from tests.e2e.models import LAYERS
 
 
 def test_known_layers_are_hooked_and_others_swept(fleet: Fleet, reference: Reference) -> None:
@@ -16,4 +17,4 @@ def test_known_layers_are_hooked_and_others_swept(fleet: Fleet, reference: Refer
         check(handoff.outcome(), reference)
         push, steps = handoff.push(), math.ceil(length / PREFILL_TOKENS_PER_STEP)
         assert (push.outcome, push.fallback) == ("completed", None)
-        assert (push.hooked_layers, push.swept_layers) == ((engines.LAYERS - 1) * steps, steps)
+        assert (push.hooked_layers, push.swept_layers) == ((LAYERS - 1) * steps, steps)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.e2e.engines import TIGHT_CACHE
 from tests.e2e.enginespec import LAYERWISE, TRACE, EngineSpec, FailedLoad, transfer
 
 Packing = Literal["auto", "packed", "gather"]
@@ -37,12 +38,9 @@ def _decode(name: str, policy: FailedLoad, **extra: Any) -> EngineSpec:
 P = _prefill("P-faults")
 P_IMPATIENT = _prefill("P-impatient", write_timeout_s=WRITE_TIMEOUT_S)
 P_SHORT_LEASE = _prefill("P-short-lease", kv_lease_duration=LEASE_S)
-P_SMALL = dataclasses.replace(
-    _prefill("P-small"),
-    options=(("max_model_len", 2560), ("num_gpu_blocks_override", 90), ("scheduler_reserve_full_isl", False)),
-)
+P_SMALL = dataclasses.replace(_prefill("P-small"), options=TIGHT_CACHE)
 P_TIGHT = dataclasses.replace(
-    _prefill("P-tight", kv_lease_duration=LEASE_S, unknown_request_timeout_s=UNKNOWN_S), options=P_SMALL.options
+    _prefill("P-tight", kv_lease_duration=LEASE_S, unknown_request_timeout_s=UNKNOWN_S), options=TIGHT_CACHE
 )
 P_NEAR = _prefill("P-near", allowed_hosts=["127.0.0.1"])
 P_ELSEWHERE = _prefill("P-elsewhere", allowed_hosts=["192.0.2.1"])

@@ -23,6 +23,8 @@ from layerpush.apps.demo.ports import PortAllocator
 
 Role = Literal["plain", "prefill", "decode"]
 KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+SERVED_NAME = "demo"
+"""The model's name in requests and metrics."""
 SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
@@ -87,7 +89,7 @@ class EngineSpec:
         """The command line of the server, listening on ``port``."""
         arguments = {
             "--model": str(self.model),
-            "--served-model-name": "demo",
+            "--served-model-name": SERVED_NAME,
             "--host": self.place.http_host,
             "--port": str(port),
             "--dtype": "float32",

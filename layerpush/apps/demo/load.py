@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from layerpush.apps.demo.engines import Engine
+from layerpush.apps.demo.engines import SERVED_NAME, Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity, remote_request_id
 
 TIMEOUT = aiohttp.ClientTimeout(total=600)
@@ -64,7 +64,7 @@ async def complete(
     """Stream one greedy completion. Raises ``RequestFailedError`` for an error answer or a stream that ends early."""
     request_id = request_id or uuid.uuid4().hex
     body: dict[str, object] = {
-        "model": "demo",
+        "model": SERVED_NAME,
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,

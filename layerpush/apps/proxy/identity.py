@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from layerpush.core.config import LayerPushConfig
+from layerpush.core.config import CONNECTOR_NAME, LayerPushConfig
 from layerpush.core.request_params import ParamsError, check_params
 
 TO_PREFILL: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -46,7 +46,7 @@ class Identity:
         if not isinstance(params, Mapping):
             raise IdentityError(
                 "no kv_transfer_params in its answer: start it with --kv-transfer-config and "
-                '"kv_connector": "LayerwisePushConnector", "kv_role": "kv_producer"'
+                f'"kv_connector": "{CONNECTOR_NAME}", "kv_role": "kv_producer"'
             )
         whole = {"remote_request_id": "any", **params, "do_remote_prefill": True, "do_remote_decode": False}
         try:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
+from tests.e2e.models import VOCABULARY
 from tests.faults.soak.kinds import Kind, Side
 
 T = TypeVar("T")
 Order = Literal["together", "d-first", "p-first"]
 
-VOCABULARY = range(3, 1024)
 LENGTHS = (1, 31, 32, 33, 64, 96, 149, 150, 151, 255, 256, 257, 400, 512, 700, 900, 1200)
 PREFIXES = (64, 200, 480)
 BURST_LENGTHS = (1100, 1250)

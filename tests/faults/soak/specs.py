@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.engines import CORRUPTING_MODULE
+from tests.e2e.engines import CORRUPTING_MODULE, PREFIX_CACHING
 from tests.e2e.enginespec import LAYERWISE, STOCK, TRACE, EngineSpec, ModelName
 from tests.faults.soak.kinds import Kind, Place
 
@@ -27,15 +27,17 @@ DEADLINES = {
     "unknown_request_timeout_s": UNKNOWN_S,
 }
 Options = tuple[tuple[str, Any], ...]
-CACHING: Options = (("enable_prefix_caching", True),)
 # 2,240 tokens at most: two long prompts cannot be in memory at once, so P preempts.
 TIGHT: Options = (("num_gpu_blocks_override", 70), ("scheduler_reserve_full_isl", False))
 LENGTH: Options = (("max_model_len", MAX_MODEL_LEN),)
 P_OPTIONS: tuple[Options, ...] = (
-    (*CACHING, ("max_num_batched_tokens", 150), *TIGHT),
+    (*PREFIX_CACHING, ("max_num_batched_tokens", 150), *TIGHT),
     (("max_num_batched_tokens", 256), ("num_gpu_blocks_override", 120)),
 )
-D_OPTIONS: tuple[Options, ...] = ((*CACHING, ("num_gpu_blocks_override", 160)), (("num_gpu_blocks_override", 110),))
+D_OPTIONS: tuple[Options, ...] = (
+    (*PREFIX_CACHING, ("num_gpu_blocks_override", 160)),
+    (("num_gpu_blocks_override", 110),),
+)
 D_POLICIES = ("recompute", "fail")
 EVERYWHERE: tuple[Place, ...] = ("request", "engine", "wire")
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tests.e2e.enginehost import Request
+from tests.e2e.models import VOCABULARY
 from tests.e2e.results import Finished
 from tests.faults.soak import inhost
 from tests.faults.soak.agenda import Agenda
@@ -54,7 +55,7 @@ class Traffic:
         d_tokens = plan.token_ids
         if plan.fault == "unequal":
             rng = random.Random(plan.draw)
-            d_tokens += tuple(rng.choices(range(3, 1024), k=rng.choice(EXTRA_TOKENS)))
+            d_tokens += tuple(rng.choices(VOCABULARY, k=rng.choice(EXTRA_TOKENS)))
         request = SoakRequest(
             plan,
             f"soak-{plan.number:06d}",
