@@ -73,7 +73,7 @@ class Cache:
             raise ValueError(f"staging memory of {ring.numel()} bytes is too small")
 
     @property
-    def is_unused(self) -> bool:
+    def ring_is_free(self) -> bool:
         """Whether every span of the ring is free, except the scratch bytes."""
         return self.staging.ring.used_bytes == SCRATCH_BYTES
 

@@ -64,7 +64,7 @@ class PrefillSide:
     def _check_rest(self, cache: Cache, where: str) -> None:
         """Check that only D's blocks were written and that both rings are free. Raises ``WrongBytesError``."""
         raise_if_wrong(self._ask(CheckRest()), where)
-        if not cache.is_unused:
+        if not cache.ring_is_free:
             raise WrongBytesError(f"{where}: not all spans of P's ring were given back")
 
     def _check(self, order: object, where: str) -> None:

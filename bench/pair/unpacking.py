@@ -62,6 +62,6 @@ class Unpacking:
         deadline = time.monotonic() + SETTLE_S
         while self._unpacker.is_busy and time.monotonic() < deadline:
             self.turn()
-        if self._cache.is_unused:
+        if self._cache.ring_is_free:
             return None
         return f"{self._cache.staging.ring.used_bytes} bytes of D's ring were not given back"

@@ -31,8 +31,8 @@ def _nothing_left_behind(fleet: Fleet, logs: LogReader) -> Iterator[None]:
             except AssertionError:
                 fleet.discard(host)
                 raise
-            peer_errors = logs.peer_errors(host)
-            assert peer_errors == [], f"{host.engine_id} complained:\n{host.log_tail()}"
+            errors = logs.errors(host)
+            assert errors == [], f"{host.engine_id} complained:\n{host.log_tail()}"
     finally:
         fleet.rest()
 

@@ -54,7 +54,7 @@ class LogReader:
         self._read[host] = len(log)
         return log[start:]
 
-    def peer_errors(self, host: EngineHost) -> list[str]:
+    def errors(self, host: EngineHost) -> list[str]:
         """Errors and tracebacks in the new text."""
         return [line for line in self.new_text(host).splitlines() if any(words in line for words in COMPLAINTS)]
 

@@ -49,11 +49,6 @@ def side_channel(port: int, answer: Answer, honest_port: int, engine_id: str) ->
     """Listens on the port. Yields a function: has a handshake come?"""
     asked, stop = threading.Event(), threading.Event()
     context = zmq.Context()
-    with context.socket(zmq.REQ) as asker:
-        asker.setsockopt(zmq.RCVTIMEO, 10_000)
-        asker.connect(f"tcp://127.0.0.1:{honest_port}")
-        asker.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
-        honest = asker.recv_multipart()
 
     def run() -> None:
         with context.socket(zmq.ROUTER) as socket:
@@ -66,10 +61,16 @@ def side_channel(port: int, answer: Answer, honest_port: int, engine_id: str) ->
                     socket.send_multipart([identity, empty, *answer(honest, engine_id)])
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
     try:
+        with context.socket(zmq.REQ) as asker:
+            asker.setsockopt(zmq.RCVTIMEO, 10_000)
+            asker.connect(f"tcp://127.0.0.1:{honest_port}")
+            asker.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
+            honest = asker.recv_multipart()
+        thread.start()
         yield asked.is_set
     finally:
         stop.set()
-        thread.join(10)
+        if thread.ident is not None:
+            thread.join(10)
         context.destroy(linger=0)

@@ -135,11 +135,16 @@ def wait_until_forgotten(host: HostedEngine, texts: list[str], allowed: tuple[st
     return found
 
 
-def connector_worker() -> Any:
-    """This process's connector worker if it is layerpush's, else None."""
+def nixl_worker() -> Any:
+    """This process's NIXL worker. None without a connector, behind other connectors, and for other processes."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+
+
+def connector_worker() -> Any:
+    """This process's NIXL worker if it is layerpush's, else None."""
+    worker = nixl_worker()
     return worker if hasattr(worker, "transport") else None
 
 

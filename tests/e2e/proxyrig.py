@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,10 +18,21 @@ import openai
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerpush.apps.demo.engines import LOOPBACK, SERVED_NAME, Engine, EngineGroup, EngineSpec, Place, Role
+from layerpush.apps.demo.engines import (
+    LOOPBACK,
+    SERVED_NAME,
+    Engine,
+    EngineGroup,
+    EngineSpec,
+    Place,
+    Role,
+    no_proxy,
+)
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import ModelShape, write_model
 from layerpush.apps.demo.ports import PortAllocator
+from layerpush.apps.tracing.figures import read_pushes
+from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.enginespec import LAYERWISE
 from tests.e2e.forkedservers import ForkedSpec
 from tests.support import waiting
@@ -55,7 +65,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLI
 def get(url: str) -> tuple[int, str]:
     """Status and body. Status 0: nothing listens."""
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
+        with no_proxy.open(url, timeout=5) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -271,6 +281,15 @@ def dispatch_of_prefill(rig: Rig) -> str:
     """The dispatch of P in the proxy's ``/health``."""
     body = get(f"{rig.url}/health")[1]
     return next((each["dispatch"] for each in json.loads(body)["engines"] if each["role"] == "prefill"), "")
+
+
+def push_of(trace_dir: Path, request_id: str) -> PushRecord:
+    """P's record of the push of a request's first prompt."""
+
+    def found() -> list[PushRecord]:
+        return [push for push in read_pushes(trace_dir) if request_id in push.request_id]
+
+    return waiting.until(found, f"a trace of {request_id}", DEADLINE_S, pause_s=0.05)[0]
 
 
 def id_of(answer_id: str) -> str:

@@ -49,8 +49,8 @@ def has_timed_links(host: HostedEngine) -> bool:
     return staging is None or staging.strategy is None or not staging.strategy.is_busy
 
 
-def block_writes(host: HostedEngine) -> int:
-    """Handles, between post and release, of the worker's WRITEs that do more than time a link."""
+def open_block_writes(host: HostedEngine) -> int:
+    """The number of handles, between post and release, of the worker's WRITEs that do more than time a link."""
     worker = probes.connector_worker()
     live = [] if worker is None else list(worker.transport._live.values())
     return sum(not is_timing("WRITE", one.route.local_descriptors, one.local) for one in live)

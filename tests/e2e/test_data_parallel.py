@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import Engine, EngineGroup
+from layerpush.apps.demo.engines import Engine, EngineGroup, no_proxy
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.model import write_model
 from layerpush.apps.demo.ports import PortAllocator
@@ -37,7 +37,7 @@ class Pair:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": TO_P}
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id, "X-data-parallel-rank": str(rank)}
         asked = urllib.request.Request(f"{self.prefill.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=60) as answer:
+        with no_proxy.open(asked, timeout=60) as answer:
             return dict(json.loads(answer.read()))
 
     def ask_d(self, prompt: list[int], request_id: str, params: dict[str, Any]) -> str:

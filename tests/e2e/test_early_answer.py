@@ -27,6 +27,7 @@ from tests.e2e.proxyrig import (
     has_a_request,
     metric,
     model_with_tokenizer,
+    push_of,
     server_spec,
     until,
     words,
@@ -50,7 +51,6 @@ SERIAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Additions of sequential routers to P's body, and their changes in P's params for D."""
-BAD = {"layerpush_mode": "fast"}
 TOKENS, LONG = 1500, 3000
 patient = pytest.mark.timeout(600)
 
@@ -89,12 +89,9 @@ class Pair:
         )
         return said.choices[0].text
 
-    def push(self, request_id: str) -> PushRecord:
-        def found() -> list[PushRecord]:
-            return [push for push in read_pushes(self.scratch / "trace") if request_id in push.request_id]
-
-        until(found, f"a trace of {request_id}")
-        return found()[0]
+    @property
+    def trace_dir(self) -> Path:
+        return self.scratch / "trace"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +123,7 @@ def test_layers_stream_through_a_sequential_router(pair: Pair, router: str) -> N
     answer = pair.answer_of_p(prompt, request_id, **more)
     params = answer["kv_transfer_params"]
     assert pair.answer_of_d(prompt, request_id, params | changed) == pair.right(prompt)
-    push = pair.push(request_id)
+    push = push_of(pair.trace_dir, request_id)
     assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
     assert params["remote_request_id"] == push.request_id
     assert (params["transfer_mode"], params["remote_block_ids"]) == ("push", [])
@@ -146,7 +143,7 @@ def test_a_chat_is_answered_early(pair: Pair) -> None:
 def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
     """The router is sequential until it knows P."""
     subprocess.run([ROOT / "scripts" / "vllm-router"], check=True)
-    known = {push.request_id for push in read_pushes(pair.scratch / "trace")}
+    known = {push.request_id for push in read_pushes(pair.trace_dir)}
     prompt = words(TOKENS, seed=4)
     engines = {"10.0.0.1": pair.prefill.url, "10.0.0.2": pair.decode.url}
     with router(pair.scratch, pair.ports, "docs/routers.md", engines) as url:
@@ -155,7 +152,7 @@ def test_vllm_router_streams_layers_of_its_first_request(pair: Pair) -> None:
     assert said == pair.right(prompt)
 
     def new() -> list[PushRecord]:
-        return [push for push in read_pushes(pair.scratch / "trace") if push.request_id not in known]
+        return [push for push in read_pushes(pair.trace_dir) if push.request_id not in known]
 
     until(new, "its trace")
     assert [(push.mode, push.fallback, push.outcome) for push in new()] == [("auto", None, "completed")]
@@ -212,7 +209,7 @@ def test_a_disconnect_from_d_stops_ps_prefill(pair: Pair) -> None:
     ask_and_leave(pair.decode.url, body, lambda: has_a_request(pair.decode.url), **{"X-Request-Id": request_id})
     wait_for(pair.prefill, "early_answers_total", withdrawn + 1, event="withdrawn")
     until(lambda: metric(pair.prefill.url, "vllm:num_requests_running") == 0, "P computes nothing")
-    assert pair.push(request_id).outcome == "cancelled"
+    assert push_of(pair.trace_dir, request_id).outcome == "cancelled"
     again, request_id = words(100, seed=10), str(uuid.uuid4())
     params = pair.answer_of_p(again, request_id)["kv_transfer_params"]
     assert pair.answer_of_d(again, request_id, params) == pair.right(again)

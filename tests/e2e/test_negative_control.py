@@ -55,9 +55,9 @@ def test_a_leak_is_noticed(fleet: Fleet) -> None:
 
 def test_an_error_in_a_log_is_noticed(fleet: Fleet, logs: LogReader) -> None:
     (p,) = fleet.get(engines.P_LAYER)
-    assert logs.peer_errors(p) == []
+    assert logs.errors(p) == []
     p.call(probes.log_an_error)
-    assert len(logs.peer_errors(p)) == 1
+    assert len(logs.errors(p)) == 1
 
 
 def test_poison_would_be_seen(fleet: Fleet) -> None:

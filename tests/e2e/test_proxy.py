@@ -22,7 +22,6 @@ from layerpush.apps.demo.engines import Engine
 from layerpush.apps.proxy.identity import TO_PREFILL, Identity
 from layerpush.apps.tracing.figures import read_pushes
 from layerpush.telemetry.metrics.catalog import FIRST_TOKENS
-from layerpush.telemetry.trace_records import PushRecord
 from tests.e2e.docscripts import concurrent_example, keys_that_p_answers, sequential_example
 from tests.e2e.proxyrig import (
     DEADLINE_S,
@@ -39,6 +38,7 @@ from tests.e2e.proxyrig import (
     id_of,
     metric,
     proxy,
+    push_of,
     rig,
     until,
     words,
@@ -63,18 +63,8 @@ def expected(servers: Rig, prompt: str, **changes: Any) -> str:
     return str(servers.expected.completions.create(prompt=prompt, **GREEDY | changes).choices[0].text)
 
 
-def push_of(servers: Rig, request_id: str) -> PushRecord:
-    """P's record of the push of a request's first prompt."""
-
-    def found() -> list[PushRecord]:
-        return [push for push in read_pushes(servers.trace_dir) if request_id in push.request_id]
-
-    until(found, f"a trace of {request_id}")
-    return found()[0]
-
-
 def assert_pushed_by_layer(servers: Rig, answer_id: str) -> None:
-    push = push_of(servers, id_of(answer_id))
+    push = push_of(servers.trace_dir, id_of(answer_id))
     assert (push.mode, push.fallback, push.outcome) == ("auto", None, "completed")
     assert push.engine_id == servers.prefill.name
     assert push.hooked_layers > 0
@@ -191,7 +181,7 @@ def test_answers_that_start_with_p_s_token(servers: Rig, starts_on_p: ProxyProce
 
 
 @patient
-def test_p_s_token_does_not_change_the_number_of_cached_tokens(servers: Rig, starts_on_p: ProxyProcess) -> None:
+def test_p_s_token_does_not_change_the_number_of_cached_tokens(servers: Rig) -> None:
     cached = []
     for decode in servers.decodes:
         with proxy(servers.scratch, servers.ports.take(), servers.prefill, [decode]) as served:
@@ -309,7 +299,7 @@ def test_a_sequential_proxy(servers: Rig) -> None:
         answer = proxy.client.completions.create(prompt=text, **GREEDY)
         assert answer.choices[0].text == expected(servers, text)
         assert (dispatches(proxy.url, "sequential"), dispatches(proxy.url, "concurrent")) == (1, 0)
-    push = push_of(servers, id_of(answer.id))
+    push = push_of(servers.trace_dir, id_of(answer.id))
     assert (push.mode, push.fallback, push.outcome) == ("request", NOBODY_YET, "completed")
 
 
@@ -356,7 +346,7 @@ def test_the_examples_of_the_contract(servers: Rig, example: Callable[[Engine, E
     answer = json.loads(done.stdout)
     right = servers.expected.completions.create(model=MODEL, prompt=prompt, max_tokens=64, temperature=0)
     assert answer["choices"][0]["text"] == right.choices[0].text
-    push = push_of(servers, id_of(answer["id"]))
+    push = push_of(servers.trace_dir, id_of(answer["id"]))
     assert push.outcome == "completed"
     if example is sequential_example:
         assert push.fallback == NOBODY_YET
@@ -384,7 +374,7 @@ def test_ps_answer_has_the_keys_of_the_contract(servers: Rig) -> None:
     decoded = client_of(servers.decodes[0].url).completions.create(**arguments | to_d)
     assert decoded.id == answer.id == f"cmpl-{request_id}"
     assert decoded.choices[0].text == expected(servers, text)
-    assert push_of(servers, request_id).outcome == "completed"
+    assert push_of(servers.trace_dir, request_id).outcome == "completed"
 
 
 def at_once(servers: Rig, text: str, p_id: str, d_id: str, within_s: float = DEADLINE_S, **changes: Any) -> str:
@@ -413,7 +403,7 @@ def test_requests_of_vllms_push_proxy_are_pushed_by_layer(servers: Rig) -> None:
     text, request_id = words(TOKENS, seed=65), str(uuid.uuid4())
     changes = {"remote_request_id": request_id, "transfer_id": f"xfer-{uuid.uuid4()}"}
     assert at_once(servers, text, request_id, request_id, **changes) == expected(servers, text)
-    push = push_of(servers, request_id)
+    push = push_of(servers.trace_dir, request_id)
     assert (push.mode, push.outcome) == ("auto", "completed")
 
 
@@ -490,7 +480,7 @@ def test_a_decode_engine_that_dies_before_the_first_token_is_replaced(servers: R
     assert metric(servers.url, "layerpush_proxy_retries_total") == retries + 1
     assert answer.choices[0].text == expected(servers, text)
     servers.decodes.remove(victim)
-    assert push_of(servers, id_of(answer.id)).decode_engine_id == servers.decodes[0].name
+    assert push_of(servers.trace_dir, id_of(answer.id)).decode_engine_id == servers.decodes[0].name
     servers.await_idle()
 
 

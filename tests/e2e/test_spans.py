@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, Place
+from layerpush.apps.demo.engines import LOOPBACK, EngineGroup, Place, no_proxy
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.load import make_prompt
 from layerpush.apps.demo.model import write_model
@@ -54,7 +54,7 @@ class Servers:
         if trace_id is not None:
             headers["traceparent"] = f"00-{trace_id}-{PARENT}-01"
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S) as answer:
+        with no_proxy.open(request, timeout=DEADLINE_S) as answer:
             return str(json.load(answer)["id"])
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import openai
 import pytest
 
-from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup
+from layerpush.apps.demo.engines import LOOPBACK, Engine, EngineGroup, no_proxy
 from layerpush.apps.demo.interrupts import Interrupts
 from layerpush.apps.demo.ports import PortAllocator
 from layerpush.apps.tracing.figures import read_pushes
@@ -122,7 +122,7 @@ def router(scratch: Path, ports: PortAllocator, page: str, engines: Mapping[str,
 
 def post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, str]:
     request = urllib.request.Request(url, body, dict(headers))
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S) as response:
+    with no_proxy.open(request, timeout=DEADLINE_S) as response:
         return response.status, response.read().decode()
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tests.e2e import stagingfaults
+from tests.e2e import probes, stagingfaults
 
 if TYPE_CHECKING:
     from layerpush.core.push_protocol import Write
@@ -359,7 +359,7 @@ def reset(host: HostedEngine) -> None:
     """End all faults, and release held WRITEs and notifications."""
     if host.faults is not None:
         host.faults.clear()
-    for worker in _workers():
+    if (worker := probes.nixl_worker()) is not None:
         worker.__dict__.pop("_nixl_handshake", None)
 
 
@@ -450,16 +450,9 @@ def _faults(host: HostedEngine) -> WireFaults:
 
 
 def _worker() -> Any:
-    (worker,) = _workers()
+    worker = probes.nixl_worker()
+    assert worker is not None
     return worker
-
-
-def _workers() -> list[Any]:
-    """This process's NIXL worker; empty without a connector, behind other connectors, and for other processes."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-    return [] if worker is None else [worker]
 
 
 def _backend_error(agent: Any) -> type[Exception]:

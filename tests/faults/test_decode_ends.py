@@ -145,7 +145,7 @@ def test_d_killed_between_writes(fleet: Fleet, reference: Reference, log: LogVie
     p.add(handoff.to_p())
     step_merged(p, 2)
     p.poll_until(wirefaults.seen, "landed:merged")
-    until(lambda: p.call(stagingfaults.block_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
+    until(lambda: p.call(stagingfaults.open_block_writes) == 0, "no WRITE is on the wire", pause_s=PAUSE_S)
     d.kill()
     p.run()
     p.wait_output(handoff.request_id)

@@ -125,7 +125,7 @@ def test_lease_waits_for_writes_in_flight(fleet: Fleet, reference: Reference, lo
     handoff = start(p, d, LENGTH, 374, order)
     p.peek_output(handoff.request_id)
     p.poll_until(wirefaults.held_posts)
-    assert p.call(stagingfaults.block_writes) > 0, "the check of survivors would miss open WRITEs"
+    assert p.call(stagingfaults.open_block_writes) > 0, "the check of survivors would miss open WRITEs"
     used = p.idle_blocks - -(-LENGTH // 32)
     all_along(lambda: p.call(probes.free_blocks) == used, engines.LEASE_S + 2.0, "P keeps the prompt's blocks")
     p.call(wirefaults.lift)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.e2e import wirefaults
+from tests.e2e import probes, wirefaults
 
 if TYPE_CHECKING:
     from tests.e2e.hostmain import HostedEngine
@@ -56,7 +56,7 @@ def install(host: HostedEngine) -> None:
         return preempt(*args, **kwargs)
 
     host.scheduler._preempt_request = count_preemption
-    for worker in wirefaults._workers():  # workers of tensor parallel ranks are in other processes
+    if (worker := probes.nixl_worker()) is not None:  # workers of tensor parallel ranks are in other processes
         wirefaults.watch(host)
         _handshakes.append(Handshakes(worker))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 
 from tests.faults.soak import inhost
-from tests.faults.soak.engine import Ended, Engine, Event, Memory, Ready
+from tests.faults.soak.engine import Engine, Event, Memory, Ready
 from tests.faults.soak.kinds import Side
 
 Maker = Callable[[str, int, pathlib.Path], Engine]
@@ -111,6 +111,3 @@ class Seats:
 
     def _start(self, name: str, engine_id: str, port: int, incarnation: int) -> Engine:
         return self._make[name](engine_id, port, self._scratch / f"{name}-{incarnation}")
-
-
-__all__ = ["Ended", "Seat", "Seats"]
