@@ -112,10 +112,9 @@ def test_push_and_load_are_spans_in_the_clients_trace(servers: Servers) -> None:
     assert (push.attributes["layerpush.engine_id"], push.attributes["layerpush.decode_engine_id"]) == ("P", "D")
     assert (load.attributes["layerpush.engine_id"], load.attributes["layerpush.outcome"]) == ("D", "completed")
     assert max(push.start, load.start) < min(push.end, load.end), "both have the same wall clock"
-    first, last = min(span.start for span in spans), max(span.end for span in spans)
     around = named(spans, "llm_request")
-    assert first >= min(span.start for span in around) - 0.1
-    assert last <= max(span.end for span in around) + 0.1
+    assert min(span.start for span in spans) >= min(span.start for span in around) - 0.1
+    assert load.end <= max(span.end for span in around) + 0.1  # a busy P may end its span later
 
 
 @pytest.mark.timeout(600)

@@ -1,7 +1,6 @@
 """P's part of a request ends early: its client aborts, it is preempted, killed or stopped."""
 
 import itertools
-import time
 
 import pytest
 
@@ -147,9 +146,7 @@ def test_p_killed(
     if moment != "before the first WRITE":
         assert p.call(wirefaults.seen, "post:merged")
     p.kill()
-    killed = time.monotonic()
     check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
-    assert time.monotonic() - killed < engines.PEER_TIMEOUT_S + engines.GRACE_S
     log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted)")
     check_idle_soon(d)
     if (moment, packing) == ("between WRITEs", "auto"):

@@ -1,7 +1,5 @@
 """An engine is shut down in an orderly way while pushes are in flight."""
 
-import time
-
 from tests.e2e import wirefaults
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Reference
@@ -49,11 +47,9 @@ def test_p_shuts_down_while_it_computes(fleet: Fleet, reference: Reference, log:
     handoff = early(p, d, LENGTH, seed=392)
     p.add(handoff.to_p())
     step_merged(p, 3)
-    started = time.monotonic()
     p.begin_stop()
     assert p.wait_ended(EXIT_S) == 0
-    check_load_failed(handoff, reference, timeout=engines.PEER_TIMEOUT_S + engines.GRACE_S)
-    assert time.monotonic() - started < EXIT_S
+    check_load_failed(handoff, reference, timeout=EXIT_S)
     log.check_one(d, handoff.request_id, "(dead|died|gone|ended|lost|restarted|shut)")
     check_idle_soon(d)
 
