@@ -1,12 +1,8 @@
 """Real engines' ``/metrics`` of real pushes. Tests share the engines, so they compare differences."""
 
-import json
-import time
-
 import pytest
-import yaml
 
-from layerpush.telemetry.metrics.catalog import CATALOG, PUSHES
+from layerpush.telemetry.metrics.catalog import PUSHES
 from tests.e2e import engines, probes
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
@@ -14,10 +10,8 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Order, Reference, check_tokens, prompt, send
 from tests.e2e.pushtrace import wait_for_pushes
 from tests.e2e.test_tensor_parallel import D_TWO, P_TWO
-from tests.metrics_named import ALERTS, DASHBOARD, expressions, unknown_names
 from tests.metrics_scrape import Scrape
-
-DEADLINE_S = 10.0
+from tests.support.waiting import until
 
 
 def scrape(host: EngineHost) -> Scrape:
@@ -29,10 +23,7 @@ def value(host: EngineHost, name: str, **labels: str) -> float:
 
 
 def wait_for(host: EngineHost, name: str, wanted: float, **labels: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while (found := value(host, name, **labels)) != wanted:
-        assert time.monotonic() < deadline, f"{name} {labels}: {found} instead of {wanted}"
-        time.sleep(0.05)
+    until(lambda: value(host, name, **labels) == wanted, f"{name} {labels} is {wanted}", pause_s=0.05)
 
 
 @pytest.mark.parametrize(("order", "outcome"), [("early", "layerwise"), ("late", "late_registration")])
@@ -74,13 +65,3 @@ def test_ranks_share_a_push(fleet: Fleet, reference: Reference, p_spec: EngineSp
     written = sum(write["bytes"] for push in pushes for write in push.writes)
     assert value(p, "write_bytes_sum") == before[p].value("write_bytes_sum") + written
     assert (value(p, "ranks"), value(d, "ranks")) == (p_spec.ranks, d_spec.ranks)
-
-
-def test_every_metric_of_the_dashboard_and_the_alerts_exists(fleet: Fleet) -> None:
-    (p,) = fleet.get(engines.P_LAYER)
-    found = scrape(p)
-    assert {metric.name for metric in CATALOG} <= {
-        name.split("_bucket")[0].removesuffix("_total") for name in found.names
-    }
-    for document in (json.loads(DASHBOARD.read_text()), yaml.safe_load(ALERTS.read_text())):
-        assert unknown_names(expressions(document), found) == []

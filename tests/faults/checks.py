@@ -10,6 +10,7 @@ from tests.e2e import probes, stagingfaults, wirefaults
 from tests.e2e.conftest import BOUNDED_MEMORIES, check_nothing_left
 from tests.e2e.enginehost import EngineHost
 from tests.e2e.enginespec import EngineSpec
+from tests.e2e.fixtures import COMPLAINTS
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Order, Reference, check, new_id, prompt, send
 from tests.e2e.pushtrace import Push
@@ -183,6 +184,12 @@ class LogView:
 
     def check_none(self, host: EngineHost, request_id: str) -> None:
         assert self.serious(host, request_id) == []
+
+    def check_no_errors(self, *hosts: EngineHost) -> None:
+        """Check that no host has logged an error or a traceback."""
+        for host in hosts:
+            found = [line for line in self.lines(host) if any(words in line for words in COMPLAINTS)]
+            assert found == [], f"{host.engine_id} complained:\n" + "\n".join(found)
 
 
 def check_clean(host: EngineHost, log: LogView) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e import probes, stagingfaults, wirefaults
+from tests.e2e.conftest import check_nothing_left
 from tests.e2e.fleet import Fleet
 from tests.e2e.handoff import Handoff, Reference, check, new_id, prompt, send
 from tests.faults import engines
@@ -39,6 +40,8 @@ def test_client_disconnects_before_p_has_the_prompt(fleet: Fleet, reference: Ref
     check_idle_soon(p)
     assert p.call(wirefaults.count_of, "post") == 0
     check_serves(p, d, reference, seed=321)
+    check_nothing_left(d)
+    log.check_no_errors(p, d)
 
 
 def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference, log: LogView) -> None:
@@ -56,6 +59,8 @@ def test_client_disconnects_while_p_computes(fleet: Fleet, reference: Reference,
     assert p.call(wirefaults.sent_kinds, handoff.request_id).count("completion") == 0
     check_merged(handoff)
     check_serves(p, d, reference, seed=323)
+    check_nothing_left(d)
+    log.check_no_errors(p, d)
 
 
 def test_client_disconnects_with_writes_in_flight(
