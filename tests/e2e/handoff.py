@@ -116,7 +116,7 @@ def send(
 ) -> Handoff:
     """Start one handoff.
 
-    early: D's registration has left D before P gets the prompt.
+    early: P has D's registration before it gets the prompt; a stock P may still have to read it.
     mid: P has computed `after_steps` chunks and goes on when it has the registration.
     after_last_step: P has just computed its last chunk; it goes on when the registration has left D.
     late: P has finished, D gets P's params (sequential dispatch).
@@ -125,8 +125,9 @@ def send(
     handoff = Handoff(new_id(), token_ids, p, d, max_tokens, mode)
     match order:
         case "early":
-            d.add(handoff.to_d())
+            (decode_id,) = d.add(handoff.to_d())
             handoff.await_registration()
+            p.poll_until(probes.has_registration, decode_id)
             p.add(handoff.to_p())
         case "mid":
             assert len(token_ids) > after_steps * PREFILL_TOKENS_PER_STEP, "the prompt would be finished by then"

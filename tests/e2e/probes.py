@@ -119,6 +119,11 @@ def is_mentioned(host: HostedEngine, text: str) -> bool:
     return bool(mentions(host, [text]))
 
 
+def has_registration(host: HostedEngine, decode_id: str) -> bool:
+    """Whether this P has a registration, by D's own request id. True for a P whose worker is out of sight, or stock."""
+    return connector_worker() is None or is_mentioned(host, decode_id)
+
+
 def log_an_error(host: HostedEngine) -> None:
     logging.getLogger("vllm.engine").error("this is a test of the log check")
 

@@ -38,11 +38,12 @@ UPSTREAM_ECHO = "Skipping KV post-processing for failed request"
 
 
 def early(p: EngineHost, d: EngineHost, length: int, seed: int, *, max_tokens: int = 8) -> Handoff:
-    """A handoff whose registration has left D. P does not have the prompt yet."""
+    """A handoff whose registration has reached P. P does not have the prompt yet."""
     d.call(wirefaults.watch)
     handoff = Handoff(new_id(), prompt(length, seed=seed), p, d, max_tokens)
-    d.add(handoff.to_d())
+    (decode_id,) = d.add(handoff.to_d())
     handoff.await_registration()
+    p.poll_until(probes.has_registration, decode_id)
     return handoff
 
 
