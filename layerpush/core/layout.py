@@ -89,7 +89,7 @@ class CacheLayout:
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """Each layer's index in model order, by name."""
+        """Each layer's index in ``layers``, by name."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
     @cached_property

@@ -16,7 +16,7 @@ Four phases, in the order of a push that goes well:
 ``in_flight`` holds each WRITE that may touch memory, upstream's as ``WHOLE``. ``outcome`` and ``failure`` are set once.
 Three facts are not states, because each goes with most states: ``_finished`` (the scheduler holds the blocks under a
 lease), ``_dropped`` (it has taken them back) and ``_cancelled`` (D wants its blocks back). They decide the last state,
-in ``_drained``.
+in ``_end_without_completion``.
 
 The first token that P has sampled comes with ``Finished``. It goes to D at once, or as soon as D registers, whether or
 not WRITEs are in flight. The completion never waits for it (``_send_first_token``).
@@ -27,7 +27,7 @@ The invariants, each with the method or state that enforces it:
 - after a preemption nothing is posted before every WRITE of the old epoch has ended (``REWINDING``);
 - D gets one completion, and only with full coverage (``_settle``);
 - a push that failed, was aborted or cancelled ends only after its WRITEs have ended (``DRAINING``), and only then
-  reports that it has drained (``_drained``).
+  reports that it has drained (``_end_without_completion``).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class PushSession(Machine[State, Event, Action]):
     def _on_landed(self, event: push_protocol.Landed, actions: list[Action]) -> State:
         write = self.in_flight.pop(event.write)
         if self.state is S.DRAINING:
-            return self._drained(actions)
+            return self._end_without_completion(actions)
         if self.state is S.WRITING_WHOLE:
             self._conclude("completed")
             return self._release(actions)
@@ -172,7 +172,7 @@ class PushSession(Machine[State, Event, Action]):
     def _on_cancelled(self, _: push_protocol.CancelledByD, actions: list[Action]) -> State:
         self._cancelled = True
         self._conclude("cancelled", "the decode engine cancelled its registration")
-        return self._drained(actions)
+        return self._end_without_completion(actions)
 
     def _on_notified(self, _: push_protocol.Notified, actions: list[Action]) -> State:
         self._conclude("completed")
@@ -200,7 +200,7 @@ class PushSession(Machine[State, Event, Action]):
     def _on_dropped(self, event: push_protocol.Aborted | push_protocol.LeaseExpired, actions: list[Action]) -> State:
         self._dropped = True
         self._conclude("cancelled" if isinstance(event, push_protocol.Aborted) else "failed", event.reason)
-        return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._drained(actions)
+        return S.CLOSED if self.state in (S.NOTIFIED, S.ABANDONED) else self._end_without_completion(actions)
 
     def _send_first_token(self, actions: list[Action]) -> None:
         """After ``Finished``, if D has registered and asks for the token."""
@@ -248,15 +248,15 @@ class PushSession(Machine[State, Event, Action]):
         if self.in_flight and self.outcome == "pending":
             self._report(reason, actions, drained=False)
         self._conclude("failed", reason)
-        return self._drained(actions)
+        return self._end_without_completion(actions)
 
     def _conclude(self, outcome: Outcome, failure: str | None = None) -> None:
         """Set the outcome, unless it is set."""
         if self.outcome == "pending":
             self.outcome, self.failure = outcome, failure
 
-    def _drained(self, actions: list[Action]) -> State:
-        """No completion will come. The last report waits for the last WRITE."""
+    def _end_without_completion(self, actions: list[Action]) -> State:
+        """DRAINING while a WRITE is in flight; then the last report."""
         if self.in_flight:
             return S.DRAINING
         self._report(self.failure or "", actions, drained=True)

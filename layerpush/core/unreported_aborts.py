@@ -22,7 +22,7 @@ class UnreportedAborts:
         self._until = 0.0
 
     def dropped(self, now: float) -> None:
-        """A step has dropped requests."""
+        """Requests were aborted, or a lease has ended."""
         self.count += 1
         self._until = now + SETTLE_S
 

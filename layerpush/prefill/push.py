@@ -17,7 +17,7 @@ The end: ``fail`` is for errors outside the session, and may come at any time. W
 WRITE is on the wire, the push leaves the writer's table (``Shared.closed``). It is counted before its blocks are
 released: after the release the engine may stop stepping and reporting.
 
-Other threads may read ``in_flight`` and the session's ``state``, ``registration`` and ``outcome``.
+Other threads may read ``in_flight``, the record's ``outcome``, and the session's ``state`` and ``registration``.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class LayerSaved:
-    """A layer of the step is in memory, once the event's fence has passed. ``layer`` is its index in the model."""
+    """A layer of the step is in memory, once the event's fence has passed. ``layer`` is its index in the layout."""
 
     layer: int
 
@@ -166,7 +166,7 @@ class StepEvents:
         self._revoke(request_id, LeaseExpired())
 
     def finish(self, request_id: str, blocks: tuple[list[int], ...], sampled: Sampled | None = None) -> None:
-        """The scheduler finished a request. Main thread, or the writer thread on its behalf."""
+        """The scheduler finished a request. Main thread."""
         self._first_step.pop(request_id, None)
         computed = self._last_step.pop(request_id, 0)
         self._finished.append(RequestFinished(computed, self._step, request_id, blocks, sampled))

@@ -3,8 +3,8 @@
 ``NixlTransport`` is the real one; tests use a fake that keeps the same contract and adds faults. The class below has
 the contract. ``transport.nixl`` lists the promises that NIXL makes, and those that it does not make.
 
-- Threads: only the writer thread calls a transport. vLLM's handshakes run on a thread of their own; ``LockedAgent``
-  keeps two threads from calling one agent at the same time.
+- Threads: only the writer thread calls a transport, or the main thread while the writer does not run. vLLM's handshakes
+  run on a thread of their own; ``LockedAgent`` keeps two threads from calling one agent at the same time.
 - Names: a transport knows agents by name and memory by prepared descriptor lists. A ``Route`` names both. vLLM
   connects and prepares the lists, at the request of ``Connections``; a transport makes no handshake.
 - The way of a WRITE: a session's ``Write`` -> ``Writes.post`` -> ``DirectPlanner.descriptors`` -> ``post_write``, once

@@ -30,7 +30,7 @@ from tests.unit.both_sides.mutants import Mutant
 from tests.unit.both_sides.storm import storm
 
 STORMS = 100
-MUTANT_STORMS = 150
+MUTANT_STORMS = 300
 """Twice as many as the most elusive mutant needs."""
 
 

@@ -67,7 +67,7 @@ class Copies:
 
 
 class Staging(Protocol):
-    """Writer thread only. Blocks are kernel blocks; ``layers`` are indices in model order.
+    """Writer thread only. Blocks are kernel blocks; ``layers`` are indices in the layout.
 
     Blocks are packed layer by layer, in a layer region by region, in a region block by block.
     """
