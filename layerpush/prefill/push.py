@@ -136,16 +136,9 @@ class Push:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds from the last ready layer, or from the registration if that was later, until the completion was sent.
-        A whole-request push ends with its last WRITE. None if the beginning or the end is not known.
-        """
-        record = self.record
-        ready = self.finished_at if record.t_last_ready is None else record.t_last_ready
-        done = record.t_last_landed if record.t_notified is None else record.t_notified
-        if ready is None or done is None:
-            return None
-        began = ready if record.t_registered is None else max(ready, record.t_registered)
-        return max(0.0, done - began)
+        """``PushRecord.exposed_s`` from the last ready layer, or from the end of prefill if no layer was reported."""
+        last_ready = self.record.t_last_ready
+        return self.record.exposed_s(self.finished_at if last_ready is None else last_ready)
 
     # Events.
 

@@ -93,21 +93,10 @@ def _attributes(record: PushRecord | LoadRecord) -> Iterator[tuple[str, str | in
         known |= {"decode_engine_id": record.decode_engine_id, "mode": record.mode, "fallback": record.fallback}
         known["tokens"] = record.tokens
         known["prefill_seconds"] = _between(record.t_first_planned, record.t_last_ready)
-        known["exposed_seconds"] = _exposed_s(record)
+        known["exposed_seconds"] = record.exposed_s(record.t_last_ready)
     for name, value in known.items():
         if value is not None:
             yield f"layerpush.{name}", value
-
-
-def _exposed_s(push: PushRecord) -> float | None:
-    """As the metric of the same name: until the completion was sent, or the last WRITE of a whole request had landed.
-    It begins with the last ready layer, or with the registration if that was later.
-    """
-    began = push.t_last_ready
-    if began is not None and push.t_registered is not None:
-        began = max(began, push.t_registered)
-    exposed = _between(began, push.t_last_landed if push.t_notified is None else push.t_notified)
-    return None if exposed is None else max(0.0, exposed)
 
 
 def _between(start: float | None, end: float | None) -> float | None:
