@@ -6,7 +6,7 @@ time. So a worker can distinguish a request that waits from one that never came.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 KEPT = 1 << 16
@@ -20,8 +20,9 @@ class Arrivals:
     def __init__(self, base_id: Callable[[str], str]) -> None:
         self._base = base_id
         self._requests: dict[str, str | None] = {}
-        self._bases: Counter[str] = Counter()
-        self._transfers: Counter[str] = Counter()
+        self._bases: dict[str, set[str]] = {}
+        self._transfers: dict[str, set[str]] = {}
+        """The requests of each base id, and of each ``transfer_id``."""
         self._begun = 0
         self._last_two: deque[float] = deque((float("-inf"),) * 2, maxlen=2)
         self._idle_since = float("inf")
@@ -33,17 +34,17 @@ class Arrivals:
             if len(self._requests) >= KEPT:
                 self.ended(next(iter(self._requests)))
             self._requests[request_id] = transfer
-            self._bases[self._base(request_id)] += 1
+            self._bases.setdefault(self._base(request_id), set()).add(request_id)
             if transfer is not None:
-                self._transfers[transfer] += 1
+                self._transfers.setdefault(transfer, set()).add(request_id)
 
     def ended(self, request_id: str) -> None:
         """A request is over."""
         if request_id in self._requests:
             transfer = self._requests.pop(request_id)
-            _remove(self._bases, self._base(request_id))
+            _remove(self._bases, self._base(request_id), request_id)
             if transfer is not None:
-                _remove(self._transfers, transfer)
+                _remove(self._transfers, transfer, request_id)
 
     @property
     def requests(self) -> list[str]:
@@ -54,9 +55,10 @@ class Arrivals:
         """The ``transfer_id`` of a request, if it is here and has one."""
         return self._requests.get(request_id)
 
-    def has_any(self, bases: Iterable[str], transfer: str | None) -> bool:
-        """Whether a request with one of these base ids is here, or one with this ``transfer_id``."""
-        return transfer in self._transfers or any(base in self._bases for base in bases)
+    def named(self, bases: Iterable[str], transfer: str | None) -> set[str]:
+        """The requests that are here and have one of these base ids or this ``transfer_id``."""
+        found = set() if transfer is None else set(self._transfers.get(transfer, ()))
+        return found.union(*(self._bases.get(base, ()) for base in bases))
 
     def look(self, begun: int, running: bool, now: float) -> None:
         """Note the number of steps that have begun, and whether the last one runs. Call it often, after ``came``."""
@@ -77,7 +79,7 @@ class Arrivals:
         return now >= self._idle_since + IDLE_S or self._last_two[0] > since
 
 
-def _remove(counter: Counter[str], key: str) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
+def _remove(index: dict[str, set[str]], key: str, request_id: str) -> None:
+    index[key].discard(request_id)
+    if not index[key]:
+        del index[key]

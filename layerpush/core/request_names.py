@@ -54,8 +54,10 @@ class RequestNames:
 
     def is_for(self, registration: Named, request_id: str) -> bool:
         """Whether the registration may mean this request: names agree, and prompts are equal as far as is known."""
-        if self._prompts_differ(registration, request_id):
-            return False
+        return self.is_named(registration, request_id) and not self.prompts_differ(registration, request_id)
+
+    def is_named(self, registration: Named, request_id: str) -> bool:
+        """Whether the registration's names agree with this request's, whatever their prompts are."""
         same = self._same_transfer(registration, request_id)
         if same is not None:
             return same and _place(self.base(request_id)) == _place(self.base(registration.request_id))
@@ -64,7 +66,7 @@ class RequestNames:
     def is_misnamed(self, registration: Named, request_id: str) -> bool:
         """Whether the registration names this very request, but has another prompt: no other request will come."""
         named = registration.prefill_request_id == request_id and request_id in self._names(registration)
-        return named and self._prompts_differ(registration, request_id)
+        return named and self.prompts_differ(registration, request_id)
 
     def is_spare_answer(self, registration: Named, candidates: Iterable[str]) -> bool:
         """Whether D computes several answers to a prompt and this engine one, which is among these requests, and the
@@ -72,7 +74,7 @@ class RequestNames:
         """
         number, prompt = self._answer(registration)
         return bool(number) and any(
-            self._is_prompt(registration, prompt, each) and not self._prompts_differ(registration, each)
+            self._is_prompt(registration, prompt, each) and not self.prompts_differ(registration, each)
             for each in candidates
         )
 
@@ -104,7 +106,8 @@ class RequestNames:
         own, given = registration.request_id, registration.prefill_request_id
         return (own,) if given is None or self._are_siblings(own, given) else (given, own)
 
-    def _prompts_differ(self, registration: Named, request_id: str) -> bool:
+    def prompts_differ(self, registration: Named, request_id: str) -> bool:
+        """Whether the digests of both prompts are known, and are not equal."""
         digest = self._digests.get(request_id)
         return digest is not None and registration.prompt_digest not in (None, digest)
 

@@ -2,7 +2,8 @@
 
 A registration is matched with its request; either may come first. If the request has failed here, the registration is
 answered at once. If there is no such request yet, the registration is kept. It is refused once it has waited for
-``unknown_timeout_s`` seconds and the engine's scheduler still has no such request.
+``unknown_timeout_s`` seconds and the engine's scheduler still has no such request, or for ``OTHER_PROMPT_S`` seconds if
+every request of its name has another prompt.
 
 Every rank of a decode engine sends an equal registration, but for the window that it offers. The first to come counts
 for all. If a registration comes from an agent that is no connected rank of its engine, the engine was restarted, or
@@ -51,7 +52,11 @@ ENDED_S = 60.0
 ELSEWHERE_S = 10.0
 """Seconds for which it is known that a request went to another rank. The next attempt may come to this one."""
 PROBES = 5
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
+OTHER_PROMPT_S = 0.5
+"""Seconds for which a registration waits for a request with its prompt while its name has another one. A router may
+give one id to two requests, and they may come in any order.
+"""
 NO_REQUEST = "no such request came to the prefill engine"
 SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode engine's request wants several (n)"
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
@@ -324,13 +329,22 @@ class Registrations:
         if not self._pending or now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        for since, registration in self._pending.older_than(self._unknown_timeout_s, now):
+        self._refuse_older(self._unknown_timeout_s, lambda entry: not self._namesakes(entry), NO_REQUEST, now)
+        self._refuse_older(OTHER_PROMPT_S, self._wants_other_prompt, OTHER_PROMPT, now)
+
+    def _refuse_older(self, age_s: float, is_hopeless: Callable[[Registration], bool], reason: str, now: float) -> None:
+        for since, registration in self._pending.older_than(age_s, now):
             if not self._arrivals.is_complete(since, now):
                 return
-            if registration.layerpush and not self._is_here(registration):
+            if registration.layerpush and is_hopeless(registration):
                 self._pending.drop(registration.key)
                 self._unwanted.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
-                self._refuse(registration, NO_REQUEST, now)
+                self._refuse(registration, reason, now)
+
+    def _wants_other_prompt(self, registration: Registration) -> bool:
+        """Whether its name has come, and has other prompts only."""
+        named = [each for each in self._namesakes(registration) if self._names.is_named(registration, each)]
+        return bool(named) and all(self._names.prompts_differ(registration, each) for each in named)
 
     def _withdraw(self, request_id: str | None, named: Named | None) -> None:
         self._take_arrivals()
@@ -342,8 +356,8 @@ class Registrations:
         if request_id is not None:
             self._on_withdrawn(request_id)
 
-    def _is_here(self, registration: Registration) -> bool:
-        return self._arrivals.has_any(self._names.bases(registration), registration.transfer_id)
+    def _namesakes(self, registration: Registration) -> set[str]:
+        return self._arrivals.named(self._names.bases(registration), registration.transfer_id)
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):
@@ -352,7 +366,7 @@ class Registrations:
                 return reason
         transfer = registration.transfer_id
         deadline, reason = self._failures.get(_of_transfer(transfer), (0.0, ""))
-        lives = self._arrivals.has_any((), transfer)
+        lives = bool(self._arrivals.named((), transfer))
         return reason if transfer is not None and deadline > now and not lives else None
 
     def _note_failure(self, name: str, until: float, reason: str) -> None:

@@ -135,6 +135,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         super().on_new_request(request)
         if is_streamed(request):
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
+            if (digest := self.prompt_digest(request)) is not None:
+                self._prompt_digests[request.request_id] = digest
             if self._config.answer_early and request.kv_transfer_params.get(early_answer.MARK):
                 self._answered.add(request.request_id)
                 self.metrics.recorder.count(EARLY_ANSWERS, "answered")
@@ -168,8 +170,6 @@ class LayerwisePushScheduler(VllmPushScheduler):
         dropped = dropped_after(self.kv_cache_config, request.num_prompt_tokens)
         if any(dropped):
             self._dropped[request.request_id] = request, dropped
-        if not request.num_preemptions and (digest := self.prompt_digest(request)) is not None:
-            self._prompt_digests[request.request_id] = digest
         known = self._prompts.get(request.request_id)
         if known is not None:
             known[1].restart()

@@ -121,6 +121,30 @@ def test_two_requests_share_a_base_id(fleet: Fleet, reference: Reference, log: L
         check_serves(p, d, reference, seed=350)
 
 
+@pytest.mark.parametrize("d_spec", engines.DECODERS, ids=["recompute", "fail"])
+@pytest.mark.parametrize("order", ["D first", "P first"])
+def test_prompts_differ(fleet: Fleet, reference: Reference, log: LogView, d_spec: EngineSpec, order: str) -> None:
+    """A router gives one id to two prompts, and D's request has the router's id of P's request."""
+    p, d = fleet.get(engines.P_SHORT_LEASE, d_spec)
+    warm_up(p, d)
+    at_p = Handoff(new_id(), prompt(LENGTH, seed=352), p, d)
+    at_d = Handoff(at_p.request_id, [*at_p.token_ids[:50], at_p.token_ids[50] + 1, *at_p.token_ids[51:]], p, d)
+    if order == "D first":
+        d.add(at_d.to_d())
+        at_d.await_registration()
+        p.add(at_p.to_p())
+        p.wait_output(at_p.request_id)
+    else:
+        p.add(at_p.to_p())
+        p.wait_output(at_p.request_id)
+        d.add(at_d.to_d())
+    check_load_failed(at_d, reference, timeout=engines.GRACE_S)
+    log.check_one(d, at_d.request_id, "another prompt")
+    log.check_one(p, at_d.request_id, "another prompt|lease")
+    check_idle_soon(p, engines.LEASE_S + engines.GRACE_S)
+    check_serves(p, d, reference, seed=353)
+
+
 @pytest.mark.parametrize("order", ["early", "late"])
 def test_d_registers_more_blocks_than_the_prompt_has(
     fleet: Fleet, reference: Reference, log: LogView, order: Order

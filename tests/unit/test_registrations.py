@@ -27,7 +27,15 @@ from layerpush.core.wire import (
 )
 from layerpush.prefill import decode_peers, registrations
 from layerpush.prefill.decode_peers import address_of
-from layerpush.prefill.registrations import ELSEWHERE_S, ENDED_S, PROBES, SPARE_ANSWER, Registrations
+from layerpush.prefill.registrations import (
+    ELSEWHERE_S,
+    ENDED_S,
+    OTHER_PROMPT,
+    OTHER_PROMPT_S,
+    PROBES,
+    SPARE_ANSWER,
+    Registrations,
+)
 from layerpush.telemetry.peer_errors import PeerErrors
 from tests.unit.peers_rig import Town
 
@@ -155,6 +163,11 @@ class World(Town):
         named = {f"cmpl-{name.replace('_', '-')}/p": transfer for name, transfer in transfers.items()}
         self.registrations.came(named)
         self.writer.unclaimed += named
+
+    def comes(self, request_id: str, digest: str, transfer: str | None = None) -> None:
+        """A request comes to the queue."""
+        self.digests[request_id] = digest
+        self.registrations.came({request_id: transfer})
 
     def cancels(self, registration: Registration, sender: str = "d-0") -> None:
         named = registration
@@ -345,6 +358,46 @@ def test_a_registration_fails_if_the_named_request_has_another_prompt(begun: boo
     assert world.pushes == {}
     assert Fail in map(type, world.heard()), "D would wait for ever"
     assert world.registrations.pending == 0
+
+
+OTHER = failure(OTHER_PROMPT, epoch=0)
+
+
+@pytest.mark.parametrize("order", ["the request first", "the registration first"])
+@pytest.mark.parametrize("transfer", [None, "t"], ids=["by name", "by transfer"])
+def test_a_registration_fails_soon_if_its_name_has_another_prompt(order: str, transfer: str | None) -> None:
+    """The router dispatches at once, so D does not know P's whole id. P's prompt may still be in the queue."""
+    world, wanted = World(), asks(prefill="a", digest="two", transfer=transfer)
+    steps = [lambda: world.comes("a/p", "one", transfer), lambda: world.says(wanted)]
+    for step in steps if order == "the request first" else reversed(steps):
+        step()
+    world.tick(OTHER_PROMPT_S - 0.1)
+    assert OTHER not in world.heard()
+    world.tick(1.1)
+    assert world.heard() == [OTHER]
+    assert world.registrations.pending == 0
+    assert world.takes() is None
+
+
+def test_a_registration_waits_for_its_prompt_of_a_name_given_twice() -> None:
+    """The second prompt's registration is older than its request."""
+    world = World()
+    world.comes("a/p1", "one")
+    world.says(asks("a/d2", prefill="a", digest="two"))
+    world.comes("a/p2", "two")
+    world.tick(UNKNOWN_S)
+    world.tick(UNKNOWN_S)
+    assert world.heard() == [Accepted("a/d2")]
+    assert world.takes("a/p1") is None
+    assert world.takes("a/p2") == asks("a/d2", prefill="a", digest="two")
+
+
+def test_a_registration_waits_while_the_prompt_of_its_name_is_unknown() -> None:
+    world = World()
+    world.registrations.came({"a/p": None})
+    world.says(asks(prefill="a", digest="two"))
+    world.tick(UNKNOWN_S)
+    assert world.heard() == [Accepted("a/d")]
 
 
 def test_a_registration_waits_for_its_own_prompt_of_the_named_request() -> None:
