@@ -6,6 +6,9 @@ blocks the queue: requests behind it have their KV and could run, and would give
 may need more free blocks than it gave back: those that a prefill engine may still write are set aside, and a layer with
 a sliding window computes tokens whose KV it would not have loaded. ``install`` wraps ``Scheduler.schedule``, which then
 moves such a request to the front of the other queue. If the scheduler is paused for new requests, it waits with them.
+
+A load that gives its blocks to another request ends as a failed one (``core.postponed_loads``). Its request waits for
+blocks again, whatever ``kv_load_failure_policy`` is: ``install`` wraps ``Scheduler._handle_failed_recving``, too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
+
+from layerpush.core.postponed_loads import PostponedLoads
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,8 +37,29 @@ def install() -> None:
         output: SchedulerOutput = plain(self, *args, **kwargs)
         return output
 
+    plain_failed = Scheduler._handle_failed_recving
+
+    @functools.wraps(plain_failed)
+    def handle_failed(self: Scheduler, failed: set[str]) -> set[str]:
+        waits = {request_id for request_id in failed if _gives_way(self, request_id)}
+        for request_id in waits & self.requests.keys():
+            if self.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.requests[request_id].num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request_id)
+        affected: set[str] = plain_failed(self, failed - waits)
+        return affected
+
     schedule.requeues_failed_loads = True  # type: ignore[attr-defined]
-    Scheduler.schedule = schedule
+    Scheduler.schedule, Scheduler._handle_failed_recving = schedule, handle_failed
+
+
+def _gives_way(scheduler: Scheduler, request_id: str) -> bool:
+    connector = scheduler.connector
+    for each in getattr(connector, "_connectors", (connector,)):
+        postponed = getattr(getattr(each, "connector_scheduler", None), "postponed", None)
+        if isinstance(postponed, PostponedLoads) and postponed.is_asked(request_id):
+            return True
+    return False
 
 
 def requeue(scheduler: Scheduler) -> None:

@@ -66,12 +66,12 @@ class SendLeases:
             self._expired.discard(request_id)
 
 
-def extend(deadlines: Deadlines, named: set[str], until: float) -> None:
-    """A heartbeat names requests: their leases end at ``until`` or later. Main thread.
+def extend(deadlines: Deadlines, named: set[str], until: float, may_lapse: Callable[[str], bool]) -> None:
+    """A heartbeat names requests: their leases end at ``until`` or later, unless they ``may_lapse``. Main thread.
 
     A router that asks both engines at once gives P's request another suffix than D's, so equal base ids suffice.
     """
     bases = {get_base_request_id(name) for name in named}
     for request_id in deadlines:
-        if request_id in named or get_base_request_id(request_id) in bases:
+        if (request_id in named or get_base_request_id(request_id) in bases) and not may_lapse(request_id):
             deadlines[request_id] = max(deadlines[request_id], until)

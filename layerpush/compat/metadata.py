@@ -23,6 +23,10 @@ class LayerwiseMetadata(NixlConnectorMetadata):
     """First tokens of the requests that this prefill engine has finished, by request id."""
     cancelled: Mapping[str, str] = MappingProxyType({})
     """Loads that this decode engine cancels: request id -> reason."""
+    unregistered: Sequence[str] = ()
+    """Loads of this decode engine that P cannot begin, and whose blocks other requests need."""
+    short_of_blocks: bool = False
+    """Whether the first request in the queue could not get its blocks in this step."""
     declined: Sequence[tuple[Address, Decline]] = ()
     """Requests that this decode engine computes itself although a prefill engine has them."""
     arrived: Mapping[str, str | None] = MappingProxyType({})

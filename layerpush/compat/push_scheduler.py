@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from layerpush.compat.first_tokens import sampling_of
 from layerpush.compat.nixl_connector import get_base_request_id
 from layerpush.core.first_token import Sampled
+from layerpush.core.request_params import transfer_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -114,6 +115,14 @@ def awaits_scheduling(request: Any) -> bool:
     """Whether a decode engine has not registered this request's blocks yet."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))
+
+
+def prompt_names(request: Any) -> set[str]:
+    """The names by which P may know the prompt of a request that awaits scheduling: base ids, and ``transfer_id``."""
+    params = request.kv_transfer_params
+    ids = {request.request_id, params["remote_request_id"]}
+    transfer = transfer_id(params)
+    return {*map(get_base_request_id, ids), *([] if transfer is None else [transfer])}
 
 
 def name_prefill_request(request: Any) -> None:

@@ -104,6 +104,10 @@ class VllmPushWorker(NixlPushConnectorWorker):
         """Whether a WRITE reads from this request's blocks. Main thread."""
         raise NotImplementedError
 
+    def may_lapse(self, request_id: str) -> bool:
+        """Whether a heartbeat must not prolong this request's lease. Main thread."""
+        raise NotImplementedError
+
     def disconnecting(self, engine_id: str) -> None:
         """vLLM is about to forget an engine's agents and descriptors. Writer thread, or main thread."""
         raise NotImplementedError
@@ -175,7 +179,8 @@ class VllmPushWorker(NixlPushConnectorWorker):
         self.task(partial(super()._send_heartbeats, snapshot))
 
     def _handle_heartbeat(self, payload: str) -> None:
-        extend(self._reqs_to_send, set(payload.split(",")), time.perf_counter() + self._lease_extension)
+        until = time.perf_counter() + self._lease_extension
+        extend(self._reqs_to_send, set(payload.split(",")), until, self.may_lapse)
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         self._leases.reap(self._reqs_to_send, time.perf_counter(), self.has_writes_in_flight, self.lease_expired)

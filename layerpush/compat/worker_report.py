@@ -20,7 +20,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     On a decode engine: ``parked`` loads failed while a prefill engine may still write; ``cleared`` ones were parked and
     are over. ``first_tokens``: P's first tokens, or the reasons that there are none, of complete loads that have asked
     for one. ``completed``: the time when the rank read the last completion of these loads, in seconds of ``clock``;
-    ``clock`` is empty if the ranks' clocks differ.
+    ``clock`` is empty if the ranks' clocks differ. ``queued``: loads that P cannot begin for want of blocks, each with
+    names of the prompts that P holds. ``unregistered`` loads are to be registered again.
 
     On a prefill engine: ``settling``: pushes of aborted requests are not over. ``withdrawn``: requests that the decode
     engine does not want any more.
@@ -36,6 +37,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     clock: str = ""
     endings: list[Ending] = field(default_factory=list)
     withdrawn: frozenset[str] = frozenset()
+    queued: dict[str, frozenset[str]] = field(default_factory=dict)
+    unregistered: Ranks = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two ranks, or two reports of one rank. vLLM calls it in the engine core."""
@@ -57,6 +60,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             clock,
             [*self.endings, *other.endings],
             self.withdrawn | other.withdrawn,
+            self.queued | other.queued,
+            _union(self.unregistered, other.unregistered),
         )
 
 

@@ -20,6 +20,7 @@ from layerpush.core.first_token import Missing
 class State(enum.Enum):
     REGISTERING = "no prefill engine knows of the load yet"
     WAITING = "registered: prefill ranks may write"
+    UNREGISTERING = "prefill ranks are asked to drop the registration: one that has begun may write, and goes on"
     CANCELLING = "the load has failed: prefill ranks are asked to stop, and may still write"
     ABORTING = (
         "the engine aborted the request and holds its blocks: prefill ranks are asked to stop, and may still write"
@@ -35,6 +36,7 @@ class FinalStatus(enum.Enum):
     LANDED = "it wrote everything"
     FAILED = "it gave up, and its WRITEs have ended"
     CANCELLED = "it was asked to stop, and its WRITEs have ended"
+    UNREGISTERED = "it dropped the registration before it had begun"
     GONE = "its process is known to be dead"
 
 
@@ -96,6 +98,18 @@ class Cancelled(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class GaveWay(Event):
+    """The engine needs the blocks for another request: it will register this one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unregistered(Event):
+    """This agent has dropped the registration, and has posted no WRITE for it."""
+
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
 class Gone(Event):
     """The agent's process is dead."""
 
@@ -142,6 +156,18 @@ class Cancel(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Unregister(Action):
+    """Ask these agents to drop the registration; `Unregistered` follows from each that has not begun."""
+
+    agents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportUnregistered(Action):
+    """Report that no agent has the registration; its blocks may be used again at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLoaded(Action):
     """Report the load as done: every byte is there. ``first_token``: P's, or the reason that there is none."""
 
@@ -179,32 +205,45 @@ S = State
 TRANSITIONS: Mapping[State, Mapping[type[Event], set[State]]] = {
     S.REGISTERING: {
         Registered: {S.WAITING}, RegistrationFailed: {S.CLOSED}, Aborted: {S.CLOSED}, TimedOut: {S.CLOSED},
+        GaveWay: {S.REGISTERING},
     },
     S.WAITING: {
         Completed: {S.WAITING, S.LOADED, S.CLOSED}, Failed: {S.WAITING, S.CANCELLING, S.CLOSED},
         Cancelled: {S.WAITING, S.CANCELLING, S.CLOSED}, Gone: {S.WAITING, S.CANCELLING, S.CLOSED},
-        Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING}, Tick: {S.WAITING},
-        TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING},
+        Silent: {S.WAITING, S.CANCELLING}, Aborted: {S.ABORTING, S.CLOSED}, TimedOut: {S.CANCELLING, S.CLOSED},
+        Tick: {S.WAITING}, TokenPromised: {S.WAITING}, TokenArrived: {S.WAITING}, Unregistered: {S.WAITING},
+        GaveWay: {S.UNREGISTERING, S.CLOSED},
+    },
+    S.UNREGISTERING: {
+        Completed: {S.UNREGISTERING, S.LOADED, S.CLOSED}, Failed: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
+        Cancelled: {S.UNREGISTERING, S.CANCELLING, S.CLOSED}, Gone: {S.UNREGISTERING, S.CANCELLING, S.CLOSED},
+        Silent: {S.UNREGISTERING, S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
+        Tick: {S.UNREGISTERING}, TokenPromised: {S.UNREGISTERING}, TokenArrived: {S.UNREGISTERING},
+        Unregistered: {S.UNREGISTERING, S.CLOSED}, GaveWay: {S.UNREGISTERING},
     },
     S.LOADED: {
         TokenPromised: {S.LOADED}, TokenArrived: {S.LOADED, S.CLOSED}, Tick: {S.LOADED, S.CLOSED}, Aborted: {S.CLOSED},
         Completed: {S.LOADED}, Failed: {S.LOADED}, Cancelled: {S.LOADED}, Gone: {S.LOADED}, Silent: {S.LOADED},
         TimedOut: {S.LOADED},
+        Unregistered: {S.LOADED}, GaveWay: {S.LOADED},
     },
     S.CANCELLING: {
         Completed: {S.CANCELLING, S.CLOSED}, Failed: {S.CANCELLING, S.CLOSED}, Cancelled: {S.CANCELLING, S.CLOSED},
         Gone: {S.CANCELLING, S.CLOSED}, Silent: {S.CANCELLING}, Aborted: {S.ABORTING}, TimedOut: {S.CANCELLING},
         Tick: {S.CANCELLING, S.PARKED}, TokenPromised: {S.CANCELLING}, TokenArrived: {S.CANCELLING},
+        Unregistered: {S.CANCELLING}, GaveWay: {S.CANCELLING},
     },
     S.ABORTING: {
         Completed: {S.ABORTING, S.CLOSED}, Failed: {S.ABORTING, S.CLOSED}, Cancelled: {S.ABORTING, S.CLOSED},
         Gone: {S.ABORTING, S.CLOSED}, Silent: {S.ABORTING}, Aborted: {S.ABORTING}, TimedOut: {S.ABORTING},
         Tick: {S.ABORTING}, TokenPromised: {S.ABORTING}, TokenArrived: {S.ABORTING},
+        Unregistered: {S.ABORTING}, GaveWay: {S.ABORTING},
     },
     S.PARKED: {
         Completed: {S.PARKED, S.CLOSED}, Failed: {S.PARKED, S.CLOSED}, Cancelled: {S.PARKED, S.CLOSED},
         Gone: {S.PARKED, S.CLOSED}, Silent: {S.PARKED}, Aborted: {S.PARKED}, TimedOut: {S.PARKED}, Tick: {S.PARKED},
         TokenPromised: {S.PARKED}, TokenArrived: {S.PARKED},
+        Unregistered: {S.PARKED}, GaveWay: {S.PARKED},
     },
     S.CLOSED: {},
 }  # fmt: skip

@@ -6,6 +6,7 @@ state raises ``IllegalTransitionError``.
 
     REGISTERING   D connects and sends the registration
     WAITING       agents may write; the load is wanted
+    UNREGISTERING the engine needs the blocks; agents are asked to drop the registration, and go on if they have begun
     LOADED        every byte is there; an agent has promised P's first token, which may come for ``TOKEN_WAIT_S`` longer
     CANCELLING    the load has failed; agents are asked to stop; after ``cancel_timeout_s`` the load is parked
     ABORTING      the engine aborted the request and keeps its blocks; agents are asked to stop, for as long as it takes
@@ -42,7 +43,9 @@ from layerpush.core.load_protocol import (
     ReportAborted,
     ReportFailed,
     ReportLoaded,
+    ReportUnregistered,
     State,
+    Unregister,
 )
 from layerpush.core.machine import IllegalTransitionError, Machine
 
@@ -93,7 +96,7 @@ class LoadSession(Machine[State, Event, Action]):
         """
         if self.state is S.LOADED:
             return max(now, self._token_until)
-        if self.state not in (S.CANCELLING, S.ABORTING, S.PARKED):
+        if self.state not in (S.UNREGISTERING, S.CANCELLING, S.ABORTING, S.PARKED):
             return None
         due = self._asked_at + self._retry_s
         return max(now, min(due, self._park_at) if self.state is S.CANCELLING else due)
@@ -138,6 +141,27 @@ class LoadSession(Machine[State, Event, Action]):
         cause = f"agent {event.agent} cancelled the push"
         return self._settle(event.agent, FinalStatus.CANCELLED, cause, now, actions)
 
+    def _on_gave_way(self, _: load_protocol.GaveWay, now: float, actions: list[Action]) -> State:
+        if self.state is not S.WAITING:
+            return self.state
+        if not self.open_agents:
+            return self._unregistered(actions)
+        self._ask(now, actions, S.UNREGISTERING)
+        return S.UNREGISTERING
+
+    def _on_unregistered(self, event: load_protocol.Unregistered, _: float, actions: list[Action]) -> State:
+        if self.state not in (S.WAITING, S.UNREGISTERING) or event.agent not in self.open_agents:
+            return self.state
+        self.statuses[event.agent] = FinalStatus.UNREGISTERED  # in WAITING another rank of this engine was faster
+        return self.state if self.state is S.WAITING or self.open_agents else self._unregistered(actions)
+
+    def _unregistered(self, actions: list[Action]) -> State:
+        if set(self.statuses.values()) != {FinalStatus.UNREGISTERED}:
+            return self._close(None, actions)
+        self.cause = "the prefill engine could not begin the prompt, and other requests needed the blocks"
+        actions.append(ReportUnregistered())
+        return S.CLOSED
+
     def _on_gone(self, event: load_protocol.Gone, now: float, actions: list[Action]) -> State:
         return self._settle(event.agent, FinalStatus.GONE, event.reason, now, actions)
 
@@ -145,7 +169,7 @@ class LoadSession(Machine[State, Event, Action]):
         return self._fail(event.reason, now, actions) if event.agent in self.open_agents else self.state
 
     def _on_aborted(self, event: load_protocol.Aborted, now: float, actions: list[Action]) -> State:
-        if self.state in (S.REGISTERING, S.LOADED):
+        if self.state in (S.REGISTERING, S.LOADED) or not self.open_agents:
             self.cause = event.reason
             actions.append(ReportAborted(event.reason))
             return S.CLOSED
@@ -164,7 +188,7 @@ class LoadSession(Machine[State, Event, Action]):
             return self._close(None, actions) if now >= self._token_until else self.state
         if now >= self._asked_at + self._retry_s:
             self._retry_s = max(self._retry_s, min(2 * self._retry_s, self._cancel_timeout_s))
-            self._ask(now, actions)
+            self._ask(now, actions, self.state)
         if self.state is S.CANCELLING and now >= self._park_at:
             actions.append(Park(self.cause or ""))
             return S.PARKED
@@ -177,7 +201,7 @@ class LoadSession(Machine[State, Event, Action]):
         self.statuses[agent] = status
         if self.state is S.LOADED:
             return self.state
-        if self.state is S.WAITING and self._complete and self.first_token == "late":
+        if self.state in (S.WAITING, S.UNREGISTERING) and self._complete and self.first_token == "late":
             self._token_until = now + TOKEN_WAIT_S
             return S.LOADED
         if self._is_over:
@@ -189,12 +213,13 @@ class LoadSession(Machine[State, Event, Action]):
         if self.state is S.LOADED:
             return self.state
         self.cause = self.cause or cause
-        if self.state is S.REGISTERING:
+        if self.state is S.REGISTERING or not self.open_agents:
             return self._close(cause, actions)
-        if self.state is not S.WAITING:
+        if self.state not in (S.WAITING, S.UNREGISTERING):
             return self.state
         self._park_at = now + self._cancel_timeout_s
-        self._ask(now, actions)
+        self._retry_s = RETRY_S
+        self._ask(now, actions, S.CANCELLING)
         return S.CANCELLING
 
     def _close(self, cause: str | None, actions: list[Action]) -> State:
@@ -210,9 +235,10 @@ class LoadSession(Machine[State, Event, Action]):
             actions.append(ReportFailed(self.cause))
         return S.CLOSED
 
-    def _ask(self, now: float, actions: list[Action]) -> None:
+    def _ask(self, now: float, actions: list[Action], state: State) -> None:
         self._asked_at = now
-        actions.append(Cancel(tuple(sorted(self.open_agents))))
+        agents = tuple(sorted(self.open_agents))
+        actions.append(Unregister(agents) if state is S.UNREGISTERING else Cancel(agents))
 
     HANDLERS: ClassVar = {
         load_protocol.Registered: _on_registered,
@@ -222,6 +248,8 @@ class LoadSession(Machine[State, Event, Action]):
         load_protocol.TokenArrived: _on_token_arrived,
         load_protocol.Failed: _on_failed,
         load_protocol.Cancelled: _on_cancelled,
+        load_protocol.GaveWay: _on_gave_way,
+        load_protocol.Unregistered: _on_unregistered,
         load_protocol.Gone: _on_gone,
         load_protocol.Silent: _on_silent,
         load_protocol.Aborted: _on_aborted,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from layerpush.core.wire import Registration
 
@@ -40,6 +40,9 @@ class PendingRegistrations:
         while len(self._entries) > self._kept:
             dropped.append(self._entries.pop(next(iter(self._entries)))[1])
         return dropped
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter([entry for _, entry in self._entries.values()])
 
     def expire(self, now: float) -> list[Registration]:
         """Forget and return the registrations that are too old."""

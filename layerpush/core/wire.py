@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from layerpush.core.hosts import MAX_HOST_CHARS
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The newest version of our messages that this release speaks. A registration offers it."""
 
 REGISTRATION_PREFIX = b"PUSH_REG:"
@@ -39,6 +39,7 @@ MAX_ID_CHARS = 1024
 MAX_REASON_CHARS = 1000
 MAX_RANK_DIGITS = 6
 MAX_PARTS = 4096
+MAX_COMPUTED = 64
 MAX_PORT = 65535
 MAX_TP_SIZE = 1024
 MAX_CONTACT_BYTES = 1 << 16
@@ -96,7 +97,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     for packed blocks, None if the worker does not unpack. ``sampling`` asks for a ``FirstToken``: it is the
     digest of the request's sampling parameters, None if the worker does not ask. ``contact`` is the address of the
     worker's NIXL agent: the prefill worker can report a failure there although no handshake with the decode engine
-    succeeds.
+    succeeds. ``attempt`` counts the registrations of one request, from 0: it is registered again after an
+    ``Unregister``.
     """
 
     request_id: RequestId
@@ -112,6 +114,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     window: Window | None = None
     sampling: Name | None = None
     contact: Contact | None = None
+    attempt: Count = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -201,6 +204,40 @@ class Cancelled(_PeerMessage, frozen=True):
     request_id: RequestId
 
 
+class Queued(_PeerMessage, frozen=True):
+    """P has no free blocks for the registered prompt. P holds those of ``computed`` prompts, which no D has registered:
+    the base ids and ``transfer_id`` of some of them. Only a D that speaks version 2 gets it.
+    """
+
+    request_id: RequestId
+    computed: Annotated[tuple[Name, ...], Meta(max_length=MAX_COMPUTED)]
+
+
+class Unregister(_PeerMessage, frozen=True):
+    """D gives the request's blocks to another request, and will register it again later. P answers ``Unregistered``,
+    unless it has begun to serve the registration of this ``attempt``: then it goes on. Only after ``Queued``.
+    """
+
+    request_id: RequestId
+    decode_engine_id: Name
+    decode_host: Host
+    decode_port: Port
+    decode_tp_size: TpSize
+    attempt: Count
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The decode engine's id, and the request's id there."""
+        return self.decode_engine_id, self.request_id
+
+
+class Unregistered(_PeerMessage, frozen=True):
+    """The sender has dropped the registration of this ``attempt``, and has posted no WRITE for it."""
+
+    request_id: RequestId
+    attempt: Count
+
+
 class Decline(_PeerMessage, frozen=True):
     """D will not load this request, and has not registered it: P may free its blocks. The other fields are those of a
     registration. P does not answer.
@@ -265,7 +302,21 @@ class Unpacked(_PeerMessage, frozen=True):
     done: bool
 
 
-PeerMessage = Accepted | FirstToken | Fail | Cancel | Cancelled | Decline | Ping | Pong | Unpack | Unpacked
+PeerMessage = (
+    Accepted
+    | FirstToken
+    | Fail
+    | Cancel
+    | Cancelled
+    | Queued
+    | Unregister
+    | Unregistered
+    | Decline
+    | Ping
+    | Pong
+    | Unpack
+    | Unpacked
+)
 Message = Registration | PeerMessage | Completion | Heartbeat
 
 _clean = re.compile(_CLEAN)

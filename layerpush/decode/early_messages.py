@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Unpack
+from layerpush.core.wire import Accepted, Cancelled, Completion, Fail, FirstToken, Queued, Unpack, Unregistered
 
 KEPT_S = 30.0
 KEPT = 65536
 
-LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Unpack
+LoadMessage = Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unpack | Unregistered
 """The messages of prefill ranks about loads."""
 
 

@@ -13,7 +13,19 @@ from functools import partial
 from layerpush.core import load_protocol
 from layerpush.core.load_protocol import Action, Event, State
 from layerpush.core.load_session import LoadSession
-from layerpush.core.wire import Accepted, Cancel, Cancelled, Completion, Decline, Fail, FirstToken, Registration
+from layerpush.core.wire import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Completion,
+    Decline,
+    Fail,
+    FirstToken,
+    Queued,
+    Registration,
+    Unregister,
+    Unregistered,
+)
 from layerpush.decode.outcomes import Outcomes
 from layerpush.decode.prefill_peers import PrefillPeers
 from layerpush.telemetry.trace_records import LoadRecord
@@ -59,7 +71,11 @@ class Load:
         self._peers.connections.reach(self.address, partial(self._connected, on_registered, again), now)
 
     def on_message(
-        self, sender: str, message: Accepted | FirstToken | Fail | Cancelled | Completion, payload: bytes, now: float
+        self,
+        sender: str,
+        message: Accepted | FirstToken | Fail | Cancelled | Completion | Queued | Unregistered,
+        payload: bytes,
+        now: float,
     ) -> None:
         """A message of one of the load's agents; ``payload`` is the notification that it came in."""
         match message:
@@ -78,6 +94,12 @@ class Load:
                     self.handle(load_protocol.TokenPromised(sender), now)
             case FirstToken():
                 self.handle(load_protocol.TokenArrived(sender, message.token), now)
+            case Queued():
+                if self.session.state is State.WAITING:
+                    self._peers.host.queued(message.request_id, message.computed)
+            case Unregistered():
+                if message.attempt == self.registration.attempt:
+                    self.handle(load_protocol.Unregistered(sender), now)
 
     def handle(self, event: Event, now: float) -> None:
         """Give an event to the session and perform its actions. Raises ``IllegalTransitionError``."""
@@ -127,6 +149,21 @@ class Load:
                 cancel = Cancel(mine.request_id, *address)
                 for agent in agents:  # any may be a stock one, or our registration or its answer was lost
                     self._peers.send(self.address.engine_id, agent, cancel, now, may_be_stock=True)
+            case load_protocol.Unregister(agents):
+                mine = self.registration
+                unregister = Unregister(
+                    mine.request_id,
+                    mine.decode_engine_id,
+                    mine.decode_host,
+                    mine.decode_port,
+                    mine.decode_tp_size,
+                    mine.attempt,
+                )
+                for agent in agents:
+                    self._peers.send(self.address.engine_id, agent, unregister, now)
+            case load_protocol.ReportUnregistered():
+                logger.info("layerpush: %s gives its blocks to a request whose prompt P holds", self.session.request_id)
+                self._outcomes.add(self._record, "unregistered", self.session.cause, now)
             case load_protocol.ReportLoaded(first_token):
                 asked = self.registration.sampling is not None
                 self._outcomes.add(self._record, "loaded", None, now, self._completions, first_token if asked else None)

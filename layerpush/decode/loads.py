@@ -28,14 +28,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from layerpush.core.load_protocol import Aborted, Event, State, Tick, TimedOut
+from layerpush.core.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
 from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
     Cancelled,
     Completion,
     FirstToken,
+    Queued,
     Registration,
     Unpack,
+    Unregistered,
     WireError,
     encode,
     encode_registration,
@@ -127,6 +129,10 @@ class Loads:
         """The engine aborted the request; it holds the blocks until the load is reported as over."""
         self._handle(request_id, Aborted(reason), now)
 
+    def unregister(self, request_id: str, now: float) -> None:
+        """The engine needs the blocks, and will register the request again. A load that P has begun goes on."""
+        self._handle(request_id, GaveWay(), now)
+
     def time_out(self, request_id: str, reason: str, now: float) -> None:
         """The request has waited for too long."""
         self._handle(request_id, TimedOut(reason), now)
@@ -142,7 +148,7 @@ class Loads:
         elif load is None or load.session.state is State.REGISTERING:
             if load is None and isinstance(message, FirstToken):
                 return  # the load is over, so its token is of no use
-            if not isinstance(message, Cancelled):
+            if not isinstance(message, Cancelled | Queued | Unregistered):
                 self._early.add(sender, message, payload, now)
         elif sender not in load.session.agents:
             text = f"agent {sender} reports on {message.request_id}, which is not registered with it"

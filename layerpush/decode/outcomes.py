@@ -18,7 +18,7 @@ from layerpush.telemetry.metrics.recorder import Recorder
 from layerpush.telemetry.trace_records import LoadRecord
 from layerpush.transport.connections import Address
 
-Outcome = Literal["loaded", "failed", "parked", "aborted", "refused"]
+Outcome = Literal["loaded", "unregistered", "failed", "parked", "aborted", "refused"]
 
 
 class LoadHost(Protocol):
@@ -40,6 +40,14 @@ class LoadHost(Protocol):
         """The load failed, but prefill ranks may still write: the blocks must not be used until ``cleared``. Comes
         before ``failed``.
         """
+
+    def unregistered(self, request_id: str) -> None:
+        """No prefill rank has the registration any more: the request is to wait for blocks again. Comes before
+        ``failed``.
+        """
+
+    def queued(self, request_id: str, computed: Sequence[str]) -> None:
+        """P has no free blocks for the prompt; it holds those of the ``computed`` prompts."""
 
     def cleared(self, request_id: str) -> None:
         """No prefill rank writes into the parked blocks any more."""
@@ -91,8 +99,10 @@ class Outcomes:
         """
         times = {LOAD.key: now - record.t_awaited} if outcome == "loaded" and record.t_awaited is not None else {}
         self._recorder.ended(Ending(record.request_id, LOADS.key, outcome, times=times))
-        settled = {"loaded": "completed", "aborted": "cancelled"}.get(outcome, "failed")
+        settled = {"loaded": "completed", "aborted": "cancelled", "unregistered": "cancelled"}.get(outcome, "failed")
         record.settled(settled, reason, now)
+        if outcome == "unregistered":
+            self._host.unregistered(record.request_id)
         if outcome == "parked":
             record.t_parked = now
             self._host.parked(record.request_id)

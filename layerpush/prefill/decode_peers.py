@@ -13,7 +13,7 @@ from functools import partial
 
 from layerpush.core.bounded_dict import BoundedDict
 from layerpush.core.liveness import Verdict
-from layerpush.core.wire import Accepted, Cancelled, Fail, FirstToken, Registration, encode
+from layerpush.core.wire import Accepted, Cancelled, Fail, FirstToken, Queued, Registration, Unregistered, encode
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
@@ -23,7 +23,7 @@ LOST_KEPT = 4096
 ANSWERS_KEPT_S = 60.0
 CONTACTS_KEPT = 4096
 
-Answer = Accepted | FirstToken | Fail | Cancelled
+Answer = Accepted | FirstToken | Fail | Cancelled | Queued | Unregistered
 
 
 class DecodePeers:

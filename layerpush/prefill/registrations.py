@@ -27,6 +27,7 @@ from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistratio
 from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
 from layerpush.core.request_names import Named, RequestNames
 from layerpush.core.wire import (
+    MAX_COMPUTED,
     Accepted,
     Cancel,
     Cancelled,
@@ -35,7 +36,10 @@ from layerpush.core.wire import (
     FirstToken,
     Ping,
     Pong,
+    Queued,
     Registration,
+    Unregister,
+    Unregistered,
     Window,
     encode,
     one_line,
@@ -53,6 +57,9 @@ ELSEWHERE_S = 10.0
 """Seconds for which it is known that a request went to another rank. The next attempt may come to this one."""
 PROBES = 5
 LOOK_EVERY_S = 0.25
+QUEUED_EVERY_S = 1.0
+QUEUED_VERSION = 2
+"""The version of our messages that has ``Queued``, ``Unregister`` and ``Unregistered``."""
 OTHER_PROMPT_S = 0.5
 """Seconds for which a registration waits for a request with its prompt while its name has another one. A router may
 give one id to two requests, and they may come in any order.
@@ -67,11 +74,12 @@ class _Registered:
     """A registration's fingerprint, and the windows that the ranks of the decode engine offered with it."""
 
     fingerprint: bytes
+    attempt: int
     windows: Mapping[str, Window | None]
 
     def also(self, sender: str, window: Window | None) -> _Registered:
         """A copy with another rank's window added; the first of each rank counts."""
-        return _Registered(self.fingerprint, {sender: window, **self.windows})
+        return _Registered(self.fingerprint, self.attempt, {sender: window, **self.windows})
 
     def is_equal(self, registration: Registration) -> bool:
         return self.fingerprint == registration.fingerprint
@@ -106,7 +114,10 @@ class Registrations:
         self._digests = digests
         self._pending = PendingRegistrations(self._names.is_for)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
-        self._look_at = 0.0
+        self._look_at = self._queued_at = 0.0
+        self.short_of_blocks = False
+        """Whether the engine's queue waits for free blocks. The main thread sets it."""
+        self._prompt_waits = False
         self._on_withdrawn = on_withdrawn
         self._served: BoundedDict[Key, str] = BoundedDict(REMEMBERED)
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
@@ -136,6 +147,12 @@ class Registrations:
             self._hold(sender, registration)
             return
         self.peers.found(registration.decode_engine_id, now)
+        taken_back = self._answers.get(key)
+        if isinstance(taken_back, Unregistered):
+            if registration.attempt <= taken_back.attempt:
+                self._answer(registration, taken_back, now)
+                return
+            del self._answers[key]
         if not self._note(sender, registration, now):
             return
         if registration.layerpush:
@@ -182,9 +199,33 @@ class Registrations:
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
             self.peers.answer(address, Cancelled(message.request_id), now)
 
+    def on_unregister(self, sender: str, message: Unregister, now: float) -> None:
+        """A decode engine takes a registration back, and will register again. A push that has begun goes on."""
+        key, engine_id = message.key, message.decode_engine_id
+        registered = self._senders.get(key)
+        if (
+            registered is not None
+            and sender not in registered.windows
+            and sender not in self._connections.agents(engine_id)
+        ):
+            text = f"agent {sender} unregisters {message.request_id}, not its own"
+            self._peer_errors.add("foreign unregister", text, now)
+            return
+        if self.peers.closing(engine_id) is not None or (
+            registered is not None and registered.attempt > message.attempt
+        ):
+            return
+        if key not in self._answers:
+            if key in self._served:
+                return
+            self._pending.drop(key)
+            self._answers.note(key, Unregistered(message.request_id, message.attempt))
+        address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
+        self.peers.answer(address, self._answers[key], now)
+
     def on_decline(self, message: Decline, now: float) -> None:
         """A decode engine will not load a request. If it has registered the request, the registration counts."""
-        if message.key in self._senders:
+        if message.key in self._senders and not isinstance(self._answers.get(message.key), Unregistered):
             return
         self._withdraw(None, message)
         request_id = self._names.match(message, self._writer.waiting())
@@ -215,6 +256,12 @@ class Registrations:
         reason = f"the request went to data-parallel rank {rank} of the prefill engine"
         self._note_failure(self._names.base(request_id), now + ELSEWHERE_S, reason)
         self._refuse_pending(request_id, reason, now)
+
+    def may_lapse(self, request_id: str) -> bool:
+        """Whether heartbeats must not prolong a request's lease: no decode engine has registered it, and a registered
+        prompt waits for blocks. Any thread.
+        """
+        return self._prompt_waits and request_id in self._writer.computed()
 
     # From the writer.
 
@@ -313,6 +360,7 @@ class Registrations:
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
         self._refuse_unknown(now)
+        self._report_queued(now)
         for engine_id in self.peers.tick(now):
             self._take_held(engine_id, now)
 
@@ -345,6 +393,32 @@ class Registrations:
         """Whether its name has come, and has other prompts only."""
         named = [each for each in self._namesakes(registration) if self._names.is_named(registration, each)]
         return bool(named) and all(self._names.prompts_differ(registration, each) for each in named)
+
+    def _report_queued(self, now: float) -> None:
+        """The engine is full. If a registered prompt waits, prompts that nobody has registered give way: their decode
+        engines may need the blocks that wait for this one.
+        """
+        if not self.short_of_blocks:
+            self._prompt_waits = False
+        elif now >= self._queued_at:
+            self._queued_at = now + QUEUED_EVERY_S
+            self._take_arrivals()
+            queued = [entry for entry in self._pending if self._is_queued(entry)]
+            self._prompt_waits = bool(queued) or self._writer.has_registered_prompts
+            names = self._names_of(self._writer.computed()) if queued else ()
+            for registration in queued if names else ():
+                if registration.layerpush >= QUEUED_VERSION:
+                    self._answer(registration, Queued(registration.request_id, names), now)
+
+    def _is_queued(self, registration: Registration) -> bool:
+        begun = self._writer
+        return any(
+            self._names.is_for(registration, each) and each not in begun for each in self._namesakes(registration)
+        )
+
+    def _names_of(self, request_ids: list[str]) -> tuple[str, ...]:
+        names = {self._names.base(each) for each in request_ids} | set(map(self._transfer_of, request_ids))
+        return tuple(sorted(name for name in names if name))[:MAX_COMPUTED]
 
     def _withdraw(self, request_id: str | None, named: Named | None) -> None:
         self._take_arrivals()
@@ -402,6 +476,8 @@ class Registrations:
         if registered is not None and registered.is_equal(registration):
             self._senders.note(key, registered.also(sender, registration.window), self._is_live)
             return True
+        if registered is not None and registration.attempt < registered.attempt:
+            return False  # the decode engine has taken it back
         if registered is not None and self._writer.serving(key) is not None:
             reason = "another request of this id is being pushed"
             self._peer_errors.add("id in use", f"agent {sender} registers {registration.request_id}: {reason}", now)
@@ -412,7 +488,7 @@ class Registrations:
             self._pending.drop(key)
             self._answers.pop(key, None)
             self._served.pop(key, None)
-        first = _Registered(registration.fingerprint, {sender: registration.window})
+        first = _Registered(registration.fingerprint, registration.attempt, {sender: registration.window})
         self._senders.note(key, first, self._is_live)
         return True
 

@@ -437,6 +437,22 @@ class PushWriter:
                 return push.request_id
         return None
 
+    def computed(self) -> list[str]:
+        """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
+        return [
+            push.request_id
+            for push in list(self._pushes.values())
+            if push.is_unclaimed and push.session.state is State.DELEGATED
+        ]
+
+    @property
+    def has_registered_prompts(self) -> bool:
+        """Whether a decode engine has registered a request whose prefill has begun, and has not ended."""
+        return any(
+            push.finished_at is None and push.session.registration is not None and push.record.outcome == "pending"
+            for push in self._pushes.values()
+        )
+
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet. Any thread."""
         return [push.request_id for push in list(self._pushes.values()) if push.is_unclaimed]

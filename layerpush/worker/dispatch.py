@@ -1,9 +1,10 @@
 """Hands each notification of another engine to the part of this worker that handles it. Writer thread only.
 
-    from D     ``Registration``, ``Cancel``, ``Decline``, ``Ping``                     ``Registrations``
+    from D     ``Registration``, ``Cancel``, ``Unregister``, ``Decline``, ``Ping``       ``Registrations``
                ``Unpacked``                                                            the packer of pushes
                ``Heartbeat``                                                           vLLM's inbox, as it came
-    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``       ``Loads``
+    from P     ``Accepted``, ``FirstToken``, ``Fail``, ``Cancelled``, ``Unpack``,
+               ``Queued``, ``Unregistered``                                            ``Loads``
                ``Completion``                                                          ``Loads``, with its notification
                ``Pong``                                                                ``PrefillPeers``
 
@@ -31,9 +32,12 @@ from layerpush.core.wire import (
     Message,
     Ping,
     Pong,
+    Queued,
     Registration,
     Unpack,
     Unpacked,
+    Unregister,
+    Unregistered,
     WireError,
     read,
 )
@@ -102,6 +106,8 @@ class Dispatcher:
                 self._registrations.on_registration(agent, message, now)
             case Cancel():
                 self._registrations.on_cancel(agent, message, now)
+            case Unregister():
+                self._registrations.on_unregister(agent, message, now)
             case Decline():
                 self._registrations.on_decline(message, now)
             case Ping():
@@ -110,7 +116,7 @@ class Dispatcher:
                 self._unpacked(agent, message)
             case Heartbeat():
                 self._heartbeat(payload)
-            case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Unpack():
+            case Accepted() | FirstToken() | Fail() | Cancelled() | Completion() | Unpack() | Queued() | Unregistered():
                 self._loads.on_message(agent, message, payload, now)
             case Pong():
                 self._loads.peers.on_message(agent, now, identified=True)

@@ -19,12 +19,14 @@ from layerpush.compat.push_scheduler import (
     awaits_scheduling,
     is_streamed,
     name_prefill_request,
+    prompt_names,
 )
 from layerpush.compat.spans import traces_requests
 from layerpush.compat.worker_report import WorkerReport
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.first_token import Sampled
 from layerpush.core.last_window import LastWindows
+from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.prefix_hits import PrefixHits, Tables
 from layerpush.core.request_params import chosen_mode, transfer_id
 from layerpush.core.step_plan import PromptProgress, StepPlan
@@ -65,6 +67,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
     answer_handshakes = staticmethod(listen)
     awaited: AwaitedPushes
     last_windows: LastWindows
+    postponed: PostponedLoads
     first_tokens: FirstTokens | None
     """None: the requests of this engine compute their first tokens themselves."""
 
@@ -89,6 +92,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._declined: list[tuple[Address, Decline]] = []
         self._arrived: dict[str, str | None] = {}
         self._elsewhere: dict[str, int] = {}
+        self._unplaced: dict[str, Request] = {}
+        """Requests that vLLM has looked at in this step, and that have no blocks yet."""
+        self._loading: dict[str, Request] = {}
+        self._attempts: dict[str, int] = {}
         self._answered: set[str] = set()
         """P's requests that the front end has answered early."""
         self._withdrawn: set[str] = set()
@@ -105,6 +112,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._trace = TraceFile(config.trace_dir if receives else None, engine_id, SCHEDULER_RANK)
         self.metrics.total(DROPPED_RECORDS, lambda: {"trace": self._trace.dropped})
         ranks = vllm_config.parallel_config.world_size // vllm_config.parallel_config.prefill_context_parallel_size
+        self.postponed = PostponedLoads(ranks)
         self._endings = Endings(ranks, self.metrics.recorder)  # one rank of each prefill context parallel group pushes
         self._hand_overs = HandOvers(engine_id, self.metrics.recorder, self._trace.add)
         self._can_stream = engine_fallback(self) is None
@@ -123,6 +131,7 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def bind(self, block_pool: BlockPool) -> None:
         """``block_pool`` owns the engine's KV cache blocks."""
+        self._block_pool = block_pool
         self.awaited = AwaitedPushes(self.registration_timeout, block_pool)
         self.last_windows = LastWindows(block_pool)
         watch_block_holds(self.metrics, self.awaited.block_holds)
@@ -133,6 +142,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         if awaits_scheduling(request):
             name_prefill_request(request)
         super().on_new_request(request)
+        if awaits_scheduling(request):
+            self.postponed.came(request.request_id, prompt_names(request))
         if is_streamed(request):
             self._arrived[request.request_id] = transfer_id(request.kv_transfer_params)
             if (digest := self.prompt_digest(request)) is not None:
@@ -149,7 +160,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Note the prefix-cache hit of a request, in tokens. Returns the tokens to load, and whether there are any."""
+        if self.postponed.must_wait(request.request_id):
+            return None, False
         self._prefix_hits.found(request.request_id, num_computed_tokens)
+        self._unplaced[request.request_id] = request
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if loads and num_computed_tokens + tokens == request.num_tokens:
             tokens = max(0, tokens_to_load(self.kv_cache_config, request.num_tokens) - num_computed_tokens)
@@ -158,6 +172,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A request has its blocks: on D complete its registration, on P begin to plan its prompt."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._unplaced.pop(request.request_id, None)
+        self.postponed.placed(request.request_id)
         staged = self.take_staged_registration(request.request_id, blocks)
         if staged is not None:
             self._await(request, staged)
@@ -202,7 +218,9 @@ class LayerwisePushScheduler(VllmPushScheduler):
             transfer_id=transfer_id(request.kv_transfer_params),
             prompt_digest=self.prompt_digest(request),
             sampling=None if self.first_tokens is None else self.first_tokens.ask(request),
+            attempt=self._attempts.get(request.request_id, 0),
         )
+        self._loading[request.request_id] = request
         self.awaited.registered(request.request_id, staged.blocks, time.perf_counter())
         self._hand_overs.registered(request)
 
@@ -213,6 +231,8 @@ class LayerwisePushScheduler(VllmPushScheduler):
         assert isinstance(metadata, NixlConnectorMetadata)
         extended = LayerwiseMetadata.extending(metadata)
         extended.cancelled = self.awaited.cancelled(time.perf_counter())
+        extended.short_of_blocks = self._is_short_of_blocks()
+        extended.unregistered = self.postponed.to_unregister(extended.short_of_blocks)
         extended.prompt_digests, self._prompt_digests = self._prompt_digests, {}
         extended.trace_headers, self._trace_headers = self._trace_headers, {}
         extended.declined, self._declined = self._declined, []
@@ -234,14 +254,29 @@ class LayerwisePushScheduler(VllmPushScheduler):
         received, now = connector_output.finished_recving or (), time.perf_counter()
         self.awaited.reported(received, report)
         if report is not None:
+            self.postponed.reported(report.queued, report.unregistered)
             self._withdrawn |= report.withdrawn & self._answered
             self._hand_overs.completed(report.completed, report.clock)
             self._endings.reported(report.endings, now)
+        for request_id in received:
+            request = self._loading.pop(request_id, None)
+            if self.postponed.ended(request_id) and request is not None:
+                self._wait_again(request)
         self._hand_overs.reported(received, connector_output.failed_recving, now)
         if self.first_tokens is not None:
             self.first_tokens.reported(received, {} if report is None else report.first_tokens)
         if report is not None and report.settling:  # a step without a report does not come here
             self._workers_settle_until, self._step_is_due = now + NEXT_REPORT_S, True
+
+    def _wait_again(self, request: Request) -> None:
+        """A load has given way: its request waits for blocks, and is registered again."""
+        request_id = request.request_id
+        self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
+        request.kv_transfer_params["do_remote_prefill"] = True
+        super().on_new_request(request)  # vLLM's heartbeats name it again
+        self.postponed.came(request_id, prompt_names(request))
+        if self.first_tokens is not None:
+            self.first_tokens.finished(request_id)
 
     def take_withdrawn(self) -> set[str]:
         """The answered requests whose decode engine has withdrawn since the last call. The caller aborts them."""
@@ -262,6 +297,10 @@ class LayerwisePushScheduler(VllmPushScheduler):
         self._prefix_hits.forget(request.request_id)
         self._answered.discard(request.request_id)
         self._withdrawn.discard(request.request_id)
+        self._unplaced.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
+        self._attempts.pop(request.request_id, None)
+        self.postponed.finished(request.request_id)
         never_registered = awaits_scheduling(request)
         if never_registered:
             self._decline(request)
@@ -319,6 +358,12 @@ class LayerwisePushScheduler(VllmPushScheduler):
                 revoked.add(request_id)
             chunks.append(chunk)
         return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(revoked))
+
+    def _is_short_of_blocks(self) -> bool:
+        """Whether a request that vLLM has looked at in this step needs more blocks than are free."""
+        unplaced, self._unplaced = self._unplaced, {}
+        free = self._block_pool.get_num_free_blocks()
+        return any(sum(-(-each.num_tokens // size) for size in self._block_sizes) > free for each in unplaced.values())
 
     def _hold_last_windows(self, output: SchedulerOutput) -> None:
         for request_id, (request, dropped) in self._dropped.items():

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -252,6 +252,9 @@ class LayerwisePushWorker(VllmPushWorker):
             self.task(partial(self.decline, address, decline))
         if metadata.cancelled:
             self.task(partial(self._cancel_loads, dict(metadata.cancelled)))
+        for request_id in metadata.unregistered:
+            self.task(partial(self._unregister, request_id))
+        self.registrations.short_of_blocks = metadata.short_of_blocks
         self.step_events.arm(metadata.step_plan, metadata.reqs_not_processed)
         if metadata.reqs_not_processed:
             self._unreported_aborts.dropped(time.perf_counter())
@@ -270,6 +273,9 @@ class LayerwisePushWorker(VllmPushWorker):
     def has_writes_in_flight(self, request_id: str) -> bool:
         """Whether a WRITE reads from the request's blocks: its lease must not end then."""
         return self.writer.writes_in_flight(request_id)
+
+    def may_lapse(self, request_id: str) -> bool:
+        return self.registrations.may_lapse(request_id)
 
     def measured(self, now: float) -> Tally | None:
         """Metrics since the last call. vLLM calls ``report`` next."""
@@ -338,6 +344,9 @@ class LayerwisePushWorker(VllmPushWorker):
             else:
                 self.loads.time_out(request_id, reason, now)
 
+    def _unregister(self, request_id: str) -> None:
+        self.loads.unregister(request_id, time.perf_counter())
+
     def _went_elsewhere(self, request_id: str, rank: int) -> None:
         self.registrations.went_elsewhere(request_id, rank, time.perf_counter())
 
@@ -349,6 +358,12 @@ class LayerwisePushWorker(VllmPushWorker):
 
     def cleared(self, request_id: str) -> None:
         self._reports.append(WorkerReport(cleared={request_id: {self._rank}}, clock=self._clock))
+
+    def queued(self, request_id: str, computed: Sequence[str]) -> None:
+        self._reports.append(WorkerReport(queued={request_id: frozenset(computed)}, clock=self._clock))
+
+    def unregistered(self, request_id: str) -> None:
+        self._reports.append(WorkerReport(unregistered={request_id: {self._rank}}, clock=self._clock))
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
         self._reports.append(WorkerReport(first_tokens={request_id: first_token}, clock=self._clock))

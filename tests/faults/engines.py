@@ -42,12 +42,19 @@ P_SMALL = dataclasses.replace(_prefill("P-small"), options=TIGHT_CACHE)
 P_TIGHT = dataclasses.replace(
     _prefill("P-tight", kv_lease_duration=LEASE_S, unknown_request_timeout_s=UNKNOWN_S), options=TIGHT_CACHE
 )
+ROOM_FOR_ONE = (("max_model_len", 1056), ("num_gpu_blocks_override", 40))
+"""Blocks for one prompt of 1,000 tokens."""
+P_FULL = dataclasses.replace(_prefill("P-full", kv_lease_duration=4), options=ROOM_FOR_ONE)
 P_NEAR = _prefill("P-near", allowed_hosts=["127.0.0.1"])
 P_ELSEWHERE = _prefill("P-elsewhere", allowed_hosts=["192.0.2.1"])
 D = _decode("D-recompute", "recompute")
 D_FAIL = _decode("D-fail", "fail")
 D_HASTY = _decode("D-hasty", "recompute", push_registration_timeout=REGISTRATION_TIMEOUT_S)
 DECODERS = (D, D_FAIL)
+FULL_DECODERS = tuple(
+    dataclasses.replace(_decode(f"{d.name}-full", policy), options=ROOM_FOR_ONE)
+    for d, policy in ((D, "recompute"), (D_FAIL, "fail"))
+)
 
 PLANS = {"packed": "packed", "gather": "gathered"}
 

@@ -24,10 +24,15 @@ from collections import Counter
 
 import pytest
 
+from layerpush.core.postponed_loads import PostponedLoads
+from layerpush.prefill.registrations import Registrations
 from layerpush.transport.packing.cost_model import Plan
-from tests.unit.both_sides import packing_mutants
+from tests.unit.both_sides import decode, full_mutants, packing_mutants
+from tests.unit.both_sides.full import full_caches
 from tests.unit.both_sides.mutants import Mutant
+from tests.unit.both_sides.prefill import LEASE_S
 from tests.unit.both_sides.storm import storm
+from tests.unit.both_sides.world import HOME_S
 
 STORMS = 100
 MUTANT_STORMS = 300
@@ -83,3 +88,43 @@ def test_random_events_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytes
         except AssertionError:
             return
     pytest.fail("nobody noticed")
+
+
+def test_full_caches_give_way_to_each_other() -> None:
+    """P is full of a prompt that D cannot register, and D is full of one that P cannot begin. No prompt is lost."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(STORMS // 4):
+        outcomes.update(full_caches(seed, limit_s=20.0).outcomes)
+    assert outcomes["loaded"] == 6 * (STORMS // 4)
+    assert outcomes["unregistered"] > STORMS // 4
+    assert not outcomes["failed"]
+
+
+def test_a_lease_ends_while_a_registered_prompt_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D does not give way, as a stock D, and its heartbeats name the prompt that P holds."""
+    monkeypatch.setattr(PostponedLoads, "to_unregister", lambda *_: [])
+    monkeypatch.setattr(decode, "OVERDUE_S", 480.0)
+    outcomes = full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1).outcomes
+    assert outcomes == {"loaded": 1, "failed": 1}
+    monkeypatch.setattr(Registrations, "may_lapse", lambda *_: False)
+    with pytest.raises(AssertionError, match="not over"):
+        full_caches(0, LEASE_S + 5.0, prompts=2, decoders=1)
+
+
+FULL_WEATHER = {"drop": 0.1, "duplicate": 0.3, "reorder": 0.3, "delay": 0.5}
+
+
+def test_full_caches_end_well_in_a_storm() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(STORMS // 2):
+        outcomes.update(full_caches(seed, HOME_S, **FULL_WEATHER).outcomes)
+    assert outcomes["unregistered"] > STORMS // 2
+    assert outcomes["loaded"] > STORMS // 2
+
+
+@pytest.mark.parametrize("mutant", full_mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_full_caches_reveal_a_removed_guard(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.remove(monkeypatch)
+    with pytest.raises(AssertionError):  # noqa: PT012
+        for seed in range(STORMS):
+            full_caches(seed, HOME_S, **(FULL_WEATHER | mutant.weather))

@@ -20,6 +20,7 @@ from layerpush.core.load_protocol import (
     Completed,
     Event,
     Failed,
+    GaveWay,
     Gone,
     Park,
     Registered,
@@ -27,12 +28,15 @@ from layerpush.core.load_protocol import (
     ReportAborted,
     ReportFailed,
     ReportLoaded,
+    ReportUnregistered,
     Silent,
     State,
     Tick,
     TimedOut,
     TokenArrived,
     TokenPromised,
+    Unregister,
+    Unregistered,
 )
 from layerpush.core.load_session import LoadSession
 from layerpush.core.machine import IllegalTransitionError
@@ -124,6 +128,8 @@ class LoadWorld:
     token: int | None = None
     refused: bool = False
     landed: set[str] = field(default_factory=set)
+    unregistered: set[str] = field(default_factory=set)
+    gave_way: bool = False
     needed: int = 1
     cause: str | None = None
     """The reason of the failure; the first one stands."""
@@ -165,6 +171,11 @@ class LoadWorld:
                 self.needed = max(self.needed, needed)
             case Failed(agent, _, drained=True) | Cancelled(agent) | Gone(agent, _):
                 self.writers.remove(agent)
+            case Unregistered(agent) if self.session.state in (State.WAITING, State.UNREGISTERING):
+                self.writers.remove(agent)
+                self.unregistered.add(agent)
+            case GaveWay():
+                self.gave_way |= self.session.state is State.WAITING
             case Aborted():
                 self.aborted |= State.PARKED is not self.session.state
         if self.session.state is State.LOADED and not self.aborted:
@@ -185,6 +196,13 @@ class LoadWorld:
                 assert set(agents) == self.writers
                 self.asked = set(agents)
                 return
+            case Unregister(agents):
+                assert set(agents) == self.writers
+                assert self.gave_way
+                return
+            case ReportUnregistered():
+                assert self.gave_way
+                assert self.unregistered == self.agents, "an agent may have begun"
             case Park(reason):
                 assert not self.aborted, "the engine itself holds the blocks of an aborted request"
                 assert self.failed_at is not None
@@ -210,14 +228,25 @@ class LoadWorld:
         session = self.session
         assert session.open_agents == self.writers
         assert session.landed == len(self.landed)
-        assert self.reports in ([], [ReportLoaded], [ReportFailed], [ReportAborted], [Park], [Park, Clear])
+        assert self.reports in (
+            [],
+            [ReportLoaded],
+            [ReportFailed],
+            [ReportAborted],
+            [ReportUnregistered],
+            [Park],
+            [Park, Clear],
+        )
         assert (session.state is State.PARKED) == (self.reports == [Park])
         assert (session.state is State.CLOSED) == (self.reports not in ([], [Park]))
         assert self.cause in (None, session.cause)
         if session.agents:
-            is_over = self.is_complete or not self.writers
+            awaits_word = session.state is State.WAITING and bool(self.unregistered)
+            is_over = self.is_complete or not (self.writers or awaits_word)
             assert (session.state in (State.CLOSED, State.LOADED)) == is_over
-            assert (session.state is State.WAITING) == (not is_over and self.cause is None)
+            is_wanted = not is_over and self.cause is None
+            assert (session.state is State.WAITING) == (is_wanted and not self.gave_way)
+            assert (session.state is State.UNREGISTERING) == (is_wanted and self.gave_way)
             assert session.state is not State.LOADED or (self.is_complete and self.promised and self.token is None)
             assert session.state is not State.LOADED or not self.refused
         if session.state in (State.CANCELLING, State.ABORTING, State.PARKED):
@@ -245,12 +274,12 @@ class LoadWorld:
 
 
 EVENTS: list[Event] = [
-    Registered(AGENTS), RegistrationFailed("unsent"), Aborted("dropped"), TimedOut("overdue"), Tick(),
+    Registered(AGENTS), RegistrationFailed("unsent"), Aborted("dropped"), TimedOut("overdue"), Tick(), GaveWay(),
     *(event
       for agent in (*sorted(AGENTS), "a stranger")
       for event in (Completed(agent, 1), Completed(agent, 2), Failed(agent, "failed", drained=True),
                     Failed(agent, "failing", drained=False), Cancelled(agent), Gone(agent, "gone"),
-                    Silent(agent, "silent"))),
+                    Silent(agent, "silent"), Unregistered(agent))),
     *(event
       for agent in ("A", "a stranger")
       for event in (TokenPromised(agent), TokenArrived(agent, 7), TokenArrived(agent, None))),

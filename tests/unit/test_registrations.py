@@ -22,7 +22,10 @@ from layerpush.core.wire import (
     Message,
     Ping,
     Pong,
+    Queued,
     Registration,
+    Unregister,
+    Unregistered,
     Window,
 )
 from layerpush.prefill import decode_peers, registrations
@@ -33,6 +36,7 @@ from layerpush.prefill.registrations import (
     OTHER_PROMPT,
     OTHER_PROMPT_S,
     PROBES,
+    QUEUED_EVERY_S,
     SPARE_ANSWER,
     Registrations,
 )
@@ -116,6 +120,13 @@ class ScriptedWriter:
         self.cancelled.append((request_id, key))
         return request_id not in self.on_the_wire
 
+    def computed(self) -> list[str]:
+        return sorted(self.finished)
+
+    @property
+    def has_registered_prompts(self) -> bool:
+        return False
+
     def decline(self, request_id: str) -> bool:
         if request_id in self.finished:
             self.declined.append(request_id)
@@ -168,6 +179,10 @@ class World(Town):
         """A request comes to the queue."""
         self.digests[request_id] = digest
         self.registrations.came({request_id: transfer})
+
+    def takes_back(self, registration: Registration, sender: str = "d-0") -> None:
+        self.registrations.on_unregister(sender, unregister(registration, registration.attempt), self.now)
+        self.settle()
 
     def cancels(self, registration: Registration, sender: str = "d-0") -> None:
         named = registration
@@ -1414,3 +1429,108 @@ def test_an_answer_to_another_prompt_is_not_spare() -> None:
     world.says(asks("1_chat-a/d", prefill="chat-a", digest="other"))
     assert world.heard() == [Accepted("1_chat-a/d")]
     assert world.registrations.pending == 1
+
+
+# Prompts that wait for blocks, and registrations that decode engines take back.
+
+
+def unregister(registration: Registration, attempt: int = 0) -> Unregister:
+    named = registration
+    address = named.decode_engine_id, named.decode_host, named.decode_port, named.decode_tp_size
+    return Unregister(named.request_id, *address, attempt)
+
+
+def full(*computed: str, layerpush: int = 2) -> World:
+    """P has no blocks for "a/p", which D has registered, and holds those of ``computed`` prompts."""
+    world = World()
+    world.comes("a/p", "one")
+    world.says(asks(layerpush=layerpush))
+    world.writer.finished = set(computed)
+    world.registrations.short_of_blocks = True
+    world.heard()
+    world.tick()
+    return world
+
+
+def test_a_decode_engine_learns_that_its_prompt_waits_for_blocks() -> None:
+    world = full("b/p", "c/p")
+    assert world.heard() == [Queued("a/d", ("b", "c"))]
+    world.tick(QUEUED_EVERY_S)
+    assert world.heard() == [Queued("a/d", ("b", "c"))], "the message may be lost, and other prompts may be computed"
+    world.registrations.short_of_blocks = False
+    world.tick(QUEUED_EVERY_S)
+    assert world.heard() == []
+
+
+@pytest.mark.parametrize("layerpush", [0, 1], ids=["stock", "older"])
+def test_an_older_decode_engine_does_not_learn_it(layerpush: int) -> None:
+    world = full("b/p", layerpush=layerpush)
+    assert world.heard() == []
+    assert world.registrations.may_lapse("b/p"), "the wait must end all the same"
+
+
+def test_a_lease_may_lapse_only_while_a_registered_prompt_waits() -> None:
+    world = full("b/p")
+    assert world.registrations.may_lapse("b/p")
+    assert not world.registrations.may_lapse("c/p"), "a decode engine has registered it"
+    assert world.takes() == asks(layerpush=2)
+    world.tick(QUEUED_EVERY_S)
+    assert not world.registrations.may_lapse("b/p")
+
+
+def test_a_registration_can_be_taken_back_before_its_push_begins() -> None:
+    world = full("b/p")
+    world.heard()
+    world.takes_back(asks(layerpush=2))
+    assert world.heard() == [Unregistered("a/d", 0)]
+    assert world.takes() is None
+    assert not world.is_unwanted(), "it will be registered again"
+    world.says(asks(layerpush=2))
+    assert world.heard() == [Unregistered("a/d", 0)], "a late copy"
+    again = msgspec.structs.replace(asks(layerpush=2, blocks=(7, 8)), attempt=1)
+    world.says(again)
+    world.says(asks(layerpush=2))
+    world.takes_back(asks(layerpush=2))
+    assert world.takes() == again
+
+
+def test_a_registration_that_was_overtaken_is_not_served() -> None:
+    world = World()
+    world.comes("a/p", "one")
+    world.takes_back(asks(layerpush=2))
+    world.says(asks(layerpush=2))
+    assert set(world.heard()) == {Unregistered("a/d", 0)}
+    assert world.takes() is None
+
+
+def test_a_push_that_has_begun_goes_on() -> None:
+    world = World("a/p")
+    world.says(asks(layerpush=2))
+    world.heard()
+    world.takes_back(asks(layerpush=2))
+    assert world.heard() == []
+    assert world.writer.cancelled == []
+
+
+def test_a_failure_is_not_forgotten_when_the_registration_is_taken_back() -> None:
+    world = World()
+    world.says(asks(layerpush=2))
+    world.ends("a/p")
+    world.heard()
+    world.takes_back(asks(layerpush=2))
+    assert [type(message) for message in world.heard()] == [Fail]
+
+
+def test_a_decline_counts_after_the_registration_was_taken_back() -> None:
+    world = World("a/p")
+    world.writer.unclaimed = []
+    world.says(asks(layerpush=2))
+    world.takes_back(asks(layerpush=2))
+    world.registrations.on_decline(Decline("a/d", "D"), world.now)
+    assert world.is_unwanted()
+
+
+def test_a_stranger_takes_no_registration_back() -> None:
+    world = full()
+    world.registrations.on_unregister("stranger", unregister(asks()), world.now)
+    assert world.takes() is not None

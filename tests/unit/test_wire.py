@@ -29,9 +29,12 @@ from layerpush.core.wire import (
     PeerMessage,
     Ping,
     Pong,
+    Queued,
     Registration,
     Unpack,
     Unpacked,
+    Unregister,
+    Unregistered,
     WireError,
     decode_registration,
     encode,
@@ -72,6 +75,19 @@ BETWEEN_US: list[tuple[PeerMessage, dict[str, Any]]] = [
         },
     ),
     (Cancelled("r"), {"request_id": "r"}),
+    (Queued("r", ("a", "t")), {"request_id": "r", "computed": ["a", "t"]}),
+    (
+        Unregister("r", "D", "::1", 65535, 1024, 2),
+        {
+            "request_id": "r",
+            "decode_engine_id": "D",
+            "decode_host": "::1",
+            "decode_port": 65535,
+            "decode_tp_size": 1024,
+            "attempt": 2,
+        },
+    ),
+    (Unregistered("r", 2), {"request_id": "r", "attempt": 2}),
     (Ping("D", 0), {"decode_engine_id": "D", "number": 0}),
     (Pong(2**63 - 1), {"number": 2**63 - 1}),
     (
@@ -95,7 +111,7 @@ def said(kind: object, fields: dict[str, Any]) -> bytes:
 
 
 def test_the_protocol_version_of_this_release() -> None:
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
 
 
 def test_a_stock_decode_worker_is_understood() -> None:

@@ -187,6 +187,7 @@ LOADS = Metric(
     "outcome",
     {
         "loaded": "every byte is there",
+        "unregistered": "P could not begin it; its blocks went to another request, and it is registered again later",
         "failed": "bytes are missing; no P rank can write any more",
         "parked": "failed while P may still write: the blocks stay out of use",
         "aborted": "D's request was aborted",

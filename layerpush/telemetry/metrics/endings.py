@@ -12,7 +12,7 @@ KEPT_S = 120.0
 """Seconds for which an end waits for those of other ranks. An aborted request need not have begun on every rank."""
 SEVERITY: Mapping[str, tuple[str, ...]] = {
     PUSHES.key: ("layerwise", "whole", "fallback", "late_registration", "cancelled", "unclaimed", "failed"),
-    LOADS.key: ("loaded", "aborted", "refused", "failed", "parked"),
+    LOADS.key: ("loaded", "unregistered", "aborted", "refused", "failed", "parked"),
 }
 """Outcomes by metric, the worst last."""
 

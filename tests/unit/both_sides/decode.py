@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import PeerWatch
+from layerpush.core.postponed_loads import PostponedLoads
 from layerpush.core.wire import (
+    PROTOCOL_VERSION,
     Accepted,
     Cancelled,
     Completion,
@@ -20,8 +23,10 @@ from layerpush.core.wire import (
     FirstToken,
     Message,
     Pong,
+    Queued,
     Registration,
     Unpack,
+    Unregistered,
     encode_quietly,
     read,
 )
@@ -58,6 +63,17 @@ MISTAKEN, HEARTBEAT = 0.1, 0.2
 
 
 @dataclass
+class Waiting:
+    """A request that waits for blocks."""
+
+    prompt: Prompt
+    request_id: str
+    prefill_request_id: str | None
+    cached: int
+    attempt: int = 0
+
+
+@dataclass
 class Load:
     prompt: Prompt
     request_id: str
@@ -65,6 +81,8 @@ class Load:
     deadline: float
     sampling: str | None
     """Parameters for P's first token, if the load asks for it."""
+    waiting: Waiting
+    """Its entry in the queue."""
     first_token: int | Missing | None = None
     outcome: str | None = None
     parked: bool = False
@@ -77,8 +95,10 @@ class DecodeEngine(Process):
         super().__init__(world, engine_id, 0)
         self.frozen = False
         self.processes: list[Process] = [self]
-        self.pool = Pool(D_BLOCKS)
+        self.pool = Pool(world.decode_blocks)
         self.loads: dict[str, Load] = {}
+        self.queue: list[Waiting] = []
+        self.postponed = PostponedLoads(1)
         self.memory = np.full(LAYERS * D_BLOCKS * BLOCK_BYTES, POISON, np.uint8)
         self.watch = PeerWatch(PEER_TIMEOUT_S)
         self.caches: list[Descriptors] = []
@@ -112,13 +132,39 @@ class DecodeEngine(Process):
 
     # The scheduler.
 
-    def load(self, prompt: Prompt, prefill_request_id: str | None, cached: int) -> Load | None:
-        """Ask for the KV of a prompt; ``cached`` of its blocks are here already."""
-        blocks = self.pool.take(prompt.blocks - cached)
-        if blocks is None:
-            return None
+    def load(self, prompt: Prompt, prefill_request_id: str | None, cached: int, *, first: bool = False) -> None:
+        """Ask for the KV of a prompt; ``cached`` of its blocks are here already. ``first``: before all that wait."""
+        request_id = self.world.new_id(prompt.base)
+        self._wait(Waiting(prompt, request_id, prefill_request_id, cached), first=first)
+        self.schedule()
+
+    def _wait(self, waiting: Waiting, *, first: bool) -> None:
+        self.queue.insert(0 if first else len(self.queue), waiting)
+        self.postponed.came(waiting.request_id, {waiting.prompt.base})
+
+    def schedule(self) -> None:
+        """Give blocks to requests in the order of the queue."""
+        short = False
+        for waiting in list(self.queue):
+            if self.postponed.must_wait(waiting.request_id):
+                continue
+            blocks = self.pool.take(waiting.prompt.blocks - waiting.cached)
+            if blocks is None:
+                short = True
+                break
+            self.queue.remove(waiting)
+            self.postponed.placed(waiting.request_id)
+            self._register(waiting, blocks)
+        for request_id in self.postponed.to_unregister(short):
+            self.task(partial(self._unregister, request_id))
+
+    def _unregister(self, request_id: str) -> None:
+        self.open_loads.unregister(request_id, self.world.now)
+
+    def _register(self, waiting: Waiting, blocks: list[int]) -> None:
+        prompt, prefill_request_id = waiting.prompt, waiting.prefill_request_id
         sampling = self.world.questions.choice([*3 * [SAMPLING], "warmer", None])
-        load = Load(prompt, self.world.new_id(prompt.base), blocks, self.world.now + OVERDUE_S, sampling)
+        load = Load(prompt, waiting.request_id, blocks, self.world.now + OVERDUE_S, sampling, waiting)
         self.loads[load.request_id] = load
         for owned in self.caches:
             owned.hand_to(self._ids(load), prompt.text)
@@ -129,15 +175,15 @@ class DecodeEngine(Process):
             decode_port=5000,
             decode_tp_size=1,
             local_block_ids=(tuple(blocks),),
-            layerpush=1,
+            layerpush=PROTOCOL_VERSION,
             prefill_request_id=prefill_request_id,
             prompt_digest=prompt.text,
             sampling=sampling,
             contact=self.name.encode(),
+            attempt=waiting.attempt,
         )
         address = self._prefill_address(NOWHERE if self.world.routers.random() < MISTAKEN else "host-of-P")
         self.task(lambda: self.open_loads.register(registration, address, {}, self.world.now))
-        return load
 
     def refuse(self, prompt: Prompt, prefill_request_id: str | None) -> None:
         """D computes the prompt itself."""
@@ -150,6 +196,7 @@ class DecodeEngine(Process):
     def abort(self, load: Load) -> None:
         """The scheduler keeps the blocks until the worker reports the load's end."""
         load.aborted = True
+        self.postponed.finished(load.request_id)
         self.task(lambda: self.open_loads.abort(load.request_id, "aborted", self.world.now))
 
     def _expire(self, load: Load) -> None:
@@ -177,6 +224,7 @@ class DecodeEngine(Process):
         assert not load.aborted or load.outcome is None
         assert self._holds(load), f"{load} was reported complete over wrong bytes"
         assert (load.first_token is None) == (load.sampling is None), f"{load} lacks its answer, or did not ask"
+        self.postponed.ended(load.request_id)
         self._end(load, "loaded")
 
     def first_token(self, request_id: str, first_token: int | Missing) -> None:
@@ -192,7 +240,17 @@ class DecodeEngine(Process):
 
     def failed(self, request_id: str) -> None:
         assert self.loads[request_id].first_token is None, "a failed load has no first token"
-        self._end(self.loads[request_id], "failed")
+        load = self.loads[request_id]
+        again = self.postponed.ended(request_id)
+        self._end(load, "unregistered" if again else "failed")
+        if again:
+            self._wait(replace(load.waiting, attempt=load.waiting.attempt + 1), first=True)
+
+    def queued(self, request_id: str, computed: Sequence[str]) -> None:
+        self.postponed.reported({request_id: frozenset(computed)}, {})
+
+    def unregistered(self, request_id: str) -> None:
+        self.postponed.reported({}, {request_id: {0}})
 
     def parked(self, request_id: str) -> None:
         load = self.loads[request_id]
@@ -218,7 +276,11 @@ class DecodeEngine(Process):
                 self._expire(load)
         if self.loads and self.world.routers.random() < HEARTBEAT:
             self.handshake(self._prefill_address())  # vLLM connects by itself, for a heartbeat
+        if self.world.prefill is not None and not self.world.prefill.frozen:
+            asked = [each.prompt.base for each in (*self.queue, *self.loads.values())]
+            self.world.prefill.extend_leases(set(asked))
         super().turn()
+        self.schedule()
         self.peers.tick(self.world.now)
         self.open_loads.tick(self.world.now)
 
@@ -226,7 +288,8 @@ class DecodeEngine(Process):
         if isinstance(message, Pong):
             self.open_loads.peers.on_message(sender, self.world.now, identified=True)
         else:
-            assert isinstance(message, Accepted | FirstToken | Fail | Cancelled | Completion | Unpack)
+            kinds = Accepted | FirstToken | Fail | Cancelled | Completion | Unpack | Queued | Unregistered
+            assert isinstance(message, kinds)
             self.open_loads.on_message(sender, message, payload, self.world.now)
 
     def _end(self, load: Load, outcome: str) -> None:
@@ -290,7 +353,8 @@ class DecodeEngine(Process):
     def assert_idle(self) -> None:
         super().assert_idle()
         assert not self.loads
-        assert len(self.pool.free) == D_BLOCKS - 1
+        assert not self.queue
+        assert len(self.pool.free) == self.pool.size - 1
         assert len(self.open_loads) == 0
         assert not self.open_loads.is_waiting
         assert len(self.watch) == 0

@@ -75,7 +75,8 @@ def ask(world: World, pick: Pick) -> None:
     if _computes(world) and pick([True, True, False]):
         _prefill(world).accept(prompt)
     if _decoding(world):
-        pick(_decoding(world)).load(prompt, None, pick([0, 0, 1]) if prompt.blocks > 1 else 0)
+        cached = pick([0, 0, 1]) if prompt.blocks > 1 else 0
+        pick(_decoding(world)).load(prompt, None, cached, first=pick([True, False]))
 
 
 @move(2, lambda world: _computes(world) and len(world.requests) < 4)

@@ -12,7 +12,6 @@ from tests.unit.both_sides.prefill_rank import PrefillRank, descriptor_ids
 from tests.unit.both_sides.process import (
     BLOCK_SIZE,
     LAYERS,
-    P_BLOCKS,
     SAMPLING,
     Pool,
     Prompt,
@@ -49,7 +48,7 @@ class PrefillEngine:
     def __init__(self, world: World, engine_id: str, size: int, policy: Policy) -> None:
         self.world, self.engine_id, self.size = world, engine_id, size
         self.frozen = False
-        self.pool = Pool(P_BLOCKS)
+        self.pool = Pool(world.prefill_blocks)
         self.requests: dict[str, Request] = {}
         self.step: tuple[Request, ChunkPlan] | None = None
         self.layers_left: list[int] = []
@@ -75,6 +74,8 @@ class PrefillEngine:
         chunks = []
         if request.table is None:
             request.table = self.pool.take(request.prompt.blocks)
+            for rank in self.ranks:
+                rank.registrations.short_of_blocks = request.table is None
             if request.table is None:
                 return False
             for rank in self.ranks:
@@ -137,6 +138,13 @@ class PrefillEngine:
             sampled = Sampled(request.prompt.first_token, SAMPLING)
             rank.capture.finish(request.request_id, (list(request.table),), sampled)
 
+    def extend_leases(self, bases: set[str]) -> None:
+        """Heartbeats name requests by their base ids."""
+        for request in self.requests.values():
+            is_named = request.leased_until is not None and request.prompt.base in bases
+            if is_named and not any(rank.registrations.may_lapse(request.request_id) for rank in self.ranks):
+                request.leased_until = self.world.now + LEASE_S
+
     def reap_leases(self) -> None:
         for request in list(self.requests.values()):
             if request.leased_until is None or self.world.now < request.leased_until:
@@ -179,4 +187,4 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.assert_idle()
         assert not self.requests
-        assert len(self.pool.free) == P_BLOCKS - 1
+        assert len(self.pool.free) == self.pool.size - 1

@@ -12,7 +12,17 @@ import numpy as np
 
 from layerpush.core.push_policy import Policy
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
-from layerpush.core.wire import Cancel, Decline, Heartbeat, Message, Ping, Registration, Unpacked, encode_completion
+from layerpush.core.wire import (
+    Cancel,
+    Decline,
+    Heartbeat,
+    Message,
+    Ping,
+    Registration,
+    Unpacked,
+    Unregister,
+    encode_completion,
+)
 from layerpush.prefill.host import Identity, PeerRefusedError
 from layerpush.prefill.push import Push
 from layerpush.prefill.registrations import Registrations, address_of
@@ -173,6 +183,8 @@ class PrefillRank(Process):
                 self.registrations.on_registration(sender, message, self.world.now)
             case Cancel():
                 self.registrations.on_cancel(sender, message, self.world.now)
+            case Unregister():
+                self.registrations.on_unregister(sender, message, self.world.now)
             case Decline():
                 self.registrations.on_decline(message, self.world.now)
             case Ping():

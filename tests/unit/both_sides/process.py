@@ -67,6 +67,7 @@ class Pool:
     """Blocks of one engine. Block 0 has no owner. The oldest or the newest free block is used first."""
 
     size: int
+    """The number of blocks, block 0 included."""
     free: deque[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from layerpush.core.config import PushMode
 from layerpush.core.push_policy import Policy
 from tests.support.fake_transport import Faults
 from tests.unit.both_sides.moves import MOVES
+from tests.unit.both_sides.process import D_BLOCKS, P_BLOCKS
 from tests.unit.both_sides.rings import Packing
 from tests.unit.both_sides.world import World
 
@@ -24,6 +25,10 @@ WEATHER = {
 """Rates of faults; a world draws one of each kind."""
 
 
+FULL = 6, 6
+"""Blocks of P and of D with room for one long prompt."""
+
+
 def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> World:
     """A world with random faults and packing, except for ``weather`` and ``packing``."""
     draw = random.Random(seed)
@@ -31,7 +36,8 @@ def stormy(seed: int, packing: dict[str, Any] | None = None, **weather: Any) -> 
     policy = Policy(draw.choices(get_args(PushMode), (4, 3, 2, 1))[0], draw.choice([1, 2, 4]))
     ranks = draw.choice([1, 2])
     packs = Packing.drawn(draw, **packing or {})
-    return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs)
+    blocks = draw.choice([(P_BLOCKS, D_BLOCKS), FULL])
+    return World(Faults.endless(seed, **weather), seed, 1 if packing else ranks, policy, packs, blocks)
 
 
 def storm(seed: int, moves: int = 120, packing: dict[str, Any] | None = None, **weather: Any) -> World:

@@ -16,7 +16,7 @@ from layerpush.core.wire import Registration
 from tests.support.fake_transport import FakeFabric, Faults
 from tests.unit.both_sides.decode import DecodeEngine
 from tests.unit.both_sides.prefill import PrefillEngine, Request
-from tests.unit.both_sides.process import P_BLOCKS, Process, Prompt
+from tests.unit.both_sides.process import D_BLOCKS, P_BLOCKS, Process, Prompt
 from tests.unit.both_sides.rings import Packing
 
 HOME_S = 1500.0
@@ -45,7 +45,9 @@ class World:
         ranks: int = 1,
         policy: Policy | None = None,
         packing: Packing | None = None,
+        blocks: tuple[int, int] = (P_BLOCKS, D_BLOCKS),
     ) -> None:
+        self.prefill_blocks, self.decode_blocks = blocks
         self.fabric = FakeFabric(faults, seed)
         self.ranks, self.policy = ranks, policy or Policy()
         self.packing = packing or Packing()
@@ -128,6 +130,9 @@ class World:
     def turn(self) -> None:
         if self.prefill is not None and not self.prefill.frozen:
             self.prefill.reap_leases()
+            if all(request.table for request in self.requests):
+                for rank in self.prefill.ranks:
+                    rank.registrations.short_of_blocks = False
         for process in self.running:
             process.turn()
 
@@ -173,6 +178,17 @@ class World:
     def is_busy(self) -> bool:
         engines = [(engine, process) for engine in self.engines.values() for process in engine.processes]
         return any(_is_busy(engine, process) for engine, process in engines)
+
+    def compute_first(self) -> None:
+        """One step for the request that came first, or none, if the blocks for it are not free."""
+        engine, running = self.prefill, [each for each in self.requests if each.leased_until is None]
+        if engine is None or not running:
+            return
+        if running[0].is_computed:
+            engine.finish(running[0])
+        elif engine.begin_step(running[0], running[0].prompt.tokens):
+            while engine.step is not None:
+                engine.run_layer(hooked=True)
 
     def _compute_on(self) -> None:
         engine = self.prefill

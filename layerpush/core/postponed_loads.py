@@ -1,0 +1,82 @@
+"""Loads that give their blocks to other requests of this decode engine, because P cannot begin them.
+
+P may be full of prompts that this engine has not registered yet, for want of blocks, while the blocks here wait for a
+prompt that P cannot begin. Neither engine could go on. P reports this (``Queued``), with names of the prompts that it
+holds. If one of them waits for blocks here, this engine unregisters the load. It registers the load again when the
+requests that it gave way to have their blocks. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+Names = frozenset[str]
+
+
+class PostponedLoads:
+    """Runs in the scheduler's thread. ``ranks`` is the number of this engine's ranks that report on a load."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._waiting: dict[str, Names] = {}
+        """Requests that have no blocks yet, each with its names on P."""
+        self._queued: dict[str, Names] = {}
+        self._asked: dict[str, Names] = {}
+        """Loads that are being unregistered, each with the requests that it gives way to."""
+        self._unregistered: dict[str, set[int]] = {}
+        self._postponed: dict[str, Names] = {}
+        """Requests that must not be registered yet, each with the requests that it gives way to."""
+
+    def came(self, request_id: str, names: Collection[str]) -> None:
+        """A request waits for blocks. P knows its prompt by one of these ``names``."""
+        self._waiting[request_id] = frozenset(names)
+
+    def placed(self, request_id: str) -> None:
+        """A request has its blocks, or has ended without any."""
+        self._waiting.pop(request_id, None)
+        self._postponed.pop(request_id, None)
+
+    def reported(self, queued: Mapping[str, Names], unregistered: Mapping[str, set[int]]) -> None:
+        """Reports of this engine's ranks: P's ``Queued`` by load, and the ranks on which a load is unregistered."""
+        self._queued.update(queued)
+        for request_id, ranks in unregistered.items():
+            if request_id in self._asked:
+                self._unregistered.setdefault(request_id, set()).update(ranks)
+
+    def to_unregister(self, short_of_blocks: bool) -> list[str]:
+        """The loads that are to be unregistered now; each is returned once for each of P's reports."""
+        queued, self._queued = self._queued, {}
+        if not short_of_blocks:
+            return []
+        chosen = {
+            request_id: frozenset(
+                each for each, own in self._waiting.items() if own & computed and not self.must_wait(each)
+            )
+            for request_id, computed in queued.items()
+        }
+        self._asked.update({request_id: others for request_id, others in chosen.items() if others})
+        return [request_id for request_id, others in chosen.items() if others]
+
+    def is_asked(self, request_id: str) -> bool:
+        """Whether the load is being unregistered. If it ends as failed, its request is not to fail."""
+        return request_id in self._asked
+
+    def ended(self, request_id: str) -> bool:
+        """A load is over on all ranks. True if the request is to wait for blocks again: every rank unregistered it."""
+        others, ranks = self._asked.pop(request_id, None), self._unregistered.pop(request_id, set())
+        self._queued.pop(request_id, None)
+        if others is None or len(ranks) < self._ranks:
+            return False
+        self._postponed[request_id] = others
+        return True
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether a request that it gives way to still waits for blocks."""
+        others = self._postponed.get(request_id, frozenset())
+        return not others.isdisjoint(self._waiting)
+
+    def finished(self, request_id: str) -> None:
+        """The engine has finished the request, in any state."""
+        self.placed(request_id)
+        self.ended(request_id)
+        self._postponed.pop(request_id, None)

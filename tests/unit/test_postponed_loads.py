@@ -1,0 +1,76 @@
+"""Loads that give their blocks to other requests: which ones, and until when."""
+
+from __future__ import annotations
+
+from layerpush.core.postponed_loads import PostponedLoads
+
+COMPUTED = {"b": frozenset({"a", "other"})}
+"""P cannot begin "b", and holds the blocks of the prompt "a"."""
+
+
+def postponed(ranks: int = 1) -> PostponedLoads:
+    """The request of prompt "a" waits for blocks."""
+    loads = PostponedLoads(ranks)
+    loads.came("request of a", {"a", "transfer"})
+    return loads
+
+
+def given_way(ranks: int = 1) -> PostponedLoads:
+    loads = postponed(ranks)
+    loads.reported(COMPUTED, {})
+    assert loads.to_unregister(short_of_blocks=True) == ["b"]
+    return loads
+
+
+def test_a_load_gives_way_to_a_request_whose_prompt_p_holds() -> None:
+    loads = given_way()
+    assert loads.is_asked("b")
+    assert loads.to_unregister(short_of_blocks=True) == [], "once for each report"
+    loads.reported({}, {"b": {0}})
+    assert loads.ended("b")
+    assert not loads.is_asked("b")
+    loads.came("b", {"b"})
+    assert loads.must_wait("b")
+    loads.placed("request of a")
+    assert not loads.must_wait("b")
+
+
+def test_a_load_stays_if_nothing_is_gained() -> None:
+    loads = postponed()
+    loads.reported(COMPUTED, {})
+    assert loads.to_unregister(short_of_blocks=False) == [], "the request gets its blocks in the next step"
+    loads.reported({"b": frozenset({"other"})}, {})
+    assert loads.to_unregister(short_of_blocks=True) == [], "nobody waits for that prompt here"
+    loads.reported(COMPUTED, {})
+    loads.finished("request of a")
+    assert loads.to_unregister(short_of_blocks=True) == []
+
+
+def test_two_requests_do_not_wait_for_each_other() -> None:
+    loads = given_way()
+    loads.reported({}, {"b": {0}})
+    assert loads.ended("b")
+    loads.came("b", {"b"})
+    loads.reported({"request of a": frozenset({"b"})}, {})
+    assert loads.to_unregister(short_of_blocks=True) == []
+    loads.placed("request of a")
+    loads.reported({"request of a": frozenset({"b"})}, {})
+    assert loads.to_unregister(short_of_blocks=True) == ["request of a"], "P lost the prompt, and has the other one"
+
+
+def test_a_load_is_registered_again_only_if_every_rank_has_unregistered_it() -> None:
+    loads = given_way(ranks=2)
+    loads.reported({}, {"b": {0}})
+    assert not loads.ended("b")
+    loads = given_way(ranks=2)
+    loads.reported({}, {"b": {0}})
+    loads.reported({}, {"b": {1}})
+    assert loads.ended("b")
+
+
+def test_a_request_that_ends_leaves_nothing() -> None:
+    loads = given_way()
+    loads.reported({}, {"b": {0}, "unknown": {0}})
+    loads.finished("b")
+    loads.finished("request of a")
+    assert [name for name, table in vars(loads).items() if table and name != "_ranks"] == []
