@@ -45,6 +45,19 @@ class RequestNames:
         number, prompt = self._answer(registration)
         return [*bases, prompt] if number == 0 else bases
 
+    def keys(self, registration: Named) -> list[str]:
+        """The keys of a registration in an index. Only requests that share one with it can be meant by it, named by it,
+        or make it spare: see ``keys_of``.
+        """
+        keys = [*self.bases(registration), self._answer(registration)[1]]
+        transfer = registration.transfer_id
+        return keys if transfer is None else [*keys, of_transfer(transfer)]
+
+    def keys_of(self, request_id: str) -> list[str]:
+        """The keys of a request of this engine in an index: see ``keys``."""
+        transfer = self._transfer_of(request_id)
+        return [self.base(request_id)] if transfer is None else [self.base(request_id), of_transfer(transfer)]
+
     def match(self, registration: Named, candidates: Iterable[str]) -> str | None:
         """Find the request that a registration means: the one that it names exactly, else one with the same base id,
         else None.
@@ -115,6 +128,11 @@ class RequestNames:
         """Whether these are ids of different prompts or answers of one client's request."""
         first, second = self.base(one), self.base(other)
         return first != second and _stem(first) == _stem(second)
+
+
+def of_transfer(transfer: str) -> str:
+    """A ``transfer_id`` as a key beside base ids: no base id has a line end."""
+    return f"\n{transfer}"
 
 
 def _place(base: str) -> tuple[int, str]:

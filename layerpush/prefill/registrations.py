@@ -22,10 +22,12 @@ from msgspec.structs import replace
 
 from layerpush.core.arrivals import Arrivals
 from layerpush.core.bounded_dict import BoundedDict
+from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT_S, Key, PendingRegistrations
 from layerpush.core.push_protocol import Aborted, ReportFailure, SendFirstToken
-from layerpush.core.request_names import Named, RequestNames
+from layerpush.core.request_index import RequestIndex
+from layerpush.core.request_names import Named, RequestNames, of_transfer
 from layerpush.core.wire import (
     MAX_COMPUTED,
     Accepted,
@@ -52,7 +54,10 @@ from layerpush.transport.connections import Address, Connections, Probe
 logger = logging.getLogger(f"vllm.{__name__}")
 
 REMEMBERED = 4096
+UNWANTED_BYTES = 32 << 20
 ENDED_S = 60.0
+ENDED_KEPT = 1 << 16
+ENDED_BYTES = 64 << 20
 ELSEWHERE_S = 10.0
 """Seconds for which it is known that a request went to another rank. The next attempt may come to this one."""
 PROBES = 5
@@ -112,7 +117,7 @@ class Registrations:
         self._arrived: deque[Mapping[str, str | None]] = deque()
         self._names = RequestNames(base_id, digests, self._transfer_of)
         self._digests = digests
-        self._pending = PendingRegistrations(self._names.is_for)
+        self._pending = PendingRegistrations(self._names)
         self._steps, self._unknown_timeout_s = steps, unknown_timeout_s
         self._look_at = self._queued_at = 0.0
         self.short_of_blocks = False
@@ -123,10 +128,10 @@ class Registrations:
         self._answers: BoundedDict[Key, Answer] = BoundedDict(REMEMBERED)
         """The last answers to registrations that no push will serve any more."""
         self._senders: BoundedDict[Key, _Registered] = BoundedDict(REMEMBERED)
-        self._unwanted: BoundedDict[Key, tuple[float, Named]] = BoundedDict(REMEMBERED)
+        self._unwanted: BoundedIndex[Named] = BoundedIndex(REMEMBERED, UNWANTED_BYTES, KEPT_S)
+        """Cancelled, declined and refused requests that were not here."""
         self._failures: dict[str, tuple[float, str]] = {}
-        self._ended: dict[str, tuple[float, str | None]] = {}
-        """Requests that are over: the time at which they are forgotten, and their ``transfer_id``."""
+        self._ended = RequestIndex(base_id, ENDED_KEPT, ENDED_BYTES, ENDED_S)
 
     @property
     def pending(self) -> int:
@@ -160,7 +165,8 @@ class Registrations:
             self._answer(registration, self._answers.get(key, accepted), now)
         if key in self._answers or key in self._served or key in self._pending:
             return  # another rank's, or the same once more
-        waiting = self._writer.waiting()
+        named = self._arrivals.with_any(self._names.keys(registration))
+        waiting = [each for each in named if self._writer.is_waiting(each)]
         request_id = self._names.match(registration, waiting)
         if request_id is not None:
             self._served.note(key, request_id)
@@ -169,7 +175,7 @@ class Registrations:
         if any(self._names.is_misnamed(registration, candidate) for candidate in waiting):
             self._refuse(registration, OTHER_PROMPT, now)
             return
-        if self._names.is_spare_answer(registration, self._known(waiting)):
+        if self._names.is_spare_answer(registration, self._begun_or_ended(registration)):
             self._refuse(registration, SPARE_ANSWER, now)
             return
         reason = self._failure_of(registration, now)
@@ -191,7 +197,7 @@ class Registrations:
         self.peers.found(engine_id, now)
         kept = self._pending.drop(key)
         if kept is not None:
-            self._unwanted.note(key, (now + KEPT_S, replace(kept, local_block_ids=())))
+            self._note_unwanted(kept, now)
         request_id = self._writer.serving(key)
         self._withdraw(request_id, kept)
         if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
@@ -228,9 +234,10 @@ class Registrations:
         if message.key in self._senders and not isinstance(self._answers.get(message.key), Unregistered):
             return
         self._withdraw(None, message)
-        request_id = self._names.match(message, self._writer.waiting())
+        named = self._arrivals.with_any(self._names.keys(message))
+        request_id = self._names.match(message, [each for each in named if self._writer.is_waiting(each)])
         if request_id is None or not self._writer.decline(request_id):
-            self._unwanted.note(message.key, (now + KEPT_S, message))
+            self._note_unwanted(message, now)
 
     def on_ping(self, sender: str, message: Ping) -> None:
         """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""
@@ -269,10 +276,10 @@ class Registrations:
         """The registration that came before its request, if one did."""
         self._take_arrivals()
         self._failures.pop(self._names.base(request_id), None)
-        self._failures.pop(_of_transfer(self._transfer_of(request_id)), None)
-        for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id)):
+        self._failures.pop(of_transfer(self._transfer_of(request_id) or ""), None)
+        for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id), request_id):
             self._refuse(misnamed, OTHER_PROMPT, now)
-        for spare in self._pending.drop_if(lambda entry: self._names.is_spare_answer(entry, [request_id])):
+        for spare in self._pending.drop_if(lambda entry: self._names.is_spare_answer(entry, [request_id]), request_id):
             self._refuse(spare, SPARE_ANSWER, now)
         registration = self._pending.take(request_id, now)
         if registration is not None:
@@ -281,13 +288,11 @@ class Registrations:
 
     def is_unwanted(self, request_id: str, now: float) -> bool:
         """Whether D cancelled or declined this request, or P refused its registration, before the request was there."""
-        for key, (deadline, registration) in list(self._unwanted.items()):
-            if deadline <= now:
-                del self._unwanted[key]
-            elif self._names.is_for(registration, request_id):
-                del self._unwanted[key]
-                return True
-        return False
+        self._unwanted.expire(now)
+        keys = self._names.keys_of(request_id)
+        meant = (named for named in self._unwanted.find(keys, now) if self._names.is_for(named, request_id))
+        unwanted = next(meant, None)
+        return unwanted is not None and bool(self._unwanted.drop([unwanted.key]))
 
     def is_current(self, registration: Registration) -> bool:
         """Whether the engine that we are connected to is the process that sent this registration.
@@ -333,30 +338,25 @@ class Registrations:
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""
-        for key, (_, registration) in list(self._unwanted.items()):
-            if self._names.is_for(registration, request_id):
-                del self._unwanted[key]
         self._take_arrivals()
+        self._unwanted.drop(self._names.keys_of(request_id), lambda named: self._names.is_for(named, request_id))
         transfer = self._transfer_of(request_id)
-        self._ended.pop(request_id, None)
-        self._ended[request_id] = now + ENDED_S, transfer
+        self._ended.add(request_id, transfer, now)
         if failure is not None:
             reason = f"the prefill request has ended: {failure}"
             self._note_failure(self._names.base(request_id), now + ENDED_S, reason)
             if transfer is not None:
-                self._note_failure(_of_transfer(transfer), now + ENDED_S, reason)
+                self._note_failure(of_transfer(transfer), now + ENDED_S, reason)
             self._refuse_pending(request_id, failure, now)
         self._digests.pop(request_id, None)
-        self._arrivals.ended(request_id)
+        self._arrivals.remove(request_id)
 
     def tick(self, now: float) -> None:
         """Forget old entries; drop connections that are closing."""
-        while self._unwanted and next(iter(self._unwanted.values()))[0] <= now:
-            self._unwanted.popitem(last=False)
+        self._unwanted.expire(now)
         while self._failures and next(iter(self._failures.values()))[0] <= now:
             del self._failures[next(iter(self._failures))]
-        while self._ended and next(iter(self._ended.values()))[0] <= now:
-            del self._ended[next(iter(self._ended))]
+        self._ended.expire(now)
         for dropped in self._pending.expire(now):
             self._refuse(dropped, NO_REQUEST, now)
         self._refuse_unknown(now)
@@ -364,11 +364,11 @@ class Registrations:
         for engine_id in self.peers.tick(now):
             self._take_held(engine_id, now)
 
-    def _known(self, waiting: list[str]) -> Iterator[str]:
-        """Requests that have begun here, or have ended a short while ago."""
-        yield from waiting
-        yield from (request_id for request_id in self._served.values() if request_id in self._writer)
-        yield from self._ended
+    def _begun_or_ended(self, registration: Registration) -> Iterator[str]:
+        """Requests that have begun here, or have ended a short while ago, and share a key with the registration."""
+        keys = self._names.keys(registration)
+        yield from (request_id for request_id in self._arrivals.with_any(keys) if request_id in self._writer)
+        yield from self._ended.with_any(keys)
 
     def _refuse_unknown(self, now: float) -> None:
         begun, running = self._steps()
@@ -377,8 +377,11 @@ class Registrations:
         if not self._pending or now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        self._refuse_older(self._unknown_timeout_s, lambda entry: not self._namesakes(entry), NO_REQUEST, now)
-        self._refuse_older(OTHER_PROMPT_S, self._wants_other_prompt, OTHER_PROMPT, now)
+        self._refuse_older(self._unknown_timeout_s, lambda entry: not self._is_here(entry), NO_REQUEST, now)
+        named = {entry.key for each in self._arrivals.requests for entry in self._pending.naming(each)}
+        self._refuse_older(
+            OTHER_PROMPT_S, lambda entry: entry.key in named and self._wants_other_prompt(entry), OTHER_PROMPT, now
+        )
 
     def _refuse_older(self, age_s: float, is_hopeless: Callable[[Registration], bool], reason: str, now: float) -> None:
         for since, registration in self._pending.older_than(age_s, now):
@@ -386,13 +389,14 @@ class Registrations:
                 return
             if registration.layerpush and is_hopeless(registration):
                 self._pending.drop(registration.key)
-                self._unwanted.note(registration.key, (now + KEPT_S, replace(registration, local_block_ids=())))
+                self._note_unwanted(registration, now)
                 self._refuse(registration, reason, now)
 
     def _wants_other_prompt(self, registration: Registration) -> bool:
-        """Whether its name has come, and has other prompts only."""
-        named = [each for each in self._namesakes(registration) if self._names.is_named(registration, each)]
-        return bool(named) and all(self._names.prompts_differ(registration, each) for each in named)
+        """Whether every request of its name has another prompt."""
+        found = self._arrivals.with_any(self._names.keys(registration))
+        named = [each for each in found if self._names.is_named(registration, each)]
+        return all(self._names.prompts_differ(registration, each) for each in named)
 
     def _report_queued(self, now: float) -> None:
         """The engine is full. If a registered prompt waits, prompts that nobody has registered give way: their decode
@@ -403,18 +407,13 @@ class Registrations:
         elif now >= self._queued_at:
             self._queued_at = now + QUEUED_EVERY_S
             self._take_arrivals()
-            queued = [entry for entry in self._pending if self._is_queued(entry)]
+            waiting = [each for each in self._arrivals.requests if each not in self._writer]
+            queued = {entry.key: entry for each in waiting for entry in self._pending.matching(each, now)}
             self._prompt_waits = bool(queued) or self._writer.has_registered_prompts
             names = self._names_of(self._writer.computed()) if queued else ()
-            for registration in queued if names else ():
+            for registration in queued.values() if names else ():
                 if registration.layerpush >= QUEUED_VERSION:
                     self._answer(registration, Queued(registration.request_id, names), now)
-
-    def _is_queued(self, registration: Registration) -> bool:
-        begun = self._writer
-        return any(
-            self._names.is_for(registration, each) and each not in begun for each in self._namesakes(registration)
-        )
 
     def _names_of(self, request_ids: list[str]) -> tuple[str, ...]:
         names = {self._names.base(each) for each in request_ids} | set(map(self._transfer_of, request_ids))
@@ -425,22 +424,28 @@ class Registrations:
         if request_id is None and named is not None:
             given = named.prefill_request_id
             exact = given is not None and self._names.base(given) != given
-            known = self._arrivals.requests
+            known = self._arrivals.with_any(self._names.keys(named))
             request_id = self._names.match(named, [each for each in known if each == given] if exact else known)
         if request_id is not None:
             self._on_withdrawn(request_id)
 
-    def _namesakes(self, registration: Registration) -> set[str]:
-        return self._arrivals.named(self._names.bases(registration), registration.transfer_id)
+    def _note_unwanted(self, named: Named, now: float) -> None:
+        if isinstance(named, Registration):
+            named = replace(named, local_block_ids=(), window=None, contact=None)
+        self._unwanted.drop([named.key])
+        self._unwanted.add(named, [named.key, *self._names.keys(named)], now)
+
+    def _is_here(self, registration: Registration) -> bool:
+        return self._arrivals.has_any(self._names.bases(registration), registration.transfer_id)
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):
             deadline, reason = self._failures.get(base, (0.0, ""))
-            if deadline > now and base not in set(map(self._names.base, list(self._digests))):
+            if deadline > now and not self._arrivals.has_any([base], None):  # else it came again
                 return reason
         transfer = registration.transfer_id
-        deadline, reason = self._failures.get(_of_transfer(transfer), (0.0, ""))
-        lives = bool(self._arrivals.named((), transfer))
+        deadline, reason = self._failures.get(of_transfer(transfer or ""), (0.0, ""))
+        lives = self._arrivals.has_any((), transfer)
         return reason if transfer is not None and deadline > now and not lives else None
 
     def _note_failure(self, name: str, until: float, reason: str) -> None:
@@ -449,7 +454,7 @@ class Registrations:
 
     def _transfer_of(self, request_id: str) -> str | None:
         """The ``transfer_id`` of a request that is here, or was a short while ago."""
-        return self._arrivals.transfer_of(request_id) or self._ended.get(request_id, (0.0, None))[1]
+        return self._arrivals.transfer_of(request_id) or self._ended.transfer_of(request_id)
 
     def _refuse_pending(self, request_id: str, reason: str, now: float) -> None:
         for registration in self._pending.matching(request_id, now):
@@ -528,8 +533,3 @@ class Registrations:
     def _take_held(self, engine_id: str, now: float) -> None:
         for sender, registration in self.peers.take_held(engine_id):
             self.on_registration(sender, registration, now)
-
-
-def _of_transfer(transfer: str | None) -> str:
-    """The key of a failure that is noted by its ``transfer_id``: no base id has a line end."""
-    return f"\n{transfer or ''}"

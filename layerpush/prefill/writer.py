@@ -453,6 +453,11 @@ class PushWriter:
             for push in self._pushes.values()
         )
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether this is a request that no decode engine has registered yet."""
+        push = self._pushes.get(request_id)
+        return push is not None and push.is_unclaimed
+
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet. Any thread."""
         return [push.request_id for push in list(self._pushes.values()) if push.is_unclaimed]

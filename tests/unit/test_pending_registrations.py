@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerpush.core.pending_registrations import PendingRegistrations
+from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Registration
 from tests.unit import builders
 
@@ -11,14 +12,12 @@ def registration(request_id: str, block: int = 1, layerpush: int = 1, **details:
     return builders.registration([block], request_id=request_id, layerpush=layerpush, **details)
 
 
-def has_base(registration: Registration, request_id: str) -> bool:
-    """An id is a router's id, a slash and an engine's suffix."""
-    names = {registration.request_id, registration.prefill_request_id or registration.request_id}
-    return request_id.partition("/")[0] in {name.partition("/")[0] for name in names}
+NAMES = RequestNames(lambda request_id: request_id.partition("/")[0], {}, lambda _: None)
+"""An id is a router's id, a slash and an engine's suffix."""
 
 
 def pending_of(*registrations: Registration, kept: int = 100, kept_s: float = 10.0) -> PendingRegistrations:
-    pending = PendingRegistrations(has_base, kept=kept, kept_s=kept_s)
+    pending = PendingRegistrations(NAMES, kept=kept, kept_s=kept_s)
     for one in registrations:
         pending.add(one, 0.0)
     return pending
@@ -87,7 +86,7 @@ def test_a_repeated_registration_replaces_the_first_and_counts_as_new() -> None:
 
 
 def test_pending_registrations_are_bounded_and_expire() -> None:
-    pending = PendingRegistrations(has_base, kept=2, kept_s=10.0)
+    pending = PendingRegistrations(NAMES, kept=2, kept_s=10.0)
     pending.add(registration("a/1"), 0.0)
     assert pending.add(registration("b/1"), 10.0) == [registration("a/1")]
     assert pending.add(registration("c/1"), 11.0) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from layerpush.core.liveness import Verdict
 from layerpush.core.pending_registrations import KEPT, KEPT_S
 from layerpush.core.push_protocol import ReportFailure, SendFirstToken
+from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import (
     MAX_REASON_CHARS,
     Accepted,
@@ -102,8 +104,8 @@ class ScriptedWriter:
         self.finished: set[str] = set()
         self.declined: list[str] = []
 
-    def waiting(self) -> list[str]:
-        return self.unclaimed
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self.unclaimed
 
     def register(self, request_id: str, registration: Registration) -> None:
         self.unclaimed.remove(request_id)
@@ -111,7 +113,7 @@ class ScriptedWriter:
         self.live[registration.key] = request_id
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self.live.values()
+        return request_id in self.unclaimed or request_id in self.live.values()
 
     def serving(self, key: tuple[str, str]) -> str | None:
         return self.live.get(key)
@@ -144,7 +146,6 @@ class World(Town):
     ) -> None:
         super().__init__(allowed_hosts)
         self.writer = ScriptedWriter()
-        self.writer.unclaimed = list(begun)
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
@@ -161,6 +162,7 @@ class World(Town):
             UNKNOWN_S,
             self.withdrawn.append,
         )
+        self.begin(*begun)
         self.closing = self.registrations.peers.closing
         self.is_current = self.registrations.is_current
         self.peers.on_lost = self.registrations.peers.lost
@@ -169,11 +171,15 @@ class World(Town):
         self.registrations.on_registration(sender, registration, self.now)
         self.settle()
 
+    def begin(self, *request_ids: str, transfer: str | None = None) -> None:
+        """Requests come and begin."""
+        self.registrations.came(dict.fromkeys(request_ids, transfer))
+        self.writer.unclaimed += request_ids
+
     def begins(self, **transfers: str) -> None:
         """Requests come and begin, each with its ``transfer_id``. In their names "_" is a dash."""
-        named = {f"cmpl-{name.replace('_', '-')}/p": transfer for name, transfer in transfers.items()}
-        self.registrations.came(named)
-        self.writer.unclaimed += named
+        for name, transfer in transfers.items():
+            self.begin(f"cmpl-{name.replace('_', '-')}/p", transfer=transfer)
 
     def comes(self, request_id: str, digest: str, transfer: str | None = None) -> None:
         """A request comes to the queue."""
@@ -236,7 +242,7 @@ class World(Town):
     def served(self, registration: Registration | None = None, request_id: str = "a/p") -> Registration:
         """A registration whose request had begun."""
         registration = registration or asks()
-        self.writer.unclaimed.append(request_id)
+        self.begin(request_id)
         self.says(registration)
         assert self.writer.pushes[-1] == (request_id, registration)
         self.mail.taken()
@@ -440,7 +446,7 @@ def test_a_cancel_before_the_request_drops_the_registration() -> None:
     world.cancels(wanted)
     assert world.heard() == [Cancelled("a/d")]
     assert world.takes() is None
-    world.writer.unclaimed = ["a/q"]
+    world.begin("a/q")
     world.says(wanted, "d-1")
     assert world.heard() == [Cancelled("a/d")], "a late rank gets the answer, too"
     assert world.pushes == {}
@@ -556,7 +562,7 @@ def test_the_end_of_an_unrelated_request_refuses_no_registration() -> None:
     world.ends("c/p")
     world.takes("c/q")  # it came again
     world.ends("e/p")
-    world.digests["e/q"] = "one"  # it runs again, perhaps before the writer knows
+    world.registrations.came({"e/q": None})  # it came again, perhaps before the writer knows
     wanted = [asks(), asks("cmpl-b-1/d", prefill="cmpl-b-0"), asks("c/d"), asks("e/d")]
     for registration in wanted:
         world.says(registration)
@@ -679,8 +685,7 @@ def test_different_transfer_ids_distinguish_equal_names() -> None:
 @pytest.mark.parametrize("ours", [None, "t"])
 def test_names_match_without_a_transfer_id_on_both_sides(ours: str | None) -> None:
     world = World()
-    world.registrations.came({"a/p": ours})
-    world.writer.unclaimed = ["a/p"]
+    world.begin("a/p", transfer=ours)
     world.says(asks("a/d", transfer=None if ours else "t"))
     assert world.pushes == {"a/p": "a/d"}
 
@@ -761,6 +766,50 @@ def test_a_local_request_is_pushed_even_if_another_went_elsewhere() -> None:
     world.registrations.went_elsewhere("a/q", 1, world.now)
     world.says(asks())
     assert world.pushes == {"a/p": "a/d"}
+
+
+# Many other requests.
+
+
+def junk(world: World, count: int) -> None:
+    """Registrations and declines of requests that never come, and prompts that wait for a registration."""
+    for number in range(count):
+        names = f"7_cmpl-j{number}-1-3/d", f"cmpl-j{number}-2/p"
+        world.registrations.on_registration("d-0", asks(names[0], prefill=names[1], transfer=f"t{number}"), world.now)
+        world.registrations.on_decline(Decline(f"n{number}/d", "D", f"n{number}/p"), world.now)
+        world.ends(f"e{number}/p")
+    world.begin(*(f"w{number}/p" for number in range(count)))
+    world.settle()
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_the_cost_of_a_request_does_not_grow_with_others(monkeypatch: pytest.MonkeyPatch, numbered: bool) -> None:
+    world, compared = World(), list[str]()
+
+    def count(name: str) -> None:
+        compare = getattr(RequestNames, name)
+
+        def counted(self: RequestNames, *args: Any) -> bool:
+            compared.append(name)
+            return bool(compare(self, *args))
+
+        monkeypatch.setattr(RequestNames, name, counted)
+
+    for name in ("is_for", "is_misnamed", "is_spare_answer", "_is_prompt"):
+        count(name)
+    junk(world, 1000)
+    compared.clear()
+    own = "0_cmpl-a-0" if numbered else "cmpl-a-0"
+    wanted = asks(f"{own}/d", transfer="a")
+    world.says(wanted)
+    assert world.takes("cmpl-a-0/p") == wanted
+    assert not world.is_unwanted("cmpl-a-0/p")
+    world.ends("cmpl-a-0/p")
+    world.begin("cmpl-b-0/p", "cmpl-c-0/p")
+    world.says(asks("cmpl-b-0/d"))
+    assert world.pushes == {"cmpl-b-0/p": "cmpl-b-0/d"}
+    world.registrations.on_decline(Decline("cmpl-c-0/d", "D"), world.now)
+    assert len(compared) < 20, "of eight operations beside 4,000 other requests"
 
 
 # Requests whose KV the decode engine no longer wants.
@@ -915,7 +964,7 @@ def test_the_sender_of_the_older_registration_does_not_confirm_the_newer() -> No
 def test_a_different_registration_is_refused_during_the_push() -> None:
     world = World()
     world.served(FIRST)
-    world.writer.unclaimed = ["a/q"]
+    world.begin("a/q")
     world.says(SECOND, "d-1")
     assert world.heard() == [failure("another request of this id is being pushed", epoch=0)]
     assert world.peer_errors.counts == {"id in use": 1}
@@ -1094,7 +1143,7 @@ def test_a_cancel_is_not_answered_before_the_lost_connection_is_dropped() -> Non
 @pytest.mark.parametrize("rank", ["d-0", "d-1", "d-new"])
 def test_a_registration_is_deferred_until_the_lost_connection_is_dropped(rank: str) -> None:
     world, wanted = doomed()
-    world.writer.unclaimed = ["b/p"]
+    world.begin("b/p")
     world.says(asks("b/d"), rank)
     world.says(wanted, rank)
     world.tick()
@@ -1113,7 +1162,7 @@ def test_a_registration_is_deferred_until_the_lost_connection_is_dropped(rank: s
 def test_messages_to_other_engines_are_sent_at_once() -> None:
     world, _ = doomed()
     other = asks("b/d", engine="E")
-    world.writer.unclaimed = ["b/p"]
+    world.begin("b/p")
     world.says(other, "e-0")
     world.fails(other, "cut off")
     assert world.heard("e-0") == [Accepted("b/d"), failure("cut off", request_id="b/d")]
@@ -1126,7 +1175,7 @@ def strange(host: str = "10.0.0.7") -> tuple[World, Registration]:
     """D is connected; another agent registers as D. D's side channel is asked about the known agent."""
     world = World()
     known, newer = world.served(), asks("n/d", host=host)
-    world.writer.unclaimed = ["n/p"]
+    world.begin("n/p")
     world.says(newer, "d-new")
     assert "n/p" not in world.pushes
     assert [(one.agent, one.address) for one in world.probe.asked] == [("d-0", address_of(known))]
@@ -1249,7 +1298,7 @@ def test_an_engine_connected_by_upstream_is_probed_at_its_own_address() -> None:
 def unreached(world: World, *ranks: str) -> Registration:
     """A request whose decode engine no handshake reaches, although its ranks have registered."""
     world.network.listening = {}
-    world.writer.unclaimed.append("a/p")
+    world.begin("a/p")
     for rank in ranks:
         world.says(asks(contact=f"contact of {rank}".encode()), rank)
         world.network.reject("D", OSError("connection refused"))
@@ -1300,7 +1349,7 @@ def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
 def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
     world = World()
     world.network.listening = {}
-    world.writer.unclaimed.append("a/p")
+    world.begin("a/p")
     world.says(asks(contact=b"garbage"))
     world.network.reject("D", OSError("connection refused"))
     world.settle()
@@ -1315,7 +1364,7 @@ def test_with_allowed_hosts_answers_use_contacts_of_allowed_side_channels(allowe
     world = World(allowed_hosts=(asks().decode_host if allowed else "10.9.9.9",))
     world.network.listening = {}
     world.search.named = {asks().decode_host: (b"contact of d-0", b"contact of d-1")}
-    world.writer.unclaimed.append("a/p")
+    world.begin("a/p")
     world.says(asks(contact=b"contact of somebody else"))
     if allowed:
         world.network.reject("D", RuntimeError("NIXL compatibility hash mismatch"))

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from layerpush.core.pending_registrations import PendingRegistrations
+from layerpush.core.request_names import RequestNames
 from layerpush.core.wire import Registration
 from tests.faults.soak.audits import ALLOWED, Auditor
 from tests.faults.soak.inhost import Audit, audit, left_in
@@ -17,7 +18,7 @@ class Desk:
     """Keeps a registration whose request never came to P; ``pushes`` is any other table."""
 
     def __init__(self, request_id: str) -> None:
-        self._pending = PendingRegistrations(lambda registration, prefill_request_id: False)
+        self._pending = PendingRegistrations(RequestNames(str, {}, lambda _: None))
         self.pushes: dict[str, str] = {}
         registration = Registration(
             request_id=f"{request_id}-ab12cd34",

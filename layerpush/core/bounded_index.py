@@ -1,0 +1,116 @@
+"""Values that are found by several names, and forgotten when they are too old, too many or too large. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, TypeVar
+
+from layerpush.core.sizes import size_of
+
+V = TypeVar("V")
+
+ENTRY_BYTES = 512
+"""Bytes of an entry without its value and names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[V]):
+    deadline: float
+    value: V
+    names: tuple[Hashable, ...]
+    size: int
+
+
+class BoundedIndex(Generic[V]):
+    """Keeps the newest values: at most ``limit`` of them, in at most ``max_bytes`` bytes, each for ``kept_s`` seconds.
+
+    To find, to add and to drop a value takes no longer if there are many others with other names.
+    """
+
+    def __init__(self, limit: int, max_bytes: int, kept_s: float = float("inf")) -> None:
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._kept_s = kept_s
+        self._numbers = count()
+        self._entries: OrderedDict[int, _Entry[V]] = OrderedDict()
+        """Oldest first. A plain dictionary slows down when entries leave it at the front."""
+        self._named: dict[Hashable, dict[int, None]] = {}
+        self.size = 0
+        """Bytes of all values."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[V]:
+        """All values, oldest first."""
+        return (entry.value for entry in list(self._entries.values()))
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Whether a value has this name."""
+        return name in self._named
+
+    def add(self, value: V, names: Iterable[Hashable], now: float = 0.0) -> list[V]:
+        """Keep a value. Returns the values that are dropped: those that are too old, and the oldest beyond the limits.
+        A value that is too large by itself is one of them.
+        """
+        names = tuple(dict.fromkeys(names))
+        number, size = next(self._numbers), ENTRY_BYTES + size_of(value) + size_of(names)
+        self._entries[number] = _Entry(now + self._kept_s, value, names, size)
+        self.size += size
+        for name in names:
+            self._named.setdefault(name, {})[number] = None
+        dropped = self.expire(now)
+        while len(self._entries) > self._limit or self.size > self._max_bytes:
+            dropped.append(self._drop(next(iter(self._entries))))
+        return dropped
+
+    def find(self, names: Iterable[Hashable], now: float = float("-inf")) -> list[V]:
+        """The values that have any of these names and are not too old, oldest first."""
+        return [self._entries[number].value for number in self._numbers_of(names, now)]
+
+    def drop(self, names: Iterable[Hashable], condition: Callable[[V], bool] = lambda _: True) -> list[V]:
+        """Forget and return the values that have any of these names and meet the condition."""
+        numbers = [number for number in self._numbers_of(names) if condition(self._entries[number].value)]
+        return [self._drop(number) for number in numbers]
+
+    def drop_if(self, condition: Callable[[V], bool]) -> list[V]:
+        """Forget and return all values that meet the condition."""
+        numbers = [number for number, entry in self._entries.items() if condition(entry.value)]
+        return [self._drop(number) for number in numbers]
+
+    def expire(self, now: float) -> list[V]:
+        """Forget and return the values that are too old."""
+        dropped = []
+        while self._entries:
+            number, entry = next(iter(self._entries.items()))
+            if entry.deadline > now:
+                break
+            dropped.append(self._drop(number))
+        return dropped
+
+    def older_than(self, age_s: float, now: float) -> list[tuple[float, V]]:
+        """The values that are older than ``age_s`` seconds, oldest first, each with the time when it became so."""
+        aged = []
+        for entry in self._entries.values():
+            since = entry.deadline - self._kept_s + age_s
+            if since > now:
+                break
+            aged.append((since, entry.value))
+        return aged
+
+    def _numbers_of(self, names: Iterable[Hashable], now: float = float("-inf")) -> list[int]:
+        numbers = {number for name in names for number in self._named.get(name, ())}
+        return sorted(number for number in numbers if self._entries[number].deadline > now)
+
+    def _drop(self, number: int) -> V:
+        entry = self._entries.pop(number)
+        self.size -= entry.size
+        for name in entry.names:
+            numbers = self._named[name]
+            del numbers[number]
+            if not numbers:
+                del self._named[name]
+        return entry.value

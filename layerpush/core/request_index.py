@@ -1,0 +1,54 @@
+"""Requests of this prefill engine, found by the names that a decode engine may give them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from layerpush.core.bounded_index import BoundedIndex
+from layerpush.core.request_names import of_transfer
+
+
+class RequestIndex:
+    """Keeps the newest ``limit`` requests, each for ``kept_s`` seconds. ``base_id`` strips the suffix that an engine
+    adds to the id its router gave. Times are the caller's clock.
+    """
+
+    def __init__(self, base_id: Callable[[str], str], limit: int, max_bytes: int, kept_s: float = float("inf")) -> None:
+        self._base = base_id
+        self._requests: BoundedIndex[tuple[str, str | None]] = BoundedIndex(limit, max_bytes, kept_s)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request_id: str, transfer: str | None, now: float = 0.0) -> None:
+        """Keep a request and its ``transfer_id``, if it has one."""
+        self.remove(request_id)
+        names = [(request_id,), self._base(request_id)]
+        self._requests.add((request_id, transfer), names if transfer is None else [*names, of_transfer(transfer)], now)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.drop([(request_id,)])
+
+    def expire(self, now: float) -> None:
+        """Forget the requests that are too old."""
+        self._requests.expire(now)
+
+    @property
+    def requests(self) -> list[str]:
+        """All requests, in the order in which they were added."""
+        return [request_id for request_id, _ in self._requests]
+
+    def transfer_of(self, request_id: str) -> str | None:
+        """The ``transfer_id`` of a request, if it is kept and has one."""
+        return next((transfer for _, transfer in self._requests.find([(request_id,)])), None)
+
+    def with_any(self, keys: Iterable[str]) -> list[str]:
+        """The requests with any of these keys, in the order in which they were added. See ``RequestNames.keys``."""
+        return [request_id for request_id, _ in self._requests.find(keys)]
+
+    def has_any(self, bases: Iterable[str], transfer: str | None) -> bool:
+        """Whether a request with one of these base ids is kept, or one with this ``transfer_id``."""
+        keys = bases if transfer is None else chain(bases, [of_transfer(transfer)])
+        return any(key in self._requests for key in keys)
