@@ -24,8 +24,10 @@ class PostponedLoads:
         self._asked: dict[str, Names] = {}
         """Loads that are being unregistered, each with the requests that it gives way to."""
         self._unregistered: dict[str, set[int]] = {}
-        self._postponed: dict[str, Names] = {}
-        """Requests that must not be registered yet, each with the requests that it gives way to."""
+        self._postponed: dict[str, set[str]] = {}
+        """Requests that must not be registered yet, each with the requests that it gives way to. A request leaves these
+        sets for good when it has its blocks: so no two requests wait for each other.
+        """
 
     def came(self, request_id: str, names: Collection[str]) -> None:
         """A request waits for blocks. P knows its prompt by one of these ``names``."""
@@ -35,6 +37,8 @@ class PostponedLoads:
         """A request has its blocks, or has ended without any."""
         self._waiting.pop(request_id, None)
         self._postponed.pop(request_id, None)
+        for others in self._postponed.values():
+            others.discard(request_id)
 
     def reported(self, queued: Mapping[str, Names], unregistered: Mapping[str, set[int]]) -> None:
         """Reports of this engine's ranks: P's ``Queued`` by load, and the ranks on which a load is unregistered."""
@@ -67,13 +71,12 @@ class PostponedLoads:
         self._queued.pop(request_id, None)
         if others is None or len(ranks) < self._ranks:
             return False
-        self._postponed[request_id] = others
+        self._postponed[request_id] = set(others & self._waiting.keys())
         return True
 
     def must_wait(self, request_id: str) -> bool:
         """Whether a request that it gives way to still waits for blocks."""
-        others = self._postponed.get(request_id, frozenset())
-        return not others.isdisjoint(self._waiting)
+        return bool(self._postponed.get(request_id))
 
     def finished(self, request_id: str) -> None:
         """The engine has finished the request, in any state."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 
 from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.request_names import of_transfer
@@ -48,7 +47,6 @@ class RequestIndex:
         """The requests with any of these keys, in the order in which they were added. See ``RequestNames.keys``."""
         return [request_id for request_id, _ in self._requests.find(keys)]
 
-    def has_any(self, bases: Iterable[str], transfer: str | None) -> bool:
-        """Whether a request with one of these base ids is kept, or one with this ``transfer_id``."""
-        keys = bases if transfer is None else chain(bases, [of_transfer(transfer)])
+    def has_any(self, keys: Iterable[str]) -> bool:
+        """Whether a request with any of these keys is kept."""
         return any(key in self._requests for key in keys)

@@ -3,7 +3,8 @@
 The connection to a decode engine is *closing* when it was lost, or when the engine was restarted: its pushes fail, and
 it is dropped when no WRITE is on its way. Until then nothing new begins on it, and registrations are held. Answers to
 an engine whose connection was lost are kept for a while, in case it lives. An engine that was never connected gets the
-end of a push without a handshake, if its registration had a ``contact``. Writer thread only.
+end of a push without a handshake, if its registration had a ``contact``. Requests that are not here are no reason for a
+handshake: anybody may name any host. Writer thread only.
 """
 
 from __future__ import annotations
@@ -12,8 +13,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from layerpush.core.bounded_dict import BoundedDict
+from layerpush.core.bounded_index import BoundedIndex
 from layerpush.core.liveness import Verdict
-from layerpush.core.wire import Accepted, Cancelled, Fail, FirstToken, Queued, Registration, Unregistered, encode
+from layerpush.core.wire import (
+    Accepted,
+    Cancelled,
+    Fail,
+    FirstToken,
+    Ping,
+    Pong,
+    Queued,
+    Registration,
+    Unregistered,
+    encode,
+)
 from layerpush.prefill.writer import PushWriter
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.connections import Address, Connections, Probe
@@ -22,6 +35,7 @@ HELD = 4096
 LOST_KEPT = 4096
 ANSWERS_KEPT_S = 60.0
 CONTACTS_KEPT = 4096
+CONTACTS_BYTES = 16 << 20
 
 Answer = Accepted | FirstToken | Fail | Cancelled | Queued | Unregistered
 
@@ -38,35 +52,59 @@ class DecodePeers:
         self._lost: BoundedDict[str, None] = BoundedDict(LOST_KEPT)
         self._withheld: dict[str, list[tuple[float, Address, Answer]]] = {}
         self._held: dict[str, list[tuple[str, Registration]]] = {}
-        self._contacts: BoundedDict[tuple[str, str], bytes] = BoundedDict(CONTACTS_KEPT)
-        """By engine and agent."""
+        self._contacts: BoundedIndex[tuple[str, bytes]] = BoundedIndex(CONTACTS_KEPT, CONTACTS_BYTES)
+        """Each agent's, by engine, and by engine and agent."""
 
     def note_contact(self, sender: str, registration: Registration) -> None:
-        """Remember how to reach the sender of a registration without a handshake."""
-        if registration.contact is not None:
-            self._contacts.note((registration.decode_engine_id, sender), registration.contact)
+        """Remember how to reach the sender of a registration without a handshake. An engine has one contact a rank."""
+        if registration.contact is None:
+            return
+        engine_id, entry = registration.decode_engine_id, (sender, registration.contact)
+        self._contacts.drop([(engine_id, sender)])
+        self._contacts.add(entry, [engine_id, (engine_id, sender)])
+        for gone, _ in self._contacts.find([engine_id])[: -registration.decode_tp_size]:
+            self._contacts.drop([(engine_id, gone)])
 
-    def answer(self, address: Address, message: Answer, now: float) -> None:
-        """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives."""
+    def answer(self, address: Address, message: Answer, now: float, *, connect: bool = True) -> None:
+        """Send to every rank. If the connection is gone, keep the answer until the engine shows that it lives.
+
+        ``connect`` False: begin no handshake, and wait for none. Then an engine that is not connected gets the answer
+        without one, if that is possible.
+        """
         engine_id = address.engine_id
-        send_unconnected = partial(self._send_unconnected, address, message)
+        send_unconnected = partial(self._send_end_unconnected, address, message)
         if engine_id in self._closing or engine_id in self._lost:
             self._withheld.setdefault(engine_id, []).append((now + ANSWERS_KEPT_S, address, message))
+        elif not connect and not self._connections.agents(engine_id):
+            if not self._send_unconnected(address, message) and isinstance(message, Fail | Cancelled):
+                self._connections.notify_by_search(address, encode(message))
         elif self._connections.is_connecting(engine_id) or not send_unconnected():
             self._connections.broadcast(address, encode(message), now, send_unconnected)
 
+    def pong(self, sender: str, ping: Ping) -> None:
+        """Answer a ping of an agent that is connected or has registered: no handshake may be necessary for it yet.
+        Others get no answer, and will probe the side channel.
+        """
+        engine_id = ping.decode_engine_id
+        if sender in self._connections.agents(engine_id) or (engine_id, sender) in self._contacts:
+            self._connections.notify(sender, encode(Pong(ping.number)))
+
+    def _send_end_unconnected(self, address: Address, message: Answer) -> bool:
+        """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary."""
+        if not isinstance(message, Fail | Cancelled) or self._connections.agents(address.engine_id):
+            return False
+        return self._send_unconnected(address, message)
+
     def _send_unconnected(self, address: Address, message: Answer) -> bool:
-        """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary.
+        """Send to an engine that is not connected; False if that is impossible.
 
         A contact may lead to any host. So ``allowed_hosts`` allows only contacts that D's side channel names.
         """
         engine_id = address.engine_id
-        if not isinstance(message, Fail | Cancelled) or self._connections.agents(engine_id):
-            return False
         if not self._connections.allows_any_host:
             return self._connections.notify_by_search(address, encode(message))
-        contacts = [contact for (engine, _), contact in self._contacts.items() if engine == engine_id]
-        reached = [self._connections.notify_unconnected(contact, encode(message)) for contact in contacts]
+        contacts = self._contacts.find([engine_id])
+        reached = [self._connections.notify_unconnected(contact, encode(message)) for _, contact in contacts]
         return any(reached)
 
     def found(self, engine_id: str, now: float) -> None:

@@ -12,10 +12,10 @@ another engine uses its name. It is held until the side channel of the connected
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -37,13 +37,11 @@ from layerpush.core.wire import (
     Fail,
     FirstToken,
     Ping,
-    Pong,
     Queued,
     Registration,
     Unregister,
     Unregistered,
     Window,
-    encode,
     one_line,
 )
 from layerpush.prefill.decode_peers import Answer, DecodePeers, address_of
@@ -74,17 +72,21 @@ SPARE_ANSWER = "the prefill engine has one answer to the prompt, and the decode 
 OTHER_PROMPT = "the prefill engine's request of this id has another prompt"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Registered:
-    """A registration's fingerprint, and the windows that the ranks of the decode engine offered with it."""
+    """A registration's fingerprint, and the windows that the ranks of the decode engine offered with it.
+
+    ``accepted``: it was answered over a connection, or one that is being made.
+    """
 
     fingerprint: bytes
     attempt: int
     windows: Mapping[str, Window | None]
+    accepted: bool = False
 
     def also(self, sender: str, window: Window | None) -> _Registered:
         """A copy with another rank's window added; the first of each rank counts."""
-        return _Registered(self.fingerprint, self.attempt, {sender: window, **self.windows})
+        return dataclasses.replace(self, windows={sender: window, **self.windows})
 
     def is_equal(self, registration: Registration) -> bool:
         return self.fingerprint == registration.fingerprint
@@ -143,7 +145,7 @@ class Registrations:
     def on_registration(self, sender: str, registration: Registration, now: float) -> None:
         """A ``PUSH_REG`` arrived."""
         key = registration.key
-        self._take_arrivals()
+        self._take_arrivals(now)
         self.peers.note_contact(sender, registration)
         if self.peers.closing(registration.decode_engine_id) is not None:
             self.peers.hold(sender, registration)
@@ -160,9 +162,10 @@ class Registrations:
             del self._answers[key]
         if not self._note(sender, registration, now):
             return
-        if registration.layerpush:
-            accepted = Accepted(registration.request_id, registration.sampling is not None)
-            self._answer(registration, self._answers.get(key, accepted), now)
+        if key in self._answers:
+            self._answer(registration, self._answers[key], now)
+        else:
+            self._accept(registration, now)
         if key in self._answers or key in self._served or key in self._pending:
             return  # another rank's, or the same once more
         named = self._arrivals.with_any(self._names.keys(registration))
@@ -199,11 +202,11 @@ class Registrations:
         if kept is not None:
             self._note_unwanted(kept, now)
         request_id = self._writer.serving(key)
-        self._withdraw(request_id, kept)
+        self._withdraw(request_id, kept, now)
         if request_id is None or self._writer.cancel(request_id, key):  # else ``report_failure`` follows
             self._answers.note(key, Cancelled(message.request_id))
             address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
-            self.peers.answer(address, Cancelled(message.request_id), now)
+            self.peers.answer(address, Cancelled(message.request_id), now, connect=request_id is not None)
 
     def on_unregister(self, sender: str, message: Unregister, now: float) -> None:
         """A decode engine takes a registration back, and will register again. A push that has begun goes on."""
@@ -227,22 +230,21 @@ class Registrations:
             self._pending.drop(key)
             self._answers.note(key, Unregistered(message.request_id, message.attempt))
         address = Address(engine_id, message.decode_host, message.decode_port, message.decode_tp_size)
-        self.peers.answer(address, self._answers[key], now)
+        self.peers.answer(address, self._answers[key], now, connect=registered is not None)
 
     def on_decline(self, message: Decline, now: float) -> None:
         """A decode engine will not load a request. If it has registered the request, the registration counts."""
         if message.key in self._senders and not isinstance(self._answers.get(message.key), Unregistered):
             return
-        self._withdraw(None, message)
+        self._withdraw(None, message, now)
         named = self._arrivals.with_any(self._names.keys(message))
         request_id = self._names.match(message, [each for each in named if self._writer.is_waiting(each)])
         if request_id is None or not self._writer.decline(request_id):
             self._note_unwanted(message, now)
 
     def on_ping(self, sender: str, message: Ping) -> None:
-        """A peer asks for a ``Pong``. One that we are not connected to gets none, and will probe the side channel."""
-        if sender in self._connections.agents(message.decode_engine_id):
-            self._connections.notify(sender, encode(Pong(message.number)))
+        """A peer asks for a ``Pong``."""
+        self.peers.pong(sender, message)
 
     # From the engine's scheduler.
 
@@ -252,9 +254,15 @@ class Registrations:
         """
         self._arrived.append(requests)
 
-    def _take_arrivals(self) -> None:
+    def _take_arrivals(self, now: float) -> None:
+        """Note the requests that have come, and accept the registrations that waited for one of them."""
         while self._arrived:
-            self._arrivals.came(self._arrived.popleft())
+            requests = self._arrived.popleft()
+            self._arrivals.came(requests)
+            for request_id in requests:
+                for registration in self._pending.matching(request_id, now):
+                    if not self._senders[registration.key].accepted:  # the answer begins the handshake
+                        self._accept(registration, now)
 
     def went_elsewhere(self, request_id: str, rank: int, now: float) -> None:
         """A request went to another data-parallel ``rank``. A decode engine that has registered it here, or does so
@@ -274,7 +282,7 @@ class Registrations:
 
     def take(self, request_id: str, now: float) -> Registration | None:
         """The registration that came before its request, if one did."""
-        self._take_arrivals()
+        self._take_arrivals(now)
         self._failures.pop(self._names.base(request_id), None)
         self._failures.pop(of_transfer(self._transfer_of(request_id) or ""), None)
         for misnamed in self._pending.drop_if(lambda entry: self._names.is_misnamed(entry, request_id), request_id):
@@ -338,7 +346,7 @@ class Registrations:
 
     def ended(self, request_id: str, failure: str | None, now: float) -> None:
         """A request is over here. Decode engines that wait for it, or register it soon, get the ``failure``."""
-        self._take_arrivals()
+        self._take_arrivals(now)
         self._unwanted.drop(self._names.keys_of(request_id), lambda named: self._names.is_for(named, request_id))
         transfer = self._transfer_of(request_id)
         self._ended.add(request_id, transfer, now)
@@ -372,7 +380,7 @@ class Registrations:
 
     def _refuse_unknown(self, now: float) -> None:
         begun, running = self._steps()
-        self._take_arrivals()
+        self._take_arrivals(now)
         self._arrivals.look(begun, running, now)
         if not self._pending or now < self._look_at:
             return
@@ -406,7 +414,7 @@ class Registrations:
             self._prompt_waits = False
         elif now >= self._queued_at:
             self._queued_at = now + QUEUED_EVERY_S
-            self._take_arrivals()
+            self._take_arrivals(now)
             waiting = [each for each in self._arrivals.requests if each not in self._writer]
             queued = {entry.key: entry for each in waiting for entry in self._pending.matching(each, now)}
             self._prompt_waits = bool(queued) or self._writer.has_registered_prompts
@@ -419,8 +427,8 @@ class Registrations:
         names = {self._names.base(each) for each in request_ids} | set(map(self._transfer_of, request_ids))
         return tuple(sorted(name for name in names if name))[:MAX_COMPUTED]
 
-    def _withdraw(self, request_id: str | None, named: Named | None) -> None:
-        self._take_arrivals()
+    def _withdraw(self, request_id: str | None, named: Named | None, now: float) -> None:
+        self._take_arrivals(now)
         if request_id is None and named is not None:
             given = named.prefill_request_id
             exact = given is not None and self._names.base(given) != given
@@ -436,16 +444,16 @@ class Registrations:
         self._unwanted.add(named, [named.key, *self._names.keys(named)], now)
 
     def _is_here(self, registration: Registration) -> bool:
-        return self._arrivals.has_any(self._names.bases(registration), registration.transfer_id)
+        return self._arrivals.has_any(self._names.keys(registration))
 
     def _failure_of(self, registration: Registration, now: float) -> str | None:
         for base in self._names.bases(registration):
             deadline, reason = self._failures.get(base, (0.0, ""))
-            if deadline > now and not self._arrivals.has_any([base], None):  # else it came again
+            if deadline > now and not self._arrivals.has_any([base]):  # else it came again
                 return reason
         transfer = registration.transfer_id
         deadline, reason = self._failures.get(of_transfer(transfer or ""), (0.0, ""))
-        lives = self._arrivals.has_any((), transfer)
+        lives = self._arrivals.has_any([of_transfer(transfer or "")])
         return reason if transfer is not None and deadline > now and not lives else None
 
     def _note_failure(self, name: str, until: float, reason: str) -> None:
@@ -469,8 +477,16 @@ class Registrations:
             self._answers.note(registration.key, message)
             self._answer(registration, message, now)
 
+    def _accept(self, registration: Registration, now: float) -> None:
+        registered = self._senders[registration.key]
+        if self._is_here(registration) or self._connections.agents(registration.decode_engine_id):
+            self._senders.note(registration.key, dataclasses.replace(registered, accepted=True), self._is_live)
+        if registration.layerpush:
+            self._answer(registration, Accepted(registration.request_id, registration.sampling is not None), now)
+
     def _answer(self, registration: Registration, message: Answer, now: float) -> None:
-        self.peers.answer(address_of(registration), message, now)
+        """Only a request that is here is a reason to connect: anybody may name any host in a registration."""
+        self.peers.answer(address_of(registration), message, now, connect=self._is_here(registration))
 
     def _note(self, sender: str, registration: Registration, now: float) -> bool:
         """Note a registration. False if another one under the same key is still being served: only one can have the

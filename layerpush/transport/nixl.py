@@ -111,7 +111,7 @@ class NixlTransport:
         self._errors = _errors_of(agent)
         self._live: dict[Any, _Posted] = {}
         self._torn: dict[Any, _Torn] = {}
-        self._met: set[str] = set()
+        self._met: dict[bytes, str] = {}
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
@@ -179,6 +179,8 @@ class NixlTransport:
 
     def meet(self, contact: bytes) -> str:
         """Prepare for notifications to an agent. NIXL keeps its address, so there is a limit to such agents."""
+        if contact in self._met:
+            return self._met[contact]
         if len(self._met) >= MET_KEPT:
             raise TransportError(f"{MET_KEPT} agents were met already")
         try:
@@ -186,7 +188,7 @@ class NixlTransport:
         except self._errors as error:
             raise _translated(error, "cannot use the address of an agent") from error
         agent: str = name.decode() if isinstance(name, bytes) else name
-        self._met.add(agent)
+        self._met[contact] = agent
         return agent
 
     def notifications(self) -> list[tuple[str, bytes]]:

@@ -56,6 +56,11 @@ def test_two_requests_do_not_wait_for_each_other() -> None:
     loads.placed("request of a")
     loads.reported({"request of a": frozenset({"b"})}, {})
     assert loads.to_unregister(short_of_blocks=True) == ["request of a"], "P lost the prompt, and has the other one"
+    loads.reported({}, {"request of a": {0}})
+    assert loads.ended("request of a")
+    loads.came("request of a", {"a"})
+    assert loads.must_wait("request of a")
+    assert not loads.must_wait("b"), "it has given way to that request already"
 
 
 def test_a_load_is_registered_again_only_if_every_rank_has_unregistered_it() -> None:

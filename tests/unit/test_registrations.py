@@ -139,16 +139,23 @@ class ScriptedWriter:
 
 
 class World(Town):
-    """Engine D has two ranks, engine E has one. ``begun`` requests wait for a registration."""
+    """Engine D has two ranks and is ``connected``, engine E has one. ``begun`` requests wait for a registration."""
 
     def __init__(
-        self, *begun: str, digests: dict[str, str] | None = None, allowed_hosts: tuple[str, ...] | None = None
+        self,
+        *begun: str,
+        digests: dict[str, str] | None = None,
+        allowed_hosts: tuple[str, ...] | None = None,
+        connected: bool = True,
     ) -> None:
         super().__init__(allowed_hosts)
         self.writer = ScriptedWriter()
         self.peer_errors = PeerErrors(logging.getLogger("test"))
         self.digests = dict(digests or {})
         self.network.listening = {"D": ("d-0", "d-1"), "E": ("e-0",)}
+        if connected:
+            self.network.connected = {"D": ("d-0", "d-1")}
+            self.network.addresses = {"D": address_of(asks())}
         self.steps = (0, False)
         self.withdrawn: list[str] = []
         self.registrations = Registrations(
@@ -1064,7 +1071,7 @@ def test_withheld_messages_are_sent_once_to_an_engine_that_sends_again(how: str,
     world, wanted = doomed()
     drops(world)
     assert world.mail.sent == [], "D may be dead"
-    assert len(world.network.handshakes) == 1
+    assert world.network.handshakes == []
     asked = wanted if about == "the same" else asks("b/d")
     if how == "registers":
         world.says(asked)
@@ -1073,7 +1080,7 @@ def test_withheld_messages_are_sent_once_to_an_engine_that_sends_again(how: str,
         world.cancels(asked)
         answer = Cancelled(asked.request_id)
     assert told(world) == these(*FAILS, answer)
-    assert len(world.network.handshakes) == 2
+    assert len(world.network.handshakes) == 1
     world.says(asks("c/d"))
     assert world.heard() == [Accepted("c/d")]
 
@@ -1123,7 +1130,7 @@ def test_no_lost_engine_gets_a_message_before_its_connection_is_dropped(
     world.fails(wanted, "cut off")
     world.tick()
     assert world.mail.sent == []
-    assert len(world.network.handshakes) == 1
+    assert world.network.handshakes == []
 
 
 def test_a_cancel_is_not_answered_before_the_lost_connection_is_dropped() -> None:
@@ -1132,7 +1139,7 @@ def test_a_cancel_is_not_answered_before_the_lost_connection_is_dropped() -> Non
     for cancelled in (wanted, asks("never/registered")):
         world.cancels(cancelled)
         assert world.heard() == []
-    assert world.network.handshakes[1:] == []
+    assert world.network.handshakes == []
     assert world.writer.cancelled == []
     drops(world)
     assert world.mail.sent == []
@@ -1309,7 +1316,7 @@ def unreached(world: World, *ranks: str) -> Registration:
 
 def test_a_failed_handshake_is_reported_through_the_contact() -> None:
     """Else D would take this engine for a stock one, and wait for its own deadline."""
-    world = World()
+    world = World(connected=False)
     served = unreached(world, "d-0", "d-1")
     world.fails(served, "no handshake")
     assert world.heard() == [failure("no handshake")]
@@ -1317,7 +1324,7 @@ def test_a_failed_handshake_is_reported_through_the_contact() -> None:
 
 
 def test_a_cancel_of_an_unreachable_engine_is_answered() -> None:
-    world = World()
+    world = World(connected=False)
     served = unreached(world, "d-0")
     world.cancels(served)
     assert world.heard("d-0") == [Cancelled("a/d")]
@@ -1325,7 +1332,7 @@ def test_a_cancel_of_an_unreachable_engine_is_answered() -> None:
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_answers_keep_their_order_during_a_handshake(reached: bool) -> None:
-    world = World("a/p")
+    world = World("a/p", connected=False)
     world.network.listening = {}
     world.says(asks(contact=b"contact of d-0"))
     (_, served), *_ = world.writer.pushes
@@ -1347,7 +1354,7 @@ def test_a_connected_engine_gets_its_answer_over_the_connection() -> None:
 
 
 def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
-    world = World()
+    world = World(connected=False)
     world.network.listening = {}
     world.begin("a/p")
     world.says(asks(contact=b"garbage"))
@@ -1361,7 +1368,7 @@ def test_an_engine_without_a_usable_contact_gets_a_handshake() -> None:
 @pytest.mark.parametrize("allowed", [True, False])
 def test_with_allowed_hosts_answers_use_contacts_of_allowed_side_channels(allowed: bool) -> None:
     """Never to the contact in the registration: it may lead anywhere."""
-    world = World(allowed_hosts=(asks().decode_host if allowed else "10.9.9.9",))
+    world = World(allowed_hosts=(asks().decode_host if allowed else "10.9.9.9",), connected=False)
     world.network.listening = {}
     world.search.named = {asks().decode_host: (b"contact of d-0", b"contact of d-1")}
     world.begin("a/p")
@@ -1382,6 +1389,100 @@ def test_the_fingerprint_of_a_registration_ignores_the_contact() -> None:
         world.says(asks(contact=rank.encode()), rank)
     assert world.registrations.pending == 1
     assert len({asks(contact=rank).fingerprint for rank in (None, b"d-0", b"d-1")}) == 1
+
+
+def test_an_engine_has_as_many_contacts_as_ranks() -> None:
+    """The newest count: the engine may have been restarted."""
+    world = World(connected=False)
+    for rank in range(5):
+        world.says(asks(contact=b"contact of d-%d" % rank), f"d-{rank}")
+    world.mail.taken()
+    world.cancels(asks())
+    assert world.heard("d-3", "d-4") == [Cancelled("a/d")]
+
+
+# Requests that P does not know are no reason to connect.
+
+
+def test_a_registration_of_an_unknown_request_causes_no_handshake() -> None:
+    """Anybody may name any host, and a silent one keeps the only handshake thread busy for seconds."""
+    world = World(connected=False)
+    for engine, rank in product(("D", "E"), ("d-0", "d-1")):
+        world.says(asks(engine=engine), rank)
+        world.cancels(asks("unknown/d", engine=engine), rank)
+    world.tick(UNKNOWN_S)
+    world.tick(2.0)
+    assert world.registrations.pending == 0
+    assert world.network.handshakes == []
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_early_registration_is_accepted_once_its_request_comes(begun: bool) -> None:
+    """When it comes, not when it leaves the queue: the handshake must not delay the push."""
+    world, wanted = World(connected=False), asks(sampling="greedy")
+    world.says(wanted)
+    world.tick()
+    assert world.network.handshakes == []
+    world.registrations.came({"b/p": None, "a/p": None})
+    if begun:
+        assert world.takes() == wanted
+    world.tick()
+    assert world.network.handshakes == [address_of(wanted)]
+    assert world.heard() == [Accepted("a/d", first_token=True)]
+    world.registrations.came({"a/q": None})
+    world.tick()
+    assert world.heard() == [], "once is enough"
+
+
+def test_a_registration_is_accepted_at_once_if_its_request_is_in_the_queue() -> None:
+    world = World(connected=False)
+    world.registrations.came({"a/p": None})
+    world.says(asks())
+    assert world.heard() == [Accepted("a/d")]
+
+
+def test_an_engine_that_was_connected_meanwhile_gets_its_answer() -> None:
+    world = World("b/p", connected=False)
+    world.says(asks())
+    world.says(asks("b/d"))
+    assert world.heard() == [Accepted("b/d")]
+    world.registrations.came({"a/p": None})
+    world.tick()
+    assert world.heard() == [Accepted("a/d")]
+
+
+def test_an_unconnected_engine_hears_that_p_lives() -> None:
+    """Else it would take P for a stock engine, or for a silent one, while its request waits with the router."""
+    world = World(connected=False)
+    for rank in ("d-0", "d-1"):
+        world.says(asks(contact=f"contact of {rank}".encode()), rank)
+    assert set(world.mail.taken()) == {("d-0", Accepted("a/d")), ("d-1", Accepted("a/d"))}
+    for sender in ("d-1", "d-2"):
+        world.registrations.on_ping(sender, Ping("D", 8))
+    assert world.mail.taken() == [("d-1", Pong(8))]
+    assert world.network.handshakes == []
+    world.registrations.came({"a/p": None})
+    world.tick()
+    assert len(world.network.handshakes) == 1
+
+
+@pytest.mark.parametrize("allowed", ["any host", "its host", "another host"])
+@pytest.mark.parametrize("message", ["cancel", "refusal"])
+@pytest.mark.parametrize("contact", [True, False])
+def test_the_end_of_an_unknown_request_needs_no_handshake(allowed: str, message: str, contact: bool) -> None:
+    hosts = {"any host": None, "its host": (asks().decode_host,), "another host": ("10.9.9.9",)}[allowed]
+    world = World(connected=False, allowed_hosts=hosts)
+    world.search.named = {asks().decode_host: (b"contact of d-0",)}
+    world.says(asks(contact=b"contact of d-0" if contact else None))
+    world.mail.taken()
+    if message == "cancel":
+        world.cancels(asks())
+    else:
+        world.tick(UNKNOWN_S)
+        world.tick(2.0)
+    answer = Cancelled("a/d") if message == "cancel" else UNKNOWN
+    assert world.heard("d-0") == ([] if allowed == "another host" else [answer])
+    assert world.network.handshakes == []
 
 
 # Requests that a decode engine declines.
