@@ -28,6 +28,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from layerpush.core.deadlines import Deadlines
 from layerpush.core.load_protocol import Aborted, Event, GaveWay, State, Tick, TimedOut
 from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
@@ -78,6 +79,7 @@ class Loads:
         self._unpacking = unpacking
         self._peer_errors = peer_errors
         self._open: dict[str, Load] = {}
+        self._deadlines = Deadlines()
         self._early = EarlyMessages()
         self._outcomes = Outcomes(host, unpacking, recorder)
 
@@ -162,16 +164,14 @@ class Loads:
             try:
                 load.on_message(sender, message, payload, now)
             finally:
-                self._remove_if_closed(load)
+                self._changed(load, now)
 
     # Time.
 
     def tick(self, now: float) -> None:
         """Give sessions the time, ask prefill engines for signs of life, and deliver outcomes."""
-        for request_id, load in list(self._open.items()):
-            due = load.session.next_due(now)
-            if due is not None and due <= now:
-                self._handle(request_id, Tick(), now)
+        for request_id in self._deadlines.due(now):
+            self._handle(request_id, Tick(), now)
         for agent, event in self.peers.tick(self._open, now):
             for request_id, load in list(self._open.items()):
                 if agent in load.session.agents:
@@ -198,9 +198,11 @@ class Loads:
             try:
                 load.handle(event, now)
             finally:
-                self._remove_if_closed(load)
+                self._changed(load, now)
 
-    def _remove_if_closed(self, load: Load) -> None:
+    def _changed(self, load: Load, now: float) -> None:
+        """Note when the load is due next, and remove it if it is closed."""
+        self._deadlines.set(load.session.request_id, load.session.next_due(now))
         if load.session.state is State.CLOSED:
             del self._open[load.session.request_id]
             self._unpacking.close(load.session.request_id)

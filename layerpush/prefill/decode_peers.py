@@ -85,9 +85,15 @@ class DecodePeers:
         """Answer a ping of an agent that is connected or has registered: no handshake may be necessary for it yet.
         Others get no answer, and will probe the side channel.
         """
-        engine_id = ping.decode_engine_id
-        if sender in self._connections.agents(engine_id) or (engine_id, sender) in self._contacts:
-            self._connections.notify(sender, encode(Pong(ping.number)))
+        engine_id, pong = ping.decode_engine_id, encode(Pong(ping.number))
+        if sender in self._connections.agents(engine_id):
+            self._connections.notify(sender, pong)
+            return
+        for _, contact in self._contacts.find([(engine_id, sender)]):
+            if self._connections.allows_any_host:
+                self._connections.notify_unconnected(contact, pong)
+            else:  # an answer to its registration has met it
+                self._connections.notify(sender, pong)
 
     def _send_end_unconnected(self, address: Address, message: Answer) -> bool:
         """Send the end of a push to an engine that is not connected; False if that is impossible, or not necessary."""

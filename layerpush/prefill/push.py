@@ -75,7 +75,8 @@ BlockIds = tuple[list[int], ...]
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The objects that all pushes of one rank use. A WRITE on the wire for more than ``write_timeout_s`` seconds is
-    overdue. ``take_revoked`` handles revocations that wait in ``step_events``; ``closed`` takes a push that is over.
+    overdue. ``take_revoked`` handles revocations that wait in ``step_events``; ``changed`` takes a push whose state or
+    transfers have changed, ``closed`` one that is over.
     """
 
     writes: Writes
@@ -87,6 +88,7 @@ class Shared:
     write_timeout_s: float
     link_speed: Callable[[str], LinkSpeed]
     take_revoked: Callable[[], None]
+    changed: Callable[[Push], None]
     closed: Callable[[Push], None]
 
 
@@ -223,7 +225,9 @@ class Push:
     # Actions.
 
     def _act(self, event: Event) -> None:
-        for action in self.session.handle(event):
+        actions = self.session.handle(event)
+        self._shared.changed(self)
+        for action in actions:
             self.ACTIONS[type(action)](self, action)
 
     def _connect(self, action: Connect) -> None:
@@ -326,6 +330,7 @@ class Push:
 
     def _on_the_wire(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
+        self._shared.changed(self)
         self.note_busy(transfer.record.t_post)
         if self._shared.trace.enabled:
             self.record.writes.append(transfer.record)
@@ -334,6 +339,7 @@ class Push:
         """A WRITE to one decode rank has landed, or has failed with ``error``."""
         shared, record, whole = self._shared, transfer.record, transfer.write == WHOLE.id
         self.transfers.remove(transfer)
+        shared.changed(self)
         if error is None:
             record.t_landed = self.record.t_last_landed = time.perf_counter()
         else:

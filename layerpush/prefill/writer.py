@@ -46,6 +46,7 @@ from layerpush.core.wire import Registration
 from layerpush.prefill.host import Host, Identity
 from layerpush.prefill.layer_interval import LONGEST_S, LayerInterval
 from layerpush.prefill.push import Push, Shared
+from layerpush.prefill.push_table import PushTable
 from layerpush.prefill.step_events import ForwardEnded, LayerSaved, RequestFinished, StepEvents, StepStarted
 from layerpush.prefill.step_schedule import StepSchedule
 from layerpush.prefill.unhooked_layers import UnhookedLayers
@@ -92,6 +93,7 @@ class PushWriter:
         self._layer_interval = LayerInterval()
         self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
         self._unhooked = UnhookedLayers(identity.model, layout)
+        self._pushes = PushTable()
         self._shared = Shared(
             self._writes,
             transport,
@@ -102,9 +104,9 @@ class PushWriter:
             write_timeout_s,
             self._schedule.link,
             self._take_revoked,
+            self._pushes.changed,
             self._closed,
         )
-        self._pushes: dict[str, Push] = {}
         self._step: list[tuple[Push, ChunkPlan]] = []
         self._step_layers: set[int] = set()
         self._step_swept: list[int] = []
@@ -121,8 +123,8 @@ class PushWriter:
         if self._strategy is not None:
             self._strategy.turn(quiet=not self._pushes)
         step = {push.request_id for push, _ in self._step}
-        self._schedule.decide(self._pushes.values(), step, len(self._step_layers), time.perf_counter())
-        for push in list(self._pushes.values()):
+        self._schedule.decide(self._pushes.streaming.values(), step, len(self._step_layers), time.perf_counter())
+        for push in list(self._pushes.streaming.values()):
             if push.session.state is State.STREAMING:
                 push.post_ready(wait=push.request_id in step and self._schedule.waits(push))
         self.layer_poll_timeout = self._next_layer_poll()
@@ -229,36 +231,36 @@ class PushWriter:
             mode=mode,
             fallback=fallback,
         )
-        push = self._pushes[request_id] = Push(session, record, self._shared)
+        push = Push(session, record, self._shared)
+        self._pushes.add(push)
         return push
 
     def _closed(self, push: Push) -> None:
         if self._pushes.get(push.request_id) is push:
-            del self._pushes[push.request_id]
+            self._pushes.remove(push)
             self._trace.add(push.record)
             self._host.ended(push.request_id, push.session.failure)
 
     def _poll(self) -> None:
         self._writes.release_leftovers(time.perf_counter(), RELEASE_RETRY_S)
-        for push in list(self._pushes.values()):
-            if push.in_flight:
-                try:
-                    push.poll()
-                except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
-                    push.fail(f"{type(error).__name__}: {error}")
+        for push in list(self._pushes.in_flight.values()):
+            try:
+                push.poll()
+            except Exception as error:  # noqa: BLE001  a transport that breaks its contract ends this push, not all
+                push.fail(f"{type(error).__name__}: {error}")
 
     # The sleep until the next turn.
 
     @property
     def poll_timeout(self) -> float | None:
         """The writer's longest sleep in seconds; None: until it is woken."""
-        if any(push.dirty and push.session.state is State.STREAMING for push in self._pushes.values()):
+        if any(push.dirty for push in self._pushes.streaming.values()):
             return 0.0  # it began to stream after the turn
         layers = self.layer_poll_timeout
         if self._step_events.pending and (layers is None or not self._layer_interval.is_measured):
             return FENCE_POLL_S
         timeouts = [] if layers is None else [layers]
-        if any(push.in_flight for push in self._pushes.values()):
+        if self._pushes.in_flight:
             urgent = layers is None or self._has_urgent_writes
             landing = 0.0 if urgent else min(self._schedule.landing_poll_s(time.perf_counter()), LONGEST_S)
             timeouts.append(max(WRITE_POLL_S, landing))
@@ -266,7 +268,7 @@ class PushWriter:
             self._strategy.engines_in_flight if self._pushes else self._strategy.is_busy
         ):
             timeouts.append(WRITE_POLL_S)
-        if any(push.awaits_peer for push in self._pushes.values()):
+        if self._pushes.awaiting:
             timeouts.append(PEER_POLL_S)
         if not timeouts and self._writes.has_leftovers:
             timeouts.append(RELEASE_RETRY_S)
@@ -307,9 +309,8 @@ class PushWriter:
         """Whether a push may be over, or go on, as soon as a WRITE has ended."""
         computed = {push.request_id for push, _ in self._step}
         return any(
-            push.in_flight
-            and (push.request_id not in computed or any(transfer.needs_polling for transfer in push.transfers))
-            for push in self._pushes.values()
+            push.request_id not in computed or any(transfer.needs_polling for transfer in push.transfers)
+            for push in self._pushes.in_flight.values()
         )
 
     # Between turns.
@@ -353,9 +354,8 @@ class PushWriter:
 
     def fail_engine(self, decode_engine_id: str, reason: str) -> None:
         """A decode engine is gone: fail its pushes."""
-        for push in list(self._pushes.values()):
-            registration = push.session.registration
-            if registration is not None and registration.decode_engine_id == decode_engine_id:
+        for (engine_id, _), pushes in list(self._pushes.serving.items()):
+            for push in list(pushes.values()) if engine_id == decode_engine_id else ():
                 push.fail(reason)
 
     def fail_all(self, reason: str) -> None:
@@ -373,7 +373,7 @@ class PushWriter:
         Returns the number of WRITEs that are still on the wire.
         """
         deadline = time.perf_counter() + seconds
-        while any(push.in_flight for push in self._pushes.values()) and time.perf_counter() < deadline:
+        while self._pushes.in_flight and time.perf_counter() < deadline:
             listen()
             self._poll()
             time.sleep(WRITE_POLL_S)
@@ -403,11 +403,7 @@ class PushWriter:
     @property
     def engines_in_use(self) -> set[str]:
         """Decode engines whose registrations live pushes serve. Any thread."""
-        return {
-            push.session.registration.decode_engine_id
-            for push in list(self._pushes.values())
-            if push.session.registration is not None
-        }
+        return {engine_id for engine_id, _ in list(self._pushes.serving)}
 
     @property
     def engines_in_flight(self) -> set[str]:
@@ -415,14 +411,14 @@ class PushWriter:
         timed = set() if self._strategy is None else self._strategy.engines_in_flight
         return timed | {
             push.record.decode_engine_id
-            for push in self._pushes.values()
-            if push.in_flight and push.record.decode_engine_id is not None
+            for push in self._pushes.in_flight.values()
+            if push.record.decode_engine_id is not None
         }
 
     @property
     def is_draining(self) -> bool:
         """Whether a push that has ended still waits for its WRITEs."""
-        return any(push.session.state in (State.DRAINING, State.CLOSED) for push in self._pushes.values())
+        return bool(self._pushes.draining)
 
     def is_delegated(self, request_id: str) -> bool:
         """Whether upstream is to push this request whole, and has not begun."""
@@ -431,11 +427,7 @@ class PushWriter:
 
     def serving(self, key: tuple[str, str]) -> str | None:
         """The live request that serves a registration."""
-        for push in self._pushes.values():
-            registration = push.session.registration
-            if registration is not None and registration.key == key:
-                return push.request_id
-        return None
+        return next(iter(self._pushes.serving.get(key, ())), None)
 
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
@@ -455,9 +447,8 @@ class PushWriter:
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether this is a request that no decode engine has registered yet."""
-        push = self._pushes.get(request_id)
-        return push is not None and push.is_unclaimed
+        return request_id in self._pushes.unclaimed
 
     def waiting(self) -> list[str]:
         """Requests that no decode engine has registered yet. Any thread."""
-        return [push.request_id for push in list(self._pushes.values()) if push.is_unclaimed]
+        return list(self._pushes.unclaimed)

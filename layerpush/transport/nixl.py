@@ -111,7 +111,7 @@ class NixlTransport:
         self._errors = _errors_of(agent)
         self._live: dict[Any, _Posted] = {}
         self._torn: dict[Any, _Torn] = {}
-        self._met: dict[bytes, str] = {}
+        self._met: set[bytes] = set()
 
     def post_write(self, route: Route, local: DescriptorIds, remote: DescriptorIds) -> WriteHandle:
         """Start one WRITE. May take tens of milliseconds with thousands of descriptors: NIXL copies while it posts."""
@@ -179,16 +179,14 @@ class NixlTransport:
 
     def meet(self, contact: bytes) -> str:
         """Prepare for notifications to an agent. NIXL keeps its address, so there is a limit to such agents."""
-        if contact in self._met:
-            return self._met[contact]
-        if len(self._met) >= MET_KEPT:
+        if contact not in self._met and len(self._met) >= MET_KEPT:
             raise TransportError(f"{MET_KEPT} agents were met already")
         try:
             name = self._agent.add_remote_agent(contact)
         except self._errors as error:
             raise _translated(error, "cannot use the address of an agent") from error
         agent: str = name.decode() if isinstance(name, bytes) else name
-        self._met[contact] = agent
+        self._met.add(contact)
         return agent
 
     def notifications(self) -> list[tuple[str, bytes]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import pytest
 
 from layerpush.core import liveness
 from layerpush.core.first_token import Missing
 from layerpush.core.liveness import Action, Verdict
-from layerpush.core.load_session import RETRY_S, TOKEN_WAIT_S
+from layerpush.core.load_session import RETRY_S, TOKEN_WAIT_S, LoadSession
 from layerpush.core.wire import (
     Accepted,
     Cancel,
@@ -1068,3 +1069,31 @@ def test_a_registered_load_is_cancelled_and_not_declined() -> None:
     world.hears(Cancelled("r"))
     assert world.told == ["failed"]
     assert world.engine.declined == []
+
+
+# The cost of a turn.
+
+
+def test_a_turn_looks_at_no_load_that_is_not_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D turns a thousand times a second while a load waits."""
+    world, looks = World(), list[str]()
+    for number in range(50):
+        world.awaits(f"waiting-{number}")
+        world.awaits(f"cancelled-{number}")
+        world.loads.time_out(f"cancelled-{number}", "late", world.now)
+    for name in ("next_due", "handle"):
+        method = getattr(LoadSession, name)
+
+        def counted(self: LoadSession, *args: Any, method: Any = method) -> Any:
+            looks.append(self.request_id)
+            return method(self, *args)
+
+        monkeypatch.setattr(LoadSession, name, counted)
+    world.tick()
+    world.tick(RETRY_S - 0.01)
+    assert looks == []
+    world.tick(0.02)
+    assert {name.partition("-")[0] for name in looks} == {"cancelled"}
+    assert len(looks) == 100
+    world.tick(0.1)
+    assert len(looks) == 100

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from layerpush.core.config import PushMode
 from layerpush.core.layout import CacheLayout, LayerSlots
 from layerpush.core.push_policy import SHORT_PROMPT, Policy
+from layerpush.core.push_session import PushSession
 from layerpush.core.step_plan import StepPlan
 from layerpush.prefill.host import Identity
 from layerpush.prefill.layer_interval import LONGEST_S
 from layerpush.prefill.unhooked_layers import UnhookedLayers
+from layerpush.prefill.writer import PEER_POLL_S
 from layerpush.transport.link import Link
 from tests.support.fake_transport import Faults
+from tests.unit.builders import registration
 from tests.unit.writer_rig import Prompt, Rig
 
 TOKENS = 22  # five full blocks of four and a partly filled one
@@ -381,3 +386,44 @@ def test_the_writer_sleeps_as_long_as_possible(when: str) -> None:
     assert rig.writer.poll_timeout is not None
     assert rig.writer.poll_timeout <= (1e-3 if when == "waiting" else 5e-4)
     assert rig.writer.writes_in_flight("p-1") == (when == "writing")
+
+
+# The cost of a turn.
+
+
+def test_a_turn_looks_at_no_push_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy D registers late, and P's writer turns a thousand times a second until it does."""
+    rig, looks = Rig(), list[str]()
+    for number in range(50):
+        rig.writer._open(f"p-{number}", streams=True)
+
+    class Watched(PushSession):
+        def __getattribute__(self, name: str) -> Any:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    for push in rig.writer._pushes.values():
+        monkeypatch.setattr(push.session, "__class__", Watched)
+    for _ in range(3):
+        rig.writer.turn()
+        assert rig.writer.poll_timeout == PEER_POLL_S
+        assert not rig.writer.is_draining
+    assert looks == []
+    assert len(rig.writer.waiting()) == 50
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_engine_is_served_until_the_last_push_of_a_registration_is_over(first: int) -> None:
+    """A stock engine's request may come again before its first push has left the table."""
+    rig = Rig()
+    wanted = registration([1], engine="D")
+    pushes = [rig.writer._open(f"p-{number}", streams=True) for number in range(2)]
+    for push in pushes:
+        push.session.registration = wanted
+        rig.writer._pushes.changed(push)
+    for over in (pushes[first], pushes[1 - first]):
+        assert rig.writer.serving(wanted.key) is not None
+        assert rig.writer.engines_in_use == {"D"}
+        rig.writer._pushes.remove(over)
+    assert rig.writer.serving(wanted.key) is None
+    assert not rig.writer.engines_in_use

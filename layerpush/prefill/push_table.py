@@ -1,0 +1,65 @@
+"""The pushes of one prefill rank by request id, and those that a turn of the writer is about. Writer thread only, but
+for reads of single entries and copies.
+"""
+
+from __future__ import annotations
+
+from layerpush.core.push_protocol import State
+from layerpush.prefill.push import Push
+
+
+class PushTable(dict[str, Push]):
+    """A turn looks at pushes that stream or have WRITEs in flight. Those that wait for a decode engine cost it nothing.
+
+    ``changed`` alone writes the attributes below. A push reports each change of its state and of its transfers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streaming: dict[str, Push] = {}
+        self.in_flight: dict[str, Push] = {}
+        self.unclaimed: dict[str, Push] = {}
+        self.awaiting: dict[str, Push] = {}
+        """They wait for a registration or a handshake."""
+        self.draining: dict[str, Push] = {}
+        """They have ended, but for their WRITEs."""
+        self.serving: dict[tuple[str, str], dict[str, Push]] = {}
+        """Pushes with a registration, by its key. Several have one key for a moment, if a stock engine's request came
+        again.
+        """
+
+    def add(self, push: Push) -> None:
+        """A push begins."""
+        self[push.request_id] = push
+        self.changed(push)
+
+    def remove(self, push: Push) -> None:
+        """A push is over."""
+        if self.get(push.request_id) is push:
+            del self[push.request_id]
+            self._sort(push, State.CLOSED, lives=False)
+
+    def changed(self, push: Push) -> None:
+        """The state of a push, its registration or its transfers may have changed."""
+        if self.get(push.request_id) is push:
+            self._sort(push, push.session.state, lives=True)
+
+    def _sort(self, push: Push, state: State, *, lives: bool) -> None:
+        _keep(self.streaming, push, state is State.STREAMING)
+        _keep(self.in_flight, push, lives and push.in_flight)
+        _keep(self.unclaimed, push, push.is_unclaimed and lives)
+        _keep(self.awaiting, push, push.awaits_peer and lives)
+        _keep(self.draining, push, lives and state in (State.DRAINING, State.CLOSED))
+        registration = push.session.registration
+        if registration is not None:
+            pushes = self.serving.setdefault(registration.key, {})
+            _keep(pushes, push, lives)
+            if not pushes:
+                del self.serving[registration.key]
+
+
+def _keep(pushes: dict[str, Push], push: Push, belongs: bool) -> None:
+    if belongs:
+        pushes[push.request_id] = push
+    else:
+        pushes.pop(push.request_id, None)
