@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 
 from layerpush.apps.proxy.app import make_app
+from layerpush.apps.proxy.connection import Connection
 from layerpush.apps.proxy.core import Proxy
 from layerpush.apps.proxy.settings import Settings
 
@@ -30,7 +31,7 @@ class DrainingServer(uvicorn.Server):
                 port=proxy.settings.port,
                 log_level=proxy.settings.log_level,
                 access_log=False,
-                http="httptools",  # h11 waits for the body of a request with two framings, which must be refused
+                http=Connection,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=proxy.settings.drain_timeout_s,
