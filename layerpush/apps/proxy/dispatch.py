@@ -23,6 +23,7 @@ Mode: TypeAlias = Literal["concurrent", "sequential", "alone"]
 class AttemptFailedError(Exception):
     """An attempt failed, and the client has got nothing of it: another attempt is possible.
 
+    Its cause has no traceback: the frames in it hold the request's body, and the tasks that hold the cause.
     ``avoid``: instances that must not be asked again. ``spare``: instances to ask only if there are no others.
     """
 
@@ -30,7 +31,8 @@ class AttemptFailedError(Exception):
         self, cause: LegFailedError, avoid: frozenset[Instance], spare: frozenset[Instance] = frozenset()
     ) -> None:
         super().__init__(str(cause))
-        self.cause = cause
+        self.cause = cause.with_traceback(None)
+        self.cause.__context__ = None
         self.avoid = avoid
         self.spare = spare
 

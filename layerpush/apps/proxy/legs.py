@@ -216,17 +216,24 @@ def failures(instance: Instance, when_late: str) -> Iterator[None]:
     """Turn errors of a connection into ``LegFailedError``. ``when_late`` is the message after a time-out."""
     try:
         yield
-    except aiohttp.ConnectionTimeoutError:
-        raise LegFailedError(instance, "connect", "cannot be connected to in time") from None
-    except aiohttp.ClientConnectorError as error:
-        if error.os_error.errno in _LOCAL_ERRORS:
-            raise LegFailedError(instance, "exhausted", f"got no connection: {error.os_error}", 503) from None
-        raise LegFailedError(instance, "connect", f"cannot be connected to: {error.os_error}") from None
-    except TimeoutError:
-        raise LegFailedError(instance, "timeout", when_late, 504) from None
-    except aiohttp.ClientError as error:
-        detail = str(error) or type(error).__name__
-        raise LegFailedError(instance, "disconnect", f"broke the connection: {detail}") from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        error.__traceback__ = None  # aiohttp keeps the error, and the frames in it hold the request
+        raise _failure(instance, error, when_late) from None
+
+
+def _failure(instance: Instance, error: aiohttp.ClientError | TimeoutError, when_late: str) -> LegFailedError:
+    match error:
+        case aiohttp.ConnectionTimeoutError():
+            return LegFailedError(instance, "connect", "cannot be connected to in time")
+        case aiohttp.ClientConnectorError(os_error=cause) if cause.errno in _LOCAL_ERRORS:
+            return LegFailedError(instance, "exhausted", f"got no connection: {cause}", 503)
+        case aiohttp.ClientConnectorError(os_error=cause):
+            return LegFailedError(instance, "connect", f"cannot be connected to: {cause}")
+        case TimeoutError():
+            return LegFailedError(instance, "timeout", when_late, 504)
+        case _:
+            detail = str(error) or type(error).__name__
+            return LegFailedError(instance, "disconnect", f"broke the connection: {detail}")
 
 
 def passed_back(response: aiohttp.ClientResponse) -> Headers:

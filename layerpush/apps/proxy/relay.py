@@ -77,7 +77,7 @@ class Relay(Response):
             self._proxy.metrics.duration.labels(self._body.endpoint).observe(now() - self._began)
 
     async def _answer(self, client: Client) -> str:
-        failure: AttemptFailedError | None = None
+        failure: LegFailedError | None = None
         for _ in range(1 + self._proxy.settings.retry_max_retries):
             decode = await self._pick("decode", failure)
             prefill = None if self._body.alone else await self._pick("prefill", failure)
@@ -96,7 +96,7 @@ class Relay(Response):
                 try:
                     answer = await self._proxy.dispatcher.send(attempt)
                 except AttemptFailedError as error:
-                    failure = error
+                    failure = error.cause
                     self._exclude(error)
                     if error.cause.refused:
                         self._refused_by.add((prefill, decode))
@@ -108,7 +108,7 @@ class Relay(Response):
                 return await self._pass_on(client, answer)
         return await self._give_up(client, failure)
 
-    async def _pick(self, role: Role, failure: AttemptFailedError | None) -> Instance | None:
+    async def _pick(self, role: Role, failure: LegFailedError | None) -> Instance | None:
         """An instance for the next attempt, else None. Raises ``ProxyError`` if there is none for the first attempt."""
         fleet = self._proxy.fleet
         chosen = fleet.pick(role, self._body, self._avoid | self._spare)
@@ -129,15 +129,14 @@ class Relay(Response):
         self._spare |= error.spare | forgiven
         logger.warning("%s", cause)
 
-    async def _give_up(self, client: Client, failure: AttemptFailedError | None) -> str:
+    async def _give_up(self, client: Client, failure: LegFailedError | None) -> str:
         """Send the client D's own answer if there is one, else the cause of the failure."""
         if failure is None:
             raise AssertionError("no attempt was made, and none failed")
-        cause = failure.cause
-        if cause.answer is not None and cause.instance.role == "decode" and not client.started:
-            await client.whole(cause.answer)
+        if failure.answer is not None and failure.instance.role == "decode" and not client.started:
+            await client.whole(failure.answer)
         else:
-            await client.fail(cause.status, str(cause), 1 if cause.gone or cause.exhausted else None)
+            await client.fail(failure.status, str(failure), 1 if failure.gone or failure.exhausted else None)
         return "error"
 
     async def _pass_on(self, client: Client, answer: Answer) -> str:
@@ -152,7 +151,7 @@ class Relay(Response):
         except LegFailedError as failure:
             self._proxy.metrics.leg_failed(failure)
             self._proxy.monitor.heed(failure)
-            logger.warning("%s, in the middle of its answer", failure)
+            logger.warning("%s, in the middle of its answer", str(failure))  # a handler may keep the arguments
             await client.fail(failure.status, str(failure))
             return "error"
         finally:
