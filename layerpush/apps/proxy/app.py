@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -10,22 +9,17 @@ from collections.abc import AsyncIterator, Mapping
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
 
-from layerpush.apps.proxy.body import BodyError, Endpoint, RequestBody
 from layerpush.apps.proxy.core import Proxy
 from layerpush.apps.proxy.errors import ProxyError, error_body
 from layerpush.apps.proxy.legs import LegFailedError
 from layerpush.apps.proxy.metrics import CONTENT_TYPE
-from layerpush.apps.proxy.relay import Relay
-from layerpush.apps.proxy.settings import Settings
+from layerpush.apps.proxy.upload import TOO_SLOW, Upload
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", "baggage", "user-agent")
 """Headers of a client that are passed on to engines. Only the proxy sets X-Request-Id and X-data-parallel-rank."""
 LISTS = ("tracestate", "baggage")
 """Headers that may come in several lines; these are joined into one."""
-CLIENT_LEFT = 499
-BODY_TOO_SLOW = 408
 ENDPOINTS = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
 
 
@@ -41,11 +35,11 @@ def make_app(proxy: Proxy) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(proxy, "completions", request)
+        return Upload(proxy, "completions", _passed_on(request))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(proxy, "chat/completions", request)
+        return Upload(proxy, "chat/completions", _passed_on(request))
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -63,7 +57,7 @@ def make_app(proxy: Proxy) -> FastAPI:
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, ProxyError)
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-        if error.status == BODY_TOO_SLOW:
+        if error.status == TOO_SLOW:
             headers["Connection"] = "close"
         return _error(error.status, error.message, headers)
 
@@ -74,40 +68,6 @@ def make_app(proxy: Proxy) -> FastAPI:
         return _error(error.status_code, message, error.headers)
 
     return app
-
-
-async def _generate(proxy: Proxy, endpoint: Endpoint, request: Request) -> Response:
-    began = asyncio.get_running_loop().time()
-    try:
-        proxy.gate.check()
-        body = RequestBody(endpoint, await _read(request, proxy.settings))
-    except BodyError as error:
-        proxy.metrics.requests.labels(endpoint, "client_error").inc()
-        raise ProxyError(400, str(error)) from None
-    except ProxyError as error:
-        proxy.metrics.requests.labels(endpoint, "refused" if error.status == 429 else "client_error").inc()
-        raise
-    except ClientDisconnect:
-        proxy.metrics.requests.labels(endpoint, "cancelled").inc()
-        return Response(status_code=CLIENT_LEFT)
-    return Relay(proxy, body, _passed_on(request), began)
-
-
-async def _read(request: Request, settings: Settings) -> bytes:
-    limit, limit_s = settings.max_payload_size, settings.request_timeout_s
-    too_large = ProxyError(413, f"the body is larger than {limit} bytes (--max-payload-size)")
-    if int(request.headers.get("content-length", 0)) > limit:
-        raise too_large
-    parts = bytearray()
-    try:
-        async with asyncio.timeout(limit_s):
-            async for part in request.stream():
-                parts += part
-                if len(parts) > limit:
-                    raise too_large
-    except TimeoutError:
-        raise ProxyError(BODY_TOO_SLOW, f"the body took more than {limit_s:g} s (--request-timeout-secs)") from None
-    return bytes(parts)
 
 
 async def _models(proxy: Proxy, headers: Mapping[str, str]) -> Response:

@@ -118,6 +118,10 @@ class RequestBody:
             return _ENCODER.encode(self._fields)
         return _ENCODER.encode({**self._fields, "kv_transfer_params": params})
 
+    def free(self) -> None:
+        """Forget the client's bytes. Only ``endpoint`` and the properties that were read before stay valid."""
+        self._fields.clear()
+
     def _clean_extra(self) -> None:
         """Remove `kv_transfer_params` from `vllm_xargs`: vLLM also reads it there, if a request has no other."""
         try:

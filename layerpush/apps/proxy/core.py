@@ -32,7 +32,12 @@ class Proxy:
         self._source = source or source_of(settings)
         if self._source is None:
             self.fleet.update({"prefill": settings.prefill or (), "decode": settings.decode or ()})
-        self.gate = Gate(settings.max_concurrent_requests, settings.queue_size, settings.queue_timeout_s)
+        self.gate = Gate(
+            settings.max_concurrent_requests,
+            settings.queue_size,
+            settings.queue_timeout_s,
+            settings.max_total_payload_size,
+        )
         self.metrics = Metrics(self.fleet, self.gate)
         self.draining = False
         self._outliving: set[asyncio.Task[Any]] = set()

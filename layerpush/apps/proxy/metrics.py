@@ -35,6 +35,8 @@ class Metrics:
         self.duration = self._histogram("request_duration_seconds", "From the request to the end of its answer")
         self._gauge("requests_under_way", "Requests under way").set_function(lambda: gate.under_way)
         self._gauge("requests_queued", "Requests that wait in the queue").set_function(lambda: gate.queued)
+        self._gauge("requests_uploading", "Requests whose body arrives").set_function(lambda: gate.uploads)
+        self._gauge("payload_bytes", "Bytes of request bodies in memory").set_function(lambda: gate.payload_bytes)
         self._registry.register(_Instances(fleet))
 
     def leg_failed(self, failure: LegFailedError) -> None:

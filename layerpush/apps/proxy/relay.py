@@ -1,4 +1,4 @@
-"""Serves a client's request, from its admission to the last byte of its answer."""
+"""Serves a client's request, from the end of its body to the last byte of its answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from layerpush.apps.proxy.body import RequestBody
 from layerpush.apps.proxy.client import Client
 from layerpush.apps.proxy.dispatch import Answer, Attempt, AttemptFailedError
 from layerpush.apps.proxy.errors import ProxyError
+from layerpush.apps.proxy.gate import Payload
 from layerpush.apps.proxy.instance import Instance, Role
 from layerpush.apps.proxy.legs import LegFailedError, Stream, Whole
 
@@ -24,21 +24,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("layerpush.proxy")
 
 
-class Relay(Response):
-    """The response to one request. It does all work while it is sent, and so notices that the client leaves."""
+class Relay:
+    """The course of one request."""
 
-    def __init__(self, proxy: Proxy, body: RequestBody, headers: Mapping[str, str], began: float) -> None:
-        """``began``: the arrival of the request, in seconds of the event loop's clock."""
-        super().__init__()
+    def __init__(
+        self, proxy: Proxy, body: RequestBody, payload: Payload, headers: Mapping[str, str], began: float
+    ) -> None:
+        """``headers``: those for the engines. ``began``: the request's arrival, in seconds of the loop's clock."""
         self._proxy = proxy
         self._body = body
+        self._payload = payload
         self._engine_headers = headers
         self._began = began
         self._avoid: set[Instance] = set()
         self._spare: set[Instance] = set()
         self._refused_by: set[tuple[Instance | None, Instance]] = set()
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, receive: Receive, send: Send) -> None:
+        """Send the answer. It ends early if the client leaves."""
         client = Client(send)
         work = asyncio.create_task(self._serve(client))
         gone = asyncio.create_task(_disconnected(receive))
@@ -101,6 +104,7 @@ class Relay(Response):
                     if error.cause.refused:
                         self._refused_by.add((prefill, decode))
                     continue
+                self._free_body()
                 waited_s = asyncio.get_running_loop().time() - self._began
                 self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
                 if answer.after_prefill_s is not None and isinstance(answer.content, Stream):
@@ -118,6 +122,11 @@ class Relay(Response):
         if chosen is None and failure is None:
             raise fleet.none_left(role)
         return chosen
+
+    def _free_body(self) -> None:
+        """D has begun to answer, so no other attempt follows. A long answer must not hold a long prompt."""
+        self._body.free()
+        self._payload.free()
 
     def _exclude(self, error: AttemptFailedError) -> None:
         """Exclude an engine that failed. If its connection was lost, it may still be asked when there is no other."""

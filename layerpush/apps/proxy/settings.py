@@ -121,7 +121,12 @@ class Settings:
         int, _option("Largest number of waiting requests; further ones get HTTP status 429.", _LIMITS, min=0)
     ] = 100
     queue_timeout_s: Annotated[float, _option("Longest wait in the queue.", _LIMITS, min=0.001)] = 60.0
-    max_payload_size: Annotated[int, _option("Largest request body, in bytes.", _LIMITS, min=1)] = 512 << 20
+    max_payload_size: Annotated[int, _option("Largest request body, in bytes.", _LIMITS, min=1)] = 64 << 20
+    max_total_payload_size: Annotated[
+        int,
+        _option("Largest size of all bodies that wait for a first token, in bytes; beyond: 429.", _LIMITS, min=1),
+    ] = 256 << 20
+    upload_timeout_s: Annotated[float, _option("Deadline for the arrival of a body.", _LIMITS, min=0.001)] = 60.0
     connect_timeout_s: Annotated[float, _option("Deadline for a connection to an engine.", _LIMITS, min=0.001)] = 5.0
     first_token_timeout_s: Annotated[
         float, _option("Deadline for P's answer, and for the beginning of D's.", _LIMITS, min=0.001)
@@ -154,6 +159,8 @@ class Settings:
             raise typer.BadParameter("--engines-file has all engines; give either it, or --prefill and --decode")
         if self.engines_file is None and not (self.prefill and self.decode):
             raise typer.BadParameter("give --prefill and --decode, or --engines-file")
+        if self.max_payload_size > self.max_total_payload_size:
+            raise typer.BadParameter("--max-payload-size is larger than --max-total-payload-size")
         check_roles(self.prefill or (), self.decode or ())
         _ = self.identities
 

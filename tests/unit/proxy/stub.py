@@ -147,6 +147,8 @@ class Stub:
                 return web.json_response(
                     {"error": {"message": f"{self.engine_id} says {fault}", "code": int(fault)}}, status=int(fault)
                 )
+            case "cut" if self.role == "prefill" or not seen.body.get("stream"):
+                return await self._cut(request)
             case "redirect":
                 return web.Response(status=307, headers={"Location": "/v1/models"})
             case _:
@@ -159,6 +161,15 @@ class Stub:
                 await asyncio.Event().wait()
             await self.network.pushed(seen.request_id).wait()
         return await self._stream(request, seen, fault) if seen.body.get("stream") else self._complete(seen)
+
+    async def _cut(self, request: web.Request) -> web.StreamResponse:
+        """The beginning of an answer in one piece."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b"{")
+        assert request.transport is not None
+        request.transport.close()
+        return response
 
     def _prefilled(self, seen: Seen) -> web.Response:
         params = {

@@ -11,6 +11,7 @@ import pytest
 from starlette.types import Message
 
 from layerpush.apps.proxy.body import RequestBody
+from layerpush.apps.proxy.gate import Payload
 from layerpush.apps.proxy.relay import Relay
 from tests.unit.proxy.stub import Fault
 from tests.unit.proxy.world import asynchronous, until, world
@@ -63,10 +64,9 @@ async def test_a_disconnect_during_a_whole_answer_cancels_a_running_p() -> None:
                 sending.set()
                 await asyncio.Event().wait()
 
-        relay = Relay(
-            here.proxy, RequestBody("completions", json.dumps(BODY).encode()), {}, asyncio.get_running_loop().time()
-        )
-        served = asyncio.create_task(relay({}, receive, send))
+        body = RequestBody("completions", json.dumps(BODY).encode())
+        relay = Relay(here.proxy, body, Payload(here.proxy.gate), {}, asyncio.get_running_loop().time())
+        served = asyncio.create_task(relay.serve(receive, send))
         await until(lambda: here.d.seen, "D has it")
         here.network.pushed(here.d.seen[0].request_id).set()
         await sending.wait()

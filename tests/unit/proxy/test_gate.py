@@ -27,7 +27,7 @@ class Visitor:
 
 @asynchronous
 async def test_first_come_first_served() -> None:
-    gate, entered = Gate(2, 3, 600.0), list[str]()
+    gate, entered = Gate(2, 3, 600.0, 1000), list[str]()
     visitors = [Visitor(gate, name, entered) for name in "abcde"]
     await until(lambda: gate.queued == 3, "three wait")
     assert (entered, gate.under_way) == (["a", "b"], 2)
@@ -46,7 +46,7 @@ async def test_first_come_first_served() -> None:
 
 @asynchronous
 async def test_the_place_of_a_cancelled_request_goes_to_the_next_one() -> None:
-    gate, entered = Gate(1, 3, 600.0), list[str]()
+    gate, entered = Gate(1, 3, 600.0, 1000), list[str]()
     a, b, c = (Visitor(gate, name, entered) for name in "abc")
     await until(lambda: gate.queued == 2, "two wait")
     a.go.set()
@@ -60,3 +60,32 @@ async def test_the_place_of_a_cancelled_request_goes_to_the_next_one() -> None:
     c.go.set()
     await c.task
     assert gate.under_way == 0
+
+
+@asynchronous
+async def test_an_upload_takes_a_place_of_the_queue() -> None:
+    gate = Gate(1, 1, 600.0, 1000)
+    with gate.uploading(), gate.uploading():
+        assert (gate.uploads, gate.queued, gate.under_way) == (2, 0, 0)
+        with pytest.raises(ProxyError, match=r"^0 requests .* and 2 wait or send their bodies") as refused:
+            gate.uploading().__enter__()
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+    async with gate.entered():
+        with gate.uploading(), pytest.raises(ProxyError, match=r"^1 requests .* and 1 wait or send"):
+            async with gate.entered():
+                pass
+    assert (gate.uploads, gate.queued, gate.under_way) == (0, 0, 0)
+
+
+def test_the_bytes_of_all_bodies_are_bounded() -> None:
+    gate = Gate(9, 9, 600.0, 1000)
+    with gate.payload() as one, gate.payload() as other:
+        one.grow(600)
+        with pytest.raises(ProxyError, match="more than 1000 bytes") as refused:
+            other.grow(401)
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
+        other.grow(400)
+        assert gate.payload_bytes == 1000
+        one.free()
+        other.grow(1)
+    assert gate.payload_bytes == 0

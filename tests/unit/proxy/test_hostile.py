@@ -40,12 +40,49 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
 
 @asynchronous
 async def test_an_endless_body_times_out() -> None:
-    async with world(request_timeout_s=0.2) as here:
+    async with world(upload_timeout_s=0.2) as here:
         reader, writer = await raw(here, head(100), b"{")
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"--request-timeout-secs" in answer
+        assert b"--upload-timeout-secs" in answer
         writer.close()
+        assert (here.proxy.gate.uploads, here.proxy.gate.payload_bytes) == (0, 0)
+
+
+@asynchronous
+async def test_a_body_that_arrives_takes_a_place() -> None:
+    async with world(max_concurrent_requests=1, queue_size=1) as here:
+        uploads = [await raw(here, head(100), b"{") for _ in range(2)]
+        await until(lambda: here.proxy.gate.uploads == 2, "two bodies arrive")
+        assert await here.metric("layerpush_proxy_requests_uploading") == 2
+        assert await here.metric("layerpush_proxy_payload_bytes") == 2
+        reply = await here.post()
+        assert reply.status == 429
+        assert b"0 requests are under way (--max-concurrent-requests) and 2 wait or send their bodies" in reply.body
+        assert reply.headers["Retry-After"] == "1"
+        uploads[0][1].close()
+        await until(lambda: here.proxy.gate.uploads == 1, "a client has left")
+        assert (await here.post()).status == 200
+        uploads[1][1].close()
+        await until(lambda: not here.proxy.gate.payload_bytes, "no body is counted")
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 900", "Transfer-Encoding: chunked"])
+@asynchronous
+async def test_bodies_that_are_too_large_together_are_refused(framing: str) -> None:
+    async with world(max_payload_size=1000, max_total_payload_size=1000) as here:
+        _, first = await raw(here, head(900), b"a" * 500)
+        await until(lambda: here.proxy.gate.payload_bytes == 500, "a part of a body is here")
+        start = head(0).replace(b"Content-Length: 0", framing.encode())
+        reader, writer = await raw(here, start, b"384\r\n" * framing.endswith("chunked") + b"a" * 900)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+        assert b"--max-total-payload-size" in await reader.readuntil(b"}")
+        for each in (first, writer):
+            each.close()
+        await until(lambda: not here.proxy.gate.payload_bytes, "no body is counted")
+        assert (await here.post()).status == 200
+        refused = 'layerpush_proxy_requests_total{endpoint="completions",outcome="refused"}'
+        assert await here.metric(refused) == 1
 
 
 @asynchronous

@@ -54,6 +54,8 @@ FAILURES: dict[str, dict[str, Any]] = {
     "D sends an error event": {"d": "error_event", "stream": True},
     "D ends before the first token": {"d": "empty", "stream": True},
     "D breaks its answer off": {"d": "cut", "stream": True},
+    "D breaks its whole answer off": {"d": "cut"},
+    "P breaks its answer off": {"p": "cut"},
     "D refuses with 400": {"d": "400"},
     "P refuses with 400": {"p": "400"},
     "D does not answer": {"d": "hang", "stream": True, "settings": {"first_token_timeout_s": 0.2}},
@@ -95,3 +97,21 @@ async def test_the_body_of_a_client_that_left_is_freed(bodies: list[weakref.ref[
         with contextlib.suppress(asyncio.CancelledError):
             await request
         await until(lambda: not any(each() for each in bodies), "no body is kept", 5.0)
+
+
+@asynchronous
+async def test_a_stream_that_has_begun_holds_no_body(bodies: list[weakref.ref[Any]]) -> None:
+    async with world() as here:
+        here.d.step = asyncio.Semaphore(1)
+        await until(lambda: here.d.probes, "P's identity is known")
+        bodies.clear()
+        async with here.stream() as response:
+            await response.content.readuntil(b"\n\n")
+            await until(lambda: not here.p.active, "P has answered")
+            (body,) = [each() for each in bodies if isinstance(each(), RequestBody)]
+            await until(lambda: not any(isinstance(each(), Encoded) for each in bodies), "engines have their bodies")
+            assert here.proxy.gate.payload_bytes == 0
+            assert body is not None
+            assert body.to_decode(None) == b"{}"
+            for _ in range(3):
+                here.d.step.release()

@@ -43,6 +43,7 @@ GOOD = ["proxy", "--prefill", "http://p:1", "--decode", "http://d:1"]
         ([*GOOD, "--engines-file", "engines.json"], "give either it, or --prefill and --decode"),
         (["proxy", "--engines-file", "no/such/file"], "no/such/file cannot be read: No such file"),
         (["proxy", "--engines-file", "/"], "/ cannot be read: Is a directory"),
+        ([*GOOD, "--max-payload-size", "300000000"], "is larger than --max-total-payload-size"),
         ([*GOOD, "--policy", "random"], "round_robin"),
         ([*GOOD, "--port", "70000"], "--port"),
         ([*GOOD, "--retry-max-retries", "-1"], "--retry-max-retries"),
