@@ -444,7 +444,7 @@ def test_a_dead_prefill_engine_fails_its_requests(servers: Rig) -> None:
         asking = pool.submit(servers.client.completions.create, prompt=words(LONG, seed=70), **GREEDY)
         until(lambda: dispatches(servers.url, "concurrent") > before, "it is under way")
         servers.prefill.signal(signal.SIGKILL)
-        with pytest.raises(openai.InternalServerError, match=f"prefill {servers.prefill.url}"):
+        with pytest.raises(openai.InternalServerError, match="the prefill engine "):
             asking.result(DEADLINE_S)
     with pytest.raises(openai.InternalServerError, match=r"no healthy prefill instance|cannot be connected"):
         servers.client.completions.create(prompt="w5 w6", **GREEDY)
@@ -510,7 +510,7 @@ def test_the_death_of_a_decode_engine_in_mid_answer_is_an_error(servers: Rig) ->
     assert said  # of any length: an event has all tokens since the event before
     assert right.startswith(said) or said.startswith(right)
     victim.signal(signal.SIGKILL)
-    with pytest.raises(openai.APIError, match=f"decode {victim.url}"):
+    with pytest.raises(openai.APIError, match="the decode engine broke the connection"):
         read_on()
     servers.decodes.remove(victim)
     servers.await_idle()

@@ -23,12 +23,12 @@ class Client:
         self._ended = False
         self.started = False
 
-    async def start(self, status: int, headers: Headers, length: int | None = None) -> None:
-        """Send status and headers, unless they are sent already."""
+    async def start(self, status: int, headers: Headers, length: int | None = None, *, has_events: bool = True) -> None:
+        """Send status and headers, unless they are sent already. ``has_events``: an error may become an event."""
         if self.started:
             return
         self.started = True
-        self._streams = length is None
+        self._streams = length is None and has_events
         raw = [(key.lower().encode("latin-1"), value.encode("latin-1")) for key, value in headers]
         if length is not None:
             raw.append((b"content-length", str(length).encode()))

@@ -122,7 +122,7 @@ class Dispatcher:
         if params is None:
             raise AttemptFailedError(_without_params(instance), frozenset({instance}))
         if instance.identity != assumed:
-            changed = LegFailedError(instance, "restarted", f"is no longer {assumed}")
+            changed = LegFailedError(instance, "restarted", "has restarted", detail=f"it is no longer {assumed}")
             raise AttemptFailedError(changed, frozenset())
         return None
 

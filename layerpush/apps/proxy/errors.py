@@ -25,11 +25,12 @@ def error_message(answer: bytes) -> str:
     """The error message of an engine's answer or event, shortened and on one line."""
     for text in (answer, *answer.split(b"data:", 1)[1:]):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            return _one_line(str(json.JSONDecoder().raw_decode(text.decode().lstrip())[0]["error"]["message"]))
-    return _one_line(answer[: 4 * MESSAGE_CHARS].decode(errors="replace")) or "nothing"
+            return shortened(str(json.JSONDecoder().raw_decode(text.decode().lstrip())[0]["error"]["message"]))
+    return shortened(answer[: 4 * MESSAGE_CHARS].decode(errors="replace")) or "nothing"
 
 
-def _one_line(text: str) -> str:
+def shortened(text: str) -> str:
+    """Text of unknown origin, on one line and cut, so that it is safe to log."""
     return one_line(" ".join(text.split()), MESSAGE_CHARS)
 
 

@@ -56,8 +56,5 @@ class Fleet:
 
     def none_left(self, role: Role) -> ProxyError:
         """The error for a request for which no instance is left."""
-        states = ", ".join(
-            f"{each.url} ({'failed for this request' if each.healthy else each.problem})"
-            for each in self._instances[role]
-        )
-        return ProxyError(503, f"no healthy {role} instance: {states or 'none is known yet'}", retry_after_s=1)
+        reason = "/health names each engine and its problem" if self._instances[role] else "none is known yet"
+        return ProxyError(503, f"no healthy {role} instance: {reason}", retry_after_s=1)

@@ -5,46 +5,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import aiohttp
 
-from layerpush.apps.proxy.errors import error_message
+from layerpush.apps.proxy.errors import error_message, shortened
 from layerpush.apps.proxy.instance import Instance
 from layerpush.apps.proxy.settings import Settings
-from layerpush.apps.proxy.sse import EventBuffer, error_code, has_data
+from layerpush.apps.proxy.sse import EventBuffer, EventTooLargeError, failure_in, has_data
 
 Reason: TypeAlias = Literal[
-    "connect", "disconnect", "timeout", "status", "error_event", "no_params", "restarted", "exhausted"
+    "connect", "disconnect", "timeout", "status", "error_event", "too_large", "no_params", "restarted", "exhausted"
 ]
 Headers: TypeAlias = Sequence[tuple[str, str]]
 EVENT_STREAM = "text/event-stream"
+MAX_ANSWER_BYTES = 16 << 20
+"""The longest answer that the proxy needs in one piece: P's, an error, a list of models."""
+HELD_BYTES = 1 << 20
+"""D's answer in one piece is passed on as it comes from this size on."""
 POOL_IDLE_S = 4.0
 """Less than the 5 s after which vLLM's server closes an idle connection."""
 
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 """Errors of this machine, which has run out of a resource. They say nothing about the engine."""
-_NOT_PASSED_BACK = frozenset(
-    {"connection", "content-length", "date", "keep-alive", "server", "te", "trailer", "transfer-encoding", "upgrade"}
+_STATUSES = (429, 500, 501, 502, 503, 504)
+"""Statuses of engines that a client gets as well. In the place of others it gets 502."""
+_OF_THE_CONNECTION = frozenset(
+    {"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 )
+_OF_THE_ENGINE = frozenset({"alt-svc", "date", "location", "server", "set-cookie", "strict-transport-security", "via"})
+"""Headers about the engine's own origin, which clients must not see and cannot reach."""
 
 
 class LegFailedError(Exception):
     """An engine did not answer as it should have, and the request is not at fault.
 
-    ``reason`` is for the metric. ``answer`` is the engine's answer, if there is one.
+    Its text is for the log. ``public`` is for clients: neither an engine's address nor its own text.
+    ``reason`` is for the metric, ``status`` for the client.
     """
 
-    def __init__(
-        self, instance: Instance, reason: Reason, message: str, status: int = 502, answer: Whole | None = None
-    ) -> None:
-        super().__init__(f"{instance} {message}")
+    def __init__(self, instance: Instance, reason: Reason, message: str, status: int = 502, detail: str = "") -> None:
+        """``message`` follows the engine's name in both texts, ``detail`` only in the log's."""
+        super().__init__(f"{instance} {message}{detail and ': ' + detail}")
         self.instance = instance
         self.reason: Reason = reason
-        self.status = status
-        self.answer = answer
+        self.status = status if status in _STATUSES else 502
+        self.public = f"the {instance.role} engine {message}{detail and '; the log of the proxy says more'}"
 
     @property
     def gone(self) -> bool:
@@ -82,27 +91,51 @@ class Whole:
 
 
 class Stream:
-    """Server-sent events of a D that has begun to answer. Always ``close`` it: that aborts D's request."""
+    """An answer of D that has begun. Always ``close`` it: that aborts D's request."""
 
     def __init__(
-        self, instance: Instance, response: aiohttp.ClientResponse, first: bytes, rest: EventBuffer, idle_s: float
+        self,
+        instance: Instance,
+        response: aiohttp.ClientResponse,
+        first: bytes,
+        events: EventBuffer | None,
+        idle_s: float,
     ) -> None:
+        """``events``: the bytes behind ``first``, of server-sent events. None for an answer of another kind."""
         self.headers = passed_back(response)
         self._instance = instance
         self._response = response
         self._first = first
-        self._buffer = rest
+        self._buffer = events
         self._idle_s = idle_s
 
+    @property
+    def has_events(self) -> bool:
+        """Whether the answer consists of server-sent events."""
+        return self._buffer is not None
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yields whole events as they arrive. Raises ``LegFailedError``."""
+        """Yields whole events as they arrive, or bytes if there are no events. Raises ``LegFailedError``."""
+        async for data in self._data():
+            found = failure_in(data) if self.has_events else None
+            if found is None:
+                yield data
+                continue
+            start, code = found
+            if start:
+                yield data[:start]
+            raise _failed_event(self._instance, data[start:], code)
+
+    async def _data(self) -> AsyncIterator[bytes]:
         yield self._first
         with failures(self._instance, f"sent nothing for {self._idle_s:g} s (--stream-idle-timeout-secs)"):
             while data := await _next(self._response, self._idle_s):
-                if events := self._buffer.add(data):
-                    yield events
-        if rest := self._buffer.rest():
-            yield rest
+                if self._buffer is not None:
+                    data = self._buffer.add(data)
+                if data:
+                    yield data
+            if self._buffer is not None and (rest := self._buffer.rest()):
+                yield rest
 
     def close(self) -> None:
         self._response.close()
@@ -148,8 +181,10 @@ class Engines:
             try:
                 async with asyncio.timeout(limit_s if streams else None):
                     response = await self._post(instance, path, body, headers)
-                    if response.content_type != EVENT_STREAM or response.status != 200:
+                    if response.status != 200:
                         return await _whole(instance, response)
+                    if response.content_type != EVENT_STREAM:
+                        return await self._begin_whole(instance, response)
                     return await self._begin(instance, response, comments)
             except BaseException:  # close it after any error, so that the engine aborts the request
                 if response is not None:
@@ -187,13 +222,18 @@ class Engines:
             if not has_data(events):
                 await comments(passed_back(response), events)
                 continue
-            code = error_code(events)
-            if code is not None and (code >= 500 or code == 429):
-                tail = buffer.rest() + await response.content.read()
-                answer = Whole(response.status, passed_back(response), events + tail)
-                raise LegFailedError(instance, "error_event", f"failed: {error_message(events)}", answer=answer)
+            found = failure_in(events)
+            if found is not None and not has_data(events[: found[0]]):
+                raise _failed_event(instance, events, found[1])
             return Stream(instance, response, events, buffer, self.settings.stream_idle_timeout_s)
         raise LegFailedError(instance, "disconnect", "ended its answer before the first token")
+
+    async def _begin_whole(self, instance: Instance, response: aiohttp.ClientResponse) -> Whole | Stream:
+        """Read an answer in one piece; a large one only as far as ``HELD_BYTES``."""
+        body, ended = await _read(response, HELD_BYTES)
+        if ended:
+            return Whole(response.status, passed_back(response), body)
+        return Stream(instance, response, body, None, self.settings.stream_idle_timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -216,6 +256,8 @@ def failures(instance: Instance, when_late: str) -> Iterator[None]:
     """Turn errors of a connection into ``LegFailedError``. ``when_late`` is the message after a time-out."""
     try:
         yield
+    except EventTooLargeError as error:
+        raise LegFailedError(instance, "too_large", str(error)) from None
     except (aiohttp.ClientError, TimeoutError) as error:
         error.__traceback__ = None  # aiohttp keeps the error, and the frames in it hold the request
         raise _failure(instance, error, when_late) from None
@@ -226,32 +268,57 @@ def _failure(instance: Instance, error: aiohttp.ClientError | TimeoutError, when
         case aiohttp.ConnectionTimeoutError():
             return LegFailedError(instance, "connect", "cannot be connected to in time")
         case aiohttp.ClientConnectorError(os_error=cause) if cause.errno in _LOCAL_ERRORS:
-            return LegFailedError(instance, "exhausted", f"got no connection: {cause}", 503)
+            return LegFailedError(instance, "exhausted", f"got no connection: {os.strerror(cause.errno)}", 503)
         case aiohttp.ClientConnectorError(os_error=cause):
-            return LegFailedError(instance, "connect", f"cannot be connected to: {cause}")
+            return LegFailedError(instance, "connect", "cannot be connected to", detail=shortened(str(cause)))
         case TimeoutError():
             return LegFailedError(instance, "timeout", when_late, 504)
         case _:
-            detail = str(error) or type(error).__name__
-            return LegFailedError(instance, "disconnect", f"broke the connection: {detail}")
+            detail = shortened(str(error)) or type(error).__name__
+            return LegFailedError(instance, "disconnect", "broke the connection", detail=detail)
 
 
 def passed_back(response: aiohttp.ClientResponse) -> Headers:
     """The headers of an engine's answer that are meant for the client."""
     headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in response.raw_headers]
-    return [(key, value) for key, value in headers if key.lower() not in _NOT_PASSED_BACK]
+    named = {name.strip() for key, value in headers if key.lower() == "connection" for name in value.lower().split(",")}
+    dropped = _OF_THE_CONNECTION | _OF_THE_ENGINE | named
+    return [(key, value) for key, value in headers if key.lower() not in dropped and not _is_of_a_proxy(key)]
+
+
+def _is_of_a_proxy(key: str) -> bool:
+    return key.lower().startswith("proxy-")
 
 
 async def _whole(instance: Instance, response: aiohttp.ClientResponse) -> Whole:
-    answer = Whole(response.status, passed_back(response), await response.read())
-    if answer.status >= 500 or answer.status == 429:
+    """Read an answer to its end. It is 200, or refuses the request."""
+    body, ended = await _read(response, MAX_ANSWER_BYTES)
+    if not ended:
+        raise LegFailedError(instance, "too_large", f"sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+    answer = Whole(response.status, passed_back(response), body)
+    if answer.status != 200 and not answer.refuses:
         raise LegFailedError(
             instance,
             "status",
-            f"answered {answer.status} to {response.url.path}: {error_message(answer.body)}",
-            answer=answer,
+            f"answered {answer.status} to {response.url.path}",
+            answer.status,
+            error_message(answer.body),
         )
     return answer
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> tuple[bytes, bool]:
+    """Read to the end, or until there are more than ``limit`` bytes. Returns the bytes, and whether it is the end."""
+    parts = bytearray()
+    while data := await response.content.readany():
+        parts += data
+        if len(parts) > limit:
+            return bytes(parts), False
+    return bytes(parts), True
+
+
+def _failed_event(instance: Instance, events: bytes, code: int) -> LegFailedError:
+    return LegFailedError(instance, "error_event", f"failed with code {code}", code, error_message(events))
 
 
 async def _next(response: aiohttp.ClientResponse, idle_s: float) -> bytes:

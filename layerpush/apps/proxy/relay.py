@@ -107,7 +107,9 @@ class Relay:
                 self._free_body()
                 waited_s = asyncio.get_running_loop().time() - self._began
                 self._proxy.metrics.first_token.labels(self._body.endpoint).observe(waited_s)
-                if answer.after_prefill_s is not None and isinstance(answer.content, Stream):
+                if answer.after_prefill_s is not None and (
+                    isinstance(answer.content, Stream) and answer.content.has_events
+                ):
                     self._proxy.metrics.after_prefill.labels(self._body.endpoint).observe(answer.after_prefill_s)
                 return await self._pass_on(client, answer)
         return await self._give_up(client, failure)
@@ -139,13 +141,11 @@ class Relay:
         logger.warning("%s", cause)
 
     async def _give_up(self, client: Client, failure: LegFailedError | None) -> str:
-        """Send the client D's own answer if there is one, else the cause of the failure."""
+        """Send the client the cause of the last failure."""
         if failure is None:
             raise AssertionError("no attempt was made, and none failed")
-        if failure.answer is not None and failure.instance.role == "decode" and not client.started:
-            await client.whole(failure.answer)
-        else:
-            await client.fail(failure.status, str(failure), 1 if failure.gone or failure.exhausted else None)
+        has_room_soon = failure.gone or failure.exhausted or failure.status == 429
+        await client.fail(failure.status, failure.public, 1 if has_room_soon else None)
         return "error"
 
     async def _pass_on(self, client: Client, answer: Answer) -> str:
@@ -161,7 +161,7 @@ class Relay:
             self._proxy.metrics.leg_failed(failure)
             self._proxy.monitor.heed(failure)
             logger.warning("%s, in the middle of its answer", str(failure))  # a handler may keep the arguments
-            await client.fail(failure.status, str(failure))
+            await client.fail(failure.status, failure.public)
             return "error"
         finally:
             self._release(answer, finished)
@@ -170,7 +170,7 @@ class Relay:
     @staticmethod
     async def _stream(client: Client, stream: Stream) -> None:
         try:
-            await client.start(200, stream.headers)
+            await client.start(200, stream.headers, has_events=stream.has_events)
             async for events in stream:
                 await client.send(events)
             await client.end()

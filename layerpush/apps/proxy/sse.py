@@ -8,7 +8,13 @@ from layerpush.apps.proxy.errors import error_body
 
 BOUNDARIES = (b"\n\n", b"\n\r\n")
 _LONGEST = max(map(len, BOUNDARIES))
+MAX_EVENT_BYTES = 16 << 20
+_ERROR = b'{"error"'
 EVENTS_END = b"\n\ndata: [DONE]\n\n"
+
+
+class EventTooLargeError(Exception):
+    """An event has more than ``MAX_EVENT_BYTES``. The message says what the engine did."""
 
 
 class EventBuffer:
@@ -18,22 +24,31 @@ class EventBuffer:
         self._waiting = bytearray()
 
     def add(self, data: bytes) -> bytes:
-        """Returns all events that are complete now; empty while the first is incomplete."""
+        """Returns all events that are complete now; empty while the first is incomplete.
+
+        Raises ``EventTooLargeError``.
+        """
         searched = max(len(self._waiting) - _LONGEST + 1, 0)
         self._waiting += data
         end = max(self._end_of(boundary, searched) for boundary in BOUNDARIES)
         if not end:
+            self._check()
             return b""
         whole = bytes(self._waiting[:end])
         del self._waiting[: len(whole)]
         return whole
+
+    def _check(self) -> None:
+        if len(self._waiting) > MAX_EVENT_BYTES:
+            raise EventTooLargeError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
 
     def _end_of(self, boundary: bytes, searched: int) -> int:
         start = self._waiting.rfind(boundary, searched)
         return start + len(boundary) if start >= 0 else 0
 
     def rest(self) -> bytes:
-        """Returns the bytes that are left at the end of the stream."""
+        """Returns the bytes that are left at the end of the stream. Raises ``EventTooLargeError``."""
+        self._check()
         left = bytes(self._waiting)
         self._waiting.clear()
         return left
@@ -44,19 +59,29 @@ def has_data(events: bytes) -> bool:
     return events.startswith(b"data") or b"\ndata" in events
 
 
-def error_code(events: bytes) -> int | None:
-    """The HTTP status in the first event that has data, if that event is an error; 500 if it names none."""
-    for line in events.splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        if not line.removeprefix(b"data:").lstrip().startswith(b'{"error"'):
-            return None
-        try:
-            code = json.loads(line.removeprefix(b"data:"))["error"]["code"]
-        except (ValueError, KeyError, TypeError):
-            return 500
-        return code if isinstance(code, int) and 400 <= code < 600 else 500
+def failure_in(events: bytes) -> tuple[int, int] | None:
+    """Where the first event begins that reports a failure of the engine, and its code; None if there is none.
+
+    A refusal of the request (4xx) is no failure, but 429 is. An error without a code counts as 500.
+    """
+    if _ERROR not in events:
+        return None
+    start = 0
+    for line in events.splitlines(keepends=True):
+        if line.startswith(b"data:") and line.removeprefix(b"data:").lstrip().startswith(_ERROR):
+            code = _code(line.removeprefix(b"data:"))
+            if code >= 500 or code == 429:
+                return start, code
+        start += len(line)
     return None
+
+
+def _code(error: bytes) -> int:
+    try:
+        code = json.loads(error)["error"]["code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 500
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def error_event(status: int, message: str) -> bytes:

@@ -67,6 +67,8 @@ class Stub:
         """If set, one permit for each event of a stream."""
         self.pieces: list[bytes] | None = None
         """If set, the exact pieces of D's answer."""
+        self.raw: bytes | None = None
+        """If set, the exact bytes of each answer to a client's request, with its head. Then the connection ends."""
         self.seen: list[Seen] = []
         self.probes: list[Seen] = []
         self.cancelled = 0
@@ -136,6 +138,11 @@ class Stub:
         fault = self.faults.popleft() if self.faults else None
         if self.hold is not None:
             await self.hold.wait()
+        if self.raw is not None:
+            assert request.transport is not None
+            request.transport.write(self.raw)
+            request.transport.close()
+            return web.Response()
         match fault:
             case "drop":
                 assert request.transport is not None

@@ -74,7 +74,7 @@ async def test_bodies_that_are_too_large_together_are_refused(framing: str) -> N
         _, first = await raw(here, head(900), b"a" * 500)
         await until(lambda: here.proxy.gate.payload_bytes == 500, "a part of a body is here")
         start = head(0).replace(b"Content-Length: 0", framing.encode())
-        reader, writer = await raw(here, start, b"384\r\n" * framing.endswith("chunked") + b"a" * 900)
+        reader, writer = await raw(here, start, (b"384\r\n" + b"a" * 900) * framing.endswith("chunked"))
         assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
         assert b"--max-total-payload-size" in await reader.readuntil(b"}")
         for each in (first, writer):

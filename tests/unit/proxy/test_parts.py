@@ -11,6 +11,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerpush.apps.proxy import sse
 from layerpush.apps.proxy.body import BodyError, RequestBody
 from layerpush.apps.proxy.errors import error_body, error_message
 from layerpush.apps.proxy.identity import Identity, IdentityError
@@ -25,7 +26,7 @@ from layerpush.apps.proxy.policy import (
     round_robin,
 )
 from layerpush.apps.proxy.settings import Settings, engine_url
-from layerpush.apps.proxy.sse import BOUNDARIES, EventBuffer, error_code, error_event, has_data
+from layerpush.apps.proxy.sse import BOUNDARIES, EventBuffer, EventTooLargeError, error_event, failure_in, has_data
 
 PARAMS = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 5600, "tp_size": 2, "pp_size": 3}
 
@@ -212,20 +213,33 @@ class TestEvents:
         assert [buffer.add(piece) for piece in pieces] == [b"", b"", b"data: 1\r\n\r\n", b"data: 2\r\n\r\n"]
         assert buffer.rest() == b"data"
 
+    def test_an_event_has_a_largest_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
+        buffer = EventBuffer()
+        assert buffer.add(b"data: 1234") == b""
+        assert buffer.add(b"\n\ndata: 1234") == b"data: 1234\n\n"
+        with pytest.raises(EventTooLargeError, match="sent an event of more than 10 bytes"):
+            buffer.add(b"5")
+
     @pytest.mark.parametrize(
-        ("events", "code"),
+        ("events", "found"),
         [
-            (b'data: {"error": {"code": 400}}\n\n', 400),
-            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', 500),
-            (b'data: {"error": 5}\n\n', 500),
-            (b'data: {"error": {', 500),
-            (b'data: {"choices": []}\n\ndata: {"error": {"code": 400}}\n\n', None),
+            (b'data: {"error": {"code": 400}}\n\n', None),
+            (b'data: {"error": {"code": 429}}\n\n', (0, 429)),
+            (b'data: {"error": {"code": 503}}\n\n', (0, 503)),
+            (b': c\n\ndata:{"error": {"code": "x"}}\n\n', (5, 500)),
+            (b'data: {"error": 5}\n\n', (0, 500)),
+            (b'data: {"error": {', (0, 500)),
+            (b'data: {"error"' + b":[" * 100_000, (0, 500)),
+            (b'data: {"choices": []}\r\n\r\ndata: {"error": {"code": 500}}\n\n', (25, 500)),
+            (b'data: {"choices": [{"text": "data: {\\"error\\": {\\"code\\": 500}}"}]}\n\n', None),
+            (b'data: {"choices": [{"error": 1, "x": {"error": 500}}]}\n\n', None),
             (b"data: [DONE]\n\n", None),
-            (b": comment\n\n", None),
+            (b': {"error": 5}\n\n', None),
         ],
     )
-    def test_the_code_of_an_error(self, events: bytes, code: int | None) -> None:
-        assert error_code(events) == code
+    def test_the_place_of_an_engines_failure(self, events: bytes, found: tuple[int, int] | None) -> None:
+        assert failure_in(events) == found
 
     def test_comments_are_no_data(self) -> None:
         assert not has_data(b": data:\n\n: x\n\n")
@@ -234,7 +248,7 @@ class TestEvents:
 
     def test_an_error_event_can_be_read_back(self) -> None:
         event = error_event(504, 'late "x"')
-        assert error_code(event) == 504
+        assert failure_in(event) == (0, 504)
         assert event.endswith(b"\n\ndata: [DONE]\n\n")
         assert error_message(event) == error_message(error_body(504, 'late "x"')) == 'late "x"'
 
