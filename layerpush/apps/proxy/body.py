@@ -19,8 +19,9 @@ BYTES_PER_TOKEN = 4
 TOKENS_EXPECTED = 256
 PREFIX_BYTES = 1024
 
-_PARAMS, _EXTRA = "kv_transfer_params", "vllm_xargs"
-_NOT_FOR_ENGINES = (_PARAMS, "request_id")
+_EXTRA = "vllm_xargs"
+_PARAMS = ("kv_transfer_params", "ec_transfer_params")
+_NOT_FOR_ENGINES = (*_PARAMS, "request_id")
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
@@ -123,15 +124,16 @@ class RequestBody:
         self._fields.clear()
 
     def _clean_extra(self) -> None:
-        """Remove `kv_transfer_params` from `vllm_xargs`: vLLM also reads it there, if a request has no other."""
+        """Remove transfer parameters from `vllm_xargs`: vLLM also reads them there, if a request has no others."""
         try:
             extra: dict[str, msgspec.Raw] = _DECODER.decode(self._fields.get(_EXTRA, b"{}"))
         except msgspec.DecodeError:
             return  # the engines report the error
         except UnicodeDecodeError as error:  # an engine's parser may read it differently
             raise BodyError(f"{_EXTRA} is not valid UTF-8: {error}") from None
-        if extra.pop(_PARAMS, None) is not None:
-            self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(extra))
+        if not extra.keys().isdisjoint(_PARAMS):
+            left = {key: value for key, value in extra.items() if key not in _PARAMS}
+            self._fields[_EXTRA] = msgspec.Raw(_ENCODER.encode(left))
 
     def _prompt(self) -> bytes:
         return self._bytes("messages" if self.endpoint == "chat/completions" else "prompt")

@@ -146,13 +146,15 @@ async def test_fields_of_routers_are_removed_from_clients_requests() -> None:
         reply = await here.post(
             headers={"X-Request-Id": "mine", "X-data-parallel-rank": "3", "Authorization": "Bearer k", "Cookie": "c"},
             kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.6.6.6"},
-            vllm_xargs={"kv_transfer_params": "x", "other": 1},
+            ec_transfer_params={"h": {"peer_host": "10.6.6.6"}},
+            vllm_xargs={"kv_transfer_params": "x", "ec_transfer_params": "x", "other": 1},
             request_id="mine",
         )
         assert reply.status == 200
         for seen in (*here.p.seen, *here.d.seen):
             assert seen.request_id != "mine"
             assert "request_id" not in seen.body
+            assert "ec_transfer_params" not in seen.body
             assert seen.body["vllm_xargs"] == {"other": 1}
             assert "X-data-parallel-rank" not in seen.headers
             assert "Cookie" not in seen.headers

@@ -165,13 +165,19 @@ class TestBodies:
         ("extra", "left"),
         [
             ({"kv_transfer_params": {"a": 1}, "b": 2}, {"b": 2}),
+            ({"b": 2, "ec_transfer_params": {"a": 1}, "kv_transfer_params": 1}, {"b": 2}),
             ({"b": 2}, {"b": 2}),
             (None, None),
             ([1], [1]),
         ],
     )
-    def test_vllm_xargs_cannot_carry_kv_transfer_params(self, extra: object, left: object) -> None:
+    def test_vllm_xargs_cannot_carry_transfer_params(self, extra: object, left: object) -> None:
         assert json.loads(self.body(vllm_xargs=extra).to_decode(None)) == {"vllm_xargs": left}
+
+    def test_other_transfer_params_are_dropped(self) -> None:
+        body = self.body(prompt="x", ec_transfer_params={"h": {"peer_host": "10.6.6.6"}}, request_id="mine")
+        assert json.loads(body.to_decode(None)) == {"prompt": "x"}
+        assert json.loads(body.to_prefill({"a": 1})) == {"prompt": "x", "max_tokens": 1, "kv_transfer_params": {"a": 1}}
 
     def test_keys_with_invalid_utf8_are_refused(self) -> None:
         for key in (b"\xff", b"\xed\xa0\x80"):
