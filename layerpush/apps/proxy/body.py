@@ -19,6 +19,9 @@ BYTES_PER_TOKEN = 4
 TOKENS_EXPECTED = 256
 PREFIX_BYTES = 1024
 
+MAX_KEYS = 1024
+"""The most keys of a JSON object: a million would stop all other requests for seconds."""
+
 _EXTRA = "vllm_xargs"
 _PARAMS = ("kv_transfer_params", "ec_transfer_params")
 _NOT_FOR_ENGINES = (*_PARAMS, "request_id")
@@ -36,11 +39,43 @@ _ONE = msgspec.Raw(b"1")
 _EMPTY = (b"null", b"false", b"0")
 _NO = (b"", b"0", b"0.0", b"f", b"false", b"n", b"no", b"off")
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyError(ValueError):
     """The body is not a JSON object. The message says why."""
+
+
+class _Key(str):
+    """A key of an object."""
+
+    __slots__ = ()
+
+
+class _Objects:
+    """Parses the top level of JSON objects, and stops at too many keys. Used by the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._keys = 0
+        self._decoder = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=self._key)
+
+    def decode(self, raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+        """Raises ``BodyError`` at the limit, or ``msgspec.DecodeError``, ``UnicodeDecodeError``, ``RecursionError``."""
+        self._keys = 0
+        try:
+            return {str(key): value for key, value in self._decoder.decode(raw).items()}
+        except msgspec.ValidationError:
+            if self._keys > MAX_KEYS:
+                raise BodyError(f"an object of the body has more than {MAX_KEYS} keys") from None
+            raise
+
+    def _key(self, kind: type[_Key], key: str) -> _Key:
+        self._keys += 1
+        if self._keys > MAX_KEYS:
+            raise ValueError
+        return kind(key)
+
+
+_OBJECTS = _Objects()
 
 
 class RequestBody:
@@ -49,7 +84,7 @@ class RequestBody:
     def __init__(self, endpoint: Endpoint, raw: bytes) -> None:
         """Raises ``BodyError``."""
         try:
-            self._fields: dict[str, msgspec.Raw] = _DECODER.decode(raw)
+            self._fields = _OBJECTS.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BodyError(f"the body must be a JSON object: {error}") from None
         self.endpoint: Endpoint = endpoint
@@ -126,7 +161,7 @@ class RequestBody:
     def _clean_extra(self) -> None:
         """Remove transfer parameters from `vllm_xargs`: vLLM also reads them there, if a request has no others."""
         try:
-            extra: dict[str, msgspec.Raw] = _DECODER.decode(self._fields.get(_EXTRA, b"{}"))
+            extra = _OBJECTS.decode(self._fields.get(_EXTRA, b"{}"))
         except msgspec.DecodeError:
             return  # the engines report the error
         except UnicodeDecodeError as error:  # an engine's parser may read it differently

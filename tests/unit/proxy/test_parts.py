@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerpush.apps.proxy import sse
-from layerpush.apps.proxy.body import BodyError, RequestBody
+from layerpush.apps.proxy.body import MAX_KEYS, BodyError, RequestBody
 from layerpush.apps.proxy.errors import error_body, error_message
 from layerpush.apps.proxy.identity import Identity, IdentityError
 from layerpush.apps.proxy.instance import Instance
@@ -178,6 +178,17 @@ class TestBodies:
         body = self.body(prompt="x", ec_transfer_params={"h": {"peer_host": "10.6.6.6"}}, request_id="mine")
         assert json.loads(body.to_decode(None)) == {"prompt": "x"}
         assert json.loads(body.to_prefill({"a": 1})) == {"prompt": "x", "max_tokens": 1, "kv_transfer_params": {"a": 1}}
+
+    @pytest.mark.parametrize("inner", [False, True])
+    def test_an_object_with_too_many_keys_is_refused_before_its_end(self, inner: bool) -> None:
+        def raw(keys: int, end: bytes) -> bytes:
+            members = b",".join(b'"":0' for _ in range(keys))
+            return b'{"vllm_xargs":{%b%b}' % (members, end) if inner else b"{%b%b" % (members, end)
+
+        RequestBody("completions", raw(MAX_KEYS, b"}"))
+        ending = b"}" if inner else b", no JSON"
+        with pytest.raises(BodyError, match="has more than 1024 keys"):
+            RequestBody("completions", raw(MAX_KEYS + 1, ending))
 
     def test_keys_with_invalid_utf8_are_refused(self) -> None:
         for key in (b"\xff", b"\xed\xa0\x80"):
