@@ -10,7 +10,8 @@ MAX_HOST_CHARS = 255
 
 _LABEL = r"(?!-)[a-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.IGNORECASE | re.ASCII)
-_NUMBERS_AND_DOTS = re.compile(r"[0-9.]+")
+_NUMBER = r"(0x[0-9a-f]*|[0-9]+)"
+_NUMBERS = re.compile(rf"{_NUMBER}(\.{_NUMBER})*\.?", re.IGNORECASE | re.ASCII)
 _IN_BRACKETS = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](/[0-9]+)?")
 _SCOPE = re.compile(r"[a-z0-9_.-]+", re.IGNORECASE | re.ASCII)
 
@@ -67,8 +68,11 @@ def _check_name(entry: str) -> None:
 
 
 def _is_name(text: str) -> bool:
-    """Text of digits and dots is not a name: it is a mistyped IPv4 address, or one that only a resolver reads."""
-    return _NAME.fullmatch(text) is not None and _NUMBERS_AND_DOTS.fullmatch(text) is None
+    """Numbers with dots between are no name: they are a mistyped IPv4 address, or one that only a resolver reads.
+
+    For a resolver, `0x7f.1` and `017700000001` are 127.0.0.1.
+    """
+    return _NAME.fullmatch(text) is not None and _NUMBERS.fullmatch(text) is None
 
 
 def _name(text: str) -> str:

@@ -20,6 +20,9 @@ from layerpush.core.hosts import HostError, check_entry, host_allowed, is_host
         ("prefill-0.", ["prefill-0"]),
         ("prefill-0", ["10.0.0.0/8", "Prefill-0."]),
         ("my_host", ["my_host"]),
+        ("0x7f.example", ["0x7f.example"]),
+        ("a.0x7f", ["a.0x7f"]),
+        ("0xyz", ["0xyz"]),
         ("10.0.0.7", ["10.0.0.7"]),
         ("10.0.0.7", ["10.0.0.0/8"]),
         ("10.0.0.7", ["10.0.0.7/32"]),
@@ -55,7 +58,7 @@ def test_an_entry_allows_matching_hosts(host: str, allowed: list[str]) -> None:
         ("::ffff:11.0.0.7", ["10.0.0.0/8"]),
         ("::ffff:11.0.0.7", ["::/0"]),  # it is an IPv4 address
         ("::10.0.0.7", ["10.0.0.0/8"]),
-        ("0xa000007", ["10.0.0.0/8"]),  # the resolver would read them as addresses; here they are names
+        ("0xa000007", ["10.0.0.0/8"]),  # the resolver would read them as addresses; here they are refused
         ("10.7", ["10.0.0.0/8"]),
         ("167772167", ["10.0.0.0/8"]),
         ("fd00::7", ["fe80::/10", "10.0.0.0/8"]),
@@ -98,6 +101,12 @@ def test_without_a_list_every_host_is_allowed() -> None:
         "10.0.0.256",
         "10.7",
         "167772167",
+        "0x7f.1",
+        "0X7F.1.",
+        "0x7f000001",
+        "127.0x1",
+        "0x",
+        "017700000001",
         "10.0.0.0/8",
         "prefıll",  # no ASCII letter; lower() or IGNORECASE may turn such a letter into one
         "\u212aube",
