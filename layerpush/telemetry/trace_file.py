@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from layerpush.core.config import ConfigError
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.trace_records import SCHEDULER_RANK, DropRecord, ProcessRecord, Record, this_process
 
@@ -34,13 +35,14 @@ CLOSE_S = 2.0
 
 class TraceFile:
     """Appends records to ``<directory>/<engine>-rank<rank>-<pid>.jsonl``, or ``<engine>-scheduler-<pid>.jsonl`` for
-    ``SCHEDULER_RANK``. If ``directory`` is None, it writes nothing.
+    ``SCHEDULER_RANK``. If ``directory`` is None, it writes nothing. Only the user of this process may read the file.
 
     ``dropped`` counts lost records: the queue was full, the disk refused them, the thread died, or it had no time for
     them at the end. All of it is logged, at most once a minute.
     """
 
     def __init__(self, directory: str | None, engine_id: str, rank: int) -> None:
+        """Raises ``ConfigError`` if ``directory`` is no directory and cannot be made one."""
         self._counts = _Counts()
         self._closing = False
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LIMIT)
@@ -49,7 +51,12 @@ class TraceFile:
         if directory is None:
             return
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_connector_extra_config: 'trace_dir': no directory {folder}: {error.strerror}"
+            ) from None
         process, thread = f"rank{rank}", "layerpush-trace"
         if rank == SCHEDULER_RANK:
             process, thread = "scheduler", "layerpush-trace-scheduler"
@@ -178,6 +185,14 @@ class _Counts:
         self.left_behind = max(0, self.records_queued - self.records_handled)
 
 
+def _file_at(path: Path) -> FileIO:
+    """The file to append to. Raises ``OSError``.
+
+    Others may write to the folder and know the name, so a link of theirs is not followed.
+    """
+    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
+
+
 class _Lines:
     """A file of whole lines; the first is ``head``. If the disk took only a part of a line, a line end precedes the
     next line. A deleted file is created again. Trace thread.
@@ -197,7 +212,7 @@ class _Lines:
             self.close()
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _file_at(self._path)
             self._has_head = False
             # A process of the same pid may have left a torn line.
             self._torn = os.fstat(self._file.fileno()).st_size > 0

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from layerpush.apps.tracing.folder import read_folders
+from layerpush.core.config import ConfigError
 from layerpush.telemetry import trace_file, trace_records
 from layerpush.telemetry.trace_file import TraceFile
 from layerpush.telemetry.trace_records import ChunkRecord, LoadRecord, ProcessRecord, PushRecord, WriteRecord
@@ -155,8 +156,8 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    disk, opened = Disk(), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *a, **k: disk if path.suffix == ".jsonl" else opened(path, *a, **k))
+    disk = Disk()
+    monkeypatch.setattr(trace_file, "_file_at", lambda _: disk)
     return disk
 
 
@@ -389,3 +390,34 @@ def test_waiting_records_are_bounded_in_memory(
     file.close()
     assert file.dropped == 3
     assert [line.message for line in caplog.records if "rows behind: this one is dropped" in line.message] != []
+
+
+def test_only_the_user_of_the_process_may_read_the_file(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path), "eng", 0)
+    file.close()
+    assert path_of(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_in_the_place_of_the_file_is_not_followed(
+    exists: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, victim = tmp_path / "trace", tmp_path / "victim"
+    folder.mkdir()
+    if exists:
+        victim.write_text("mine")
+    path_of(folder).symlink_to(victim)
+    file = TraceFile(str(folder), "eng", 0)
+    file.add(record())
+    file.close()
+    assert file.dropped == 1
+    assert (victim.read_text() if exists else victim.exists()) == ("mine" if exists else False)
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("below", ["", "/sub"])
+def test_a_trace_dir_that_is_a_file_is_a_configuration_error(below: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(ConfigError, match=f"'trace_dir': no directory {path}{below}: "):
+        TraceFile(f"{path}{below}", "eng", 0)
