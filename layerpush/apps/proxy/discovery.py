@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
@@ -25,6 +26,9 @@ logger = logging.getLogger("layerpush.proxy")
 Urls: TypeAlias = Mapping[Role, Sequence[str]]
 Resolve: TypeAlias = Callable[[str, int], Sequence[str]]
 """Returns the addresses of a host, none if it has none. The second argument is the port. Raises ``OSError``."""
+
+MAX_ADDRESSES = 1024
+"""The most engines of one name. Each one has a task, a connection and metrics."""
 
 _NO_RECORD = (socket.EAI_NONAME, socket.EAI_NODATA)
 
@@ -97,15 +101,31 @@ class Names:
         assert parts.hostname is not None
         assert parts.port is not None
         try:
-            addresses = sorted(self._resolve(parts.hostname, parts.port))
+            found = sorted(self._resolve(parts.hostname, parts.port))
         except (OSError, UnicodeError) as error:
             problems.append(f"{name} cannot be resolved: {error}; its engines stay as they were")
             return self._addresses.get(name, [])
+        addresses = [each for text in found if (each := _address(text))]
+        if len(addresses) < len(found):
+            problems.append(f"{name}: {len(found) - len(addresses)} of its addresses cannot be an engine's")
         if not addresses:
             problems.append(f"{name} has no address: waiting for one")
-        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        if len(addresses) > MAX_ADDRESSES:
+            problems.append(f"{name} has {len(addresses)} addresses: only {MAX_ADDRESSES} of them are used")
+        hosts = [f"[{each}]" if each.version == 6 else str(each) for each in addresses[:MAX_ADDRESSES]]
         self._addresses[name] = [f"http://{host}:{parts.port}" for host in hosts]
         return self._addresses[name]
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    """An address at which an engine may be. None for others: a cloud's metadata service, for one, is link-local."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    v4 = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    meant = v4 or address
+    return None if meant.is_link_local or meant.is_multicast or meant.is_unspecified else address
 
 
 class Discovery:
@@ -184,4 +204,6 @@ def read_engines_file(path: Path) -> Urls:
         raise EnginesFileError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, typer.BadParameter) as error:
         raise EnginesFileError(f"{path}: {error}") from None
+    except RecursionError:
+        raise EnginesFileError(f"{path} is nested too deeply") from None
     return {"prefill": urls["prefill"], "decode": urls["decode"]}

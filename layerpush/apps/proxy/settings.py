@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import typer
 
 from layerpush.apps.proxy.policy import Policy
+from layerpush.core.hosts import is_host
 
 if TYPE_CHECKING:
     from layerpush.apps.proxy.identity import Identity
@@ -29,7 +30,7 @@ def engine_url(url: str) -> str:
     """The base URL without a slash at the end. Raises ``typer.BadParameter``."""
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        usable = parts.scheme in ("http", "https") and _has_host(url, parts) and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
     if not usable:
@@ -45,12 +46,26 @@ def engine_option(text: str) -> str:
         return engine_url(text)
     try:
         parts = urlsplit(text)
-        usable = bool(parts.hostname and parts.port) and text.rstrip("/") == DNS + parts.netloc and not parts.username
+        usable = (
+            _has_host(text, parts)
+            and bool(parts.port)
+            and text.rstrip("/") == DNS + parts.netloc
+            and not parts.username
+        )
     except ValueError:
         usable = False
     if not usable:
         raise typer.BadParameter(f"{text!r} is no DNS name of engines; write dns://HOST:PORT, with the engines' port")
     return DNS + parts.netloc
+
+
+def _has_host(url: str, parts: SplitResult) -> bool:
+    """Whether a URL has a host name or an address. ``urlsplit`` drops line breaks, and takes any text as a host.
+
+    An address with a scope (`fe80::1%eth0`) has no form in a URL on which all programs agree.
+    """
+    host = parts.hostname or ""
+    return url.isprintable() and is_host(host) and "%" not in host
 
 
 def _option(help_text: str, panel: str | None = None, **more: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from layerpush.apps.proxy.discovery import (
+    MAX_ADDRESSES,
     EnginesFile,
     EnginesFileError,
     Listing,
@@ -120,6 +122,23 @@ def test_the_resolver_returns_addresses() -> None:
     assert resolve("::1", 8000) == ["::1"]
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["169.254.169.254", "fe80::1", "fe80::1%eth0", "::ffff:169.254.169.254", "0.0.0.0", "::", "224.0.0.1", "not one"],
+)
+def test_other_addresses_are_no_engines(address: str) -> None:
+    listing = names(Zone(p=["10.0.0.1", address], d=["10.0.0.2"])).read()
+    assert listing.urls["prefill"] == ["http://10.0.0.1:8000"]
+    assert listing.problems == ["dns://p:8000: 1 of its addresses cannot be an engine's"]
+
+
+def test_a_name_has_a_largest_number_of_engines() -> None:
+    addresses = [f"10.0.{index // 256}.{index % 256}" for index in range(20_000)]
+    listing = names(Zone(p=addresses, d=["10.9.0.2"])).read()
+    assert len(listing.urls["prefill"]) == MAX_ADDRESSES
+    assert listing.problems == ["dns://p:8000 has 20000 addresses: only 1024 of them are used"]
+
+
 GOOD = {"prefill": ["http://p:1", "http://p:2/"], "decode": ["http://d:1"]}
 
 
@@ -158,6 +177,14 @@ def test_a_broken_file_is_described(name: str, text: str, message: str, tmp_path
         read_engines_file(path)
     assert str(raised.value).startswith(f"{path}: ")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.json"])
+def test_a_file_that_is_nested_too_deeply_is_described(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(("x = " if name == "a.toml" else '{"prefill": ') + "[" * 100_000)
+    with pytest.raises(EnginesFileError, match=re.escape(str(path))):
+        read_engines_file(path)
 
 
 def test_a_file_is_reread_and_a_broken_one_keeps_the_last_lists(tmp_path: Path) -> None:

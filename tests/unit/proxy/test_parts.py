@@ -313,7 +313,11 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         "url",
-        ["a:1", "", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a/v1", "http://u@a", "http://a?b"],
+        [
+            *("a:1", "", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a/v1", "http://u@a"),
+            *("http://a?b", "http://h\0:1", "http://a b:1", "http://a\nb:1", "http://a:1\n", "http://a;b"),
+            *("http://0x7f.1:1", "http://[fe80::1%eth0]:1", "http://[x]:1"),
+        ],
     )
     def test_bad_urls(self, url: str) -> None:
         with pytest.raises(typer.BadParameter, match="write"):
