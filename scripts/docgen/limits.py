@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerpush.apps.proxy import body, connection, discovery, legs, sse
 from layerpush.compat import push_worker
 from layerpush.core import arrivals, pending_registrations, request_params, wire
 from layerpush.decode import early_messages, prefill_peers
@@ -39,6 +40,12 @@ MESSAGES = (
         "counted; the next line has the count",
     ),
     ("kinds of peer errors", peer_errors.MAX_KINDS, "", "counted as one kind, `other`"),
+    ("the proxy: the head of a request", connection.MAX_HEAD_BYTES, "bytes", "status 431, the connection is closed"),
+    ("the proxy: the arrival of a head", connection.HEAD_TIMEOUT_S, "seconds", "status 408, the connection is closed"),
+    ("the proxy: keys of a JSON object", body.MAX_KEYS, "", "status 400"),
+    ("the proxy: an engine's answer in one piece", legs.MAX_ANSWER_BYTES, "bytes", "status 502; D's is passed on"),
+    ("the proxy: an event of D", sse.MAX_EVENT_BYTES, "bytes", "status 502, or an error event"),
+    ("the proxy: engines of a DNS name", discovery.MAX_ADDRESSES, "", "not used, logged"),
 )
 
 # Side; table; entries; seconds; effect beyond them.
