@@ -10,7 +10,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from layerpush.apps.proxy import connection
-from layerpush.apps.proxy.connection import MAX_HEAD_BYTES
+from layerpush.apps.proxy.connection import MAX_HEAD_BYTES, Connection
 from tests.unit.proxy.test_hostile import BODY, head, raw
 from tests.unit.proxy.world import World, asynchronous, until, world
 
@@ -62,7 +62,7 @@ async def test_a_line_that_does_not_end_closes_its_connection(
     fed = 0
     feed = HttpToolsProtocol.data_received
 
-    def count(self: connection.Connection, data: bytes) -> None:
+    def count(self: Connection, data: bytes) -> None:
         nonlocal fed
         fed += len(data)
         feed(self, data)
@@ -131,16 +131,45 @@ async def test_an_unfinished_head_times_out(beginning: bytes) -> None:
         writer.close()
 
 
+@asynchronous
+async def test_more_bytes_do_not_extend_the_deadline_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, fed = 0, b""
+    start, feed = Connection._start_deadline, HttpToolsProtocol.data_received
+
+    def count(self: Connection) -> None:
+        nonlocal starts
+        starts += 1
+        start(self)
+
+    def keep(self: Connection, data: bytes) -> None:
+        nonlocal fed
+        fed += data
+        feed(self, data)
+
+    async with world() as here:
+        monkeypatch.setattr(Connection, "_start_deadline", count)
+        monkeypatch.setattr(HttpToolsProtocol, "data_received", keep)
+        _, writer = await raw(here)
+        for sent in range(1, 5):
+            writer.write(b"GET /"[sent - 1 : sent])
+            await until(lambda: fed == b"GET /"[:sent], "the byte has come")  # noqa: B023
+        assert starts == 1
+        writer.close()
+
+
 @pytest.mark.usefixtures("impatient")
 @asynchronous
-async def test_more_bytes_do_not_extend_the_deadline_of_a_head() -> None:
+async def test_the_end_of_a_chunked_body_begins_no_head() -> None:
     async with world() as here:
-        reader, writer = await raw(here, b"GET /")
-        refused = asyncio.create_task(answer(reader))
-        while not refused.done():
-            writer.write(b"a")
-            await asyncio.sleep(0.01)
-        assert (await refused)[0] == 408
+        reader, writer = await raw(here, CHUNKED + b"%x\r\n%b\r\n" % (len(JSON), JSON))
+        await until(lambda: here.proxy.gate.payload_bytes, "the body has come")
+        writer.write(b"0\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        now = asyncio.get_running_loop().time
+        began = now()
+        await until(lambda: now() > began + 0.5, "the deadline of a head would have passed")
+        writer.write(HEALTH)
+        assert (await answer(reader))[0] == 200
         writer.close()
 
 
