@@ -60,14 +60,18 @@ def world(model: Path) -> Iterator[None]:
 
 @pytest.fixture
 def engine(world: None, model: Path) -> Iterator[Callable[..., Any]]:
-    """Builds engines: ``engine("kv_producer", {...extra config})``. All are shut down at the end."""
+    """Builds engines: ``engine("kv_producer", {...extra config})``. All are shut down at the end.
+
+    ``kind`` is the engine's class, ``made`` are arguments of its own. Other options are vLLM's arguments.
+    """
     from tests.connector.engine import Engine, config_of
 
     engines: list[Engine] = []
 
     def build(role: str, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
-        port, made = PORTS.take(), {name: options.pop(name) for name in ("layout", "runner") if name in options}
-        engines.append(Engine(config_of(model, role, f"{role}-{port}", extra, **options), port, **made))
+        port, kind, made = PORTS.take(), options.pop("kind", Engine), options.pop("made", {})
+        made |= {name: options.pop(name) for name in ("layout", "runner") if name in options}
+        engines.append(kind(config_of(model, role, f"{role}-{port}", extra, **options), port, **made))
         return engines[-1]
 
     cores = os.sched_getaffinity(0)

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
@@ -97,7 +98,8 @@ class Engine:
         caches = cache_config(layout)
         config.cache_config.num_gpu_blocks = BLOCKS
         config.cache_config.kv_cache_layout = layout
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
+        scheduler = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+        self.scheduler = scheduler(config, caches, StructuredOutputManager(config), BLOCK_SIZE, log_stats=True)
         self.worker: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         self.caches = allocate(layout)
         self.runner = runner(self.worker, config, self.caches)
@@ -126,21 +128,32 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def add(self, request_id: str, tokens: int, params: dict[str, Any] | None, max_tokens: int = 1) -> Request:
+    def add(
+        self, request_id: str, tokens: int, params: dict[str, Any] | None, max_tokens: int = 1, first: int = 3
+    ) -> Request:
+        """``first`` is the prompt's first token; each further token is one more."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         hasher = block_hasher() if self.scheduler.cache_config.enable_prefix_caching else None
-        request = Request(request_id, list(range(3, 3 + tokens)), sampling, None, block_hasher=hasher)
+        request = Request(request_id, list(range(first, first + tokens)), sampling, None, block_hasher=hasher)
         self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request
 
-    def prefill(self, request_id: str, tokens: int, mode: str | None = None) -> Request:
+    def prefill(self, request_id: str, tokens: int, mode: str | None = None, first: int = 3) -> Request:
         chosen = {} if mode is None else {"layerpush_mode": mode}
-        return self.add(request_id, tokens, {"do_remote_decode": True, "do_remote_prefill": False, **chosen})
+        params = {"do_remote_decode": True, "do_remote_prefill": False, **chosen}
+        return self.add(request_id, tokens, params, first=first)
 
     def decode_from(
-        self, producer: Engine, request_id: str, tokens: int, prefill_id: str | None = None, ranks: int = 1
+        self,
+        producer: Engine,
+        request_id: str,
+        tokens: int,
+        prefill_id: str | None = None,
+        ranks: int = 1,
+        max_tokens: int = 2,
+        first: int = 3,
     ) -> Request:
         """The router gives P's request id as ``prefill_id``, and the number of P's ranks as ``ranks``."""
         params = {
@@ -153,21 +166,33 @@ class Engine:
             "pp_size": 1,
             "remote_request_id": prefill_id or request_id,
         }
-        return self.add(request_id, tokens, params, max_tokens=2)
+        return self.add(request_id, tokens, params, max_tokens, first)
 
     def blocks(self, request_id: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
     def step(self, hooks: list[str] | None = None, between: Callable[[str], None] | None = None) -> SchedulerOutput:
         output = self.scheduler.schedule()
+        ready = self.ready(output)
         forward = partial(self._forward, output, hooks, between) if output.total_num_scheduled_tokens else None
-        result = self.runner.run(output, forward)
+        self.processed(output, ready, self.runner.run(output, forward))
+        return output
+
+    def ready(self, output: SchedulerOutput) -> list[str]:
+        """The requests that the step, which has just been scheduled, samples a token for."""
+        return [
+            one
+            for one in output.num_scheduled_tokens
+            if self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens
+        ]
+
+    def processed(self, output: SchedulerOutput, ready: list[str], result: KVConnectorOutput) -> None:
+        """The step is over: the scheduler gets its results."""
         assert not result.invalid_block_ids
         self.sent += sorted(result.finished_sending or ())
         self.received += sorted((result.finished_recving or set()) - result.failed_recving)
         self.failed += sorted(result.failed_recving)
-        self._update(output, result)
-        return output
+        self._update(output, ready, result)
 
     def _forward(
         self,
@@ -192,13 +217,12 @@ class Engine:
                 value = pattern(layer, request.prompt_token_ids[position], position)
                 self.caches[name][table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = value
 
-    def _update(self, output: SchedulerOutput, result: KVConnectorOutput) -> None:
+    def _update(self, output: SchedulerOutput, ready: list[str], result: KVConnectorOutput) -> None:
         ids = list(output.num_scheduled_tokens)
-        done = [self.requests[one].num_computed_tokens >= self.requests[one].num_prompt_tokens for one in ids]
         runner = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={one: index for index, one in enumerate(ids)},
-            sampled_token_ids=[[7] if ready else [] for ready in done],
+            sampled_token_ids=[[7] if one in ready else [] for one in ids],
             kv_connector_output=result,
         )
         for outputs in self.scheduler.update_from_output(output, runner).values():

@@ -26,6 +26,13 @@ def staging_memory(size: int, device: torch.device) -> torch.Tensor:
     return memory[-memory.data_ptr() % PIECE_BYTES :][:size]
 
 
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies of its own, above the model's: a WRITE waits for a copy, and a copy must not wait behind the
+    model's kernels. None for a device that computes before its calls return.
+    """
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
 class TensorStaging:
     """A `Staging`. ``slots`` are the cache's regions in descriptor order, each ``uint8 [blocks, block_bytes]``.
 
@@ -48,8 +55,7 @@ class TensorStaging:
         self._table: LayerTable = layer_table([slots[slot] for slot in order])
         ends = np.cumsum([0, *(len(layer.slots) for layer in layout.layers)]).tolist()
         self._rows = [slice(start, end) for start, end in pairwise(ends)]
-        # Above the model's own stream: a WRITE waits for a copy, and a copy must not wait behind the model's kernels.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = copy_stream(device)
         self._ids = BlockIdBuffer(memory.numel() // self.block_bytes, device)
 
     def gather(self, layers: slice, blocks: BlockIds, offset: int) -> Copy:
