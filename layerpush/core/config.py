@@ -70,8 +70,8 @@ class LayerPushConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_RING_BYTES)] | None,
         Meta(
-            description="Bytes of staging memory per worker for packing; `0`: no packing. `null`: 1 MiB, and 8 times "
-            "the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
+            description="Bytes of staging memory per worker for packing; `0`: no packing. `null`: 64 MiB on a GPU. "
+            "On a CPU 1 MiB, and 8 times the bytes of a layer of `max_num_batched_tokens` tokens, from 64 to 512 MiB."
         ),
     ] = None
     trace_dir: Annotated[

@@ -38,11 +38,19 @@ logger = logging.getLogger(f"vllm.{__name__}")
 WINDOWS = 8
 """Requests that a decode rank unpacks for at a time."""
 MIN_BYTES, MAX_BYTES = 64 << 20, 512 << 20
-"""Limits of a ring whose size is not configured."""
+"""Limits of a ring whose size is not configured, in a host's memory."""
+DEVICE_BYTES = 64 << 20
+"""Bytes of such a ring on a GPU. vLLM plans a GPU's memory to the last 150 MiB, and does not know of the ring."""
+ALLOCATED_BYTES = 2 << 20
+"""torch takes large memory of a GPU in multiples of this."""
 
 
-def default_bytes(layer: int) -> int:
-    """Bytes of a ring whose windows have room for ``layer`` bytes each, within the limits."""
+def default_bytes(layer: int, device: torch.device) -> int:
+    """Bytes of a ring on ``device``. In a host's memory its windows have room for ``layer`` bytes each, within the
+    limits.
+    """
+    if device.type != "cpu":
+        return DEVICE_BYTES
     return min(max(SCRATCH_PIECES * PIECE_BYTES + WINDOWS * whole_pieces(layer), MIN_BYTES), MAX_BYTES)
 
 
@@ -83,7 +91,7 @@ class WorkerPacking:
         if engine_fallback(self._worker) is not None:
             return  # logged elsewhere: this engine pushes whole requests
         size = self._config.staging_bytes
-        size = default_bytes(layer_bytes(self._worker)) if size is None else size // PIECE_BYTES * PIECE_BYTES
+        size = default_bytes(layer_bytes(self._worker), device) if size is None else size // PIECE_BYTES * PIECE_BYTES
         if not size:
             return
         try:
@@ -96,6 +104,15 @@ class WorkerPacking:
         except Exception as error:  # noqa: BLE001  NIXL's; the KV cache may be registered all the same
             logger.warning("layerpush packs nothing: staging memory cannot be registered: %s", error)
             self._memory = None
+            return
+        if device.type != "cpu":
+            taken = -(-self._memory.untyped_storage().nbytes() // ALLOCATED_BYTES) * ALLOCATED_BYTES
+            logger.info(
+                "layerpush: %d bytes of staging memory on %s are not in vLLM's plan of its memory: subtract them from "
+                "a --kv-cache-memory that vLLM has advised",
+                taken,
+                device,
+            )
 
     def build(self, layout: CacheLayout, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the packer and the unpacker. After the KV cache was registered, if it can be used by layer."""

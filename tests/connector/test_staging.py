@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.forward.models import MODELS
 from layerpush.compat.facts import layer_bytes
 from layerpush.core.config import LayerPushConfig
 from layerpush.core.wire import Window
@@ -20,7 +22,7 @@ from layerpush.transport.packing import tensor_memory
 from layerpush.transport.packing.memory import PIECE_BYTES
 from layerpush.transport.packing.tensor_memory import TensorStaging
 from layerpush.worker import packing
-from layerpush.worker.packing import WorkerPacking
+from layerpush.worker.packing import ALLOCATED_BYTES, WorkerPacking, default_bytes
 from tests.unit.builders import layout_of
 
 BLOCKS, BLOCK_BYTES = 64, 256
@@ -142,6 +144,37 @@ def test_a_ring_of_default_size(layer: int, size: int, window: int, monkeypatch:
     offer = unpacker.offer("d-1")
     assert offer is not None
     assert (offer.ring_size, offer.size) == (size, window)
+
+
+VLLM_LEAVES_FREE = 150 << 20
+"""``redundancy_buffer_memory`` in vLLM's ``gpu_worker.py``: all memory that it leaves to others."""
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192, 32768])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_gpus_ring_of_default_size_fits_beside_vllms_plan(model: str, tokens: int) -> None:
+    size = default_bytes(tokens * MODELS[model].token_bytes, torch.device("cuda"))
+    assert size == 64 << 20
+    assert size + ALLOCATED_BYTES < VLLM_LEAVES_FREE / 2
+
+
+@pytest.mark.parametrize(
+    ("device", "staging_bytes", "taken"),
+    [("cuda", None, 66 << 20), ("cuda", 257 << 20, 258 << 20), ("cuda", 0, None), ("cpu", None, None)],
+)
+def test_memory_outside_vllms_plan_is_logged(
+    device: str,
+    staging_bytes: int | None,
+    taken: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place, made = Place(monkeypatch, staging_bytes=staging_bytes), packing.staging_memory
+    monkeypatch.setattr(packing, "staging_memory", lambda size, _: made(size, torch.device("cpu")))
+    with caplog.at_level(logging.INFO, packing.logger.name):
+        place.staging.allocate(torch.device(device))
+    lines = [record.getMessage() for record in caplog.records if "--kv-cache-memory" in record.getMessage()]
+    assert [line.split()[1] for line in lines] == ([] if taken is None else [str(taken)])
 
 
 def test_layer_bytes_is_the_kv_size_of_the_largest_step(engine: Callable[..., Any]) -> None:
