@@ -93,7 +93,7 @@ class Transport(Protocol):
 
     def contact(self) -> bytes:
         """The address of this agent. Another agent that has passed it to ``meet`` can notify this one without a
-        handshake.
+        handshake. Raises ``TransportError`` if the transport has no such addresses.
         """
 
     def meet(self, contact: bytes) -> str:

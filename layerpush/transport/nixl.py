@@ -171,10 +171,13 @@ class NixlTransport:
             raise _translated(error, f"cannot notify {agent}") from error
 
     def contact(self) -> bytes:
-        """The address of this agent: NIXL's connection data, without any memory."""
+        """The address of this agent: NIXL's connection data, without any memory. A backend may have none."""
         bindings = _bindings_of(self._agent)
         nothing = bindings.nixlRegDList(bindings.DRAM_SEG)
-        contact: bytes = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
+        try:
+            contact: bytes = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
+        except self._errors as error:
+            raise _translated(error, "the agent has no address") from error
         return contact
 
     def meet(self, contact: bytes) -> str:

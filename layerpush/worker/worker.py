@@ -52,6 +52,7 @@ from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.telemetry.spans import SpannedTrace, Spans
 from layerpush.telemetry.trace_records import LoadRecord, clock_name
 from layerpush.transport import cuda
+from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address, Connections, Rank
 from layerpush.transport.writes import Transfer
 from layerpush.worker.dispatch import Dispatcher
@@ -165,7 +166,7 @@ class LayerwisePushWorker(VllmPushWorker):
         )
         self._cuda = cuda.runtime(device)
         self.writer, self.registrations = self._host.writer, self._host.registrations
-        self._contact = self.transport.contact()
+        self._contact = self._found_contact()
         recorder, watch = self.metrics.recorder, PeerWatch(config.peer_timeout_s)
         self.loads = Loads(
             self.engine_id,
@@ -201,6 +202,14 @@ class LayerwisePushWorker(VllmPushWorker):
             self.loads,
             self._unreported_aborts,
         )
+
+    def _found_contact(self) -> bytes | None:
+        """The address of this agent for peers without a handshake. None: they report a failure to nobody."""
+        try:
+            return self.transport.contact()
+        except TransportError as error:
+            logger.warning("layerpush: a prefill engine whose handshake fails cannot report it here: %s", error)
+            return None
 
     def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
         config = self._config
@@ -331,7 +340,8 @@ class LayerwisePushWorker(VllmPushWorker):
                 notify_only=only_decodes(self.vllm_config) or data.get("remote_pp_size", 1) > 1,
             )
             extra = {key: value for key, value in data.items() if key.startswith("remote_")}
-            extra["contact"] = self._contact
+            if self._contact is not None:
+                extra["contact"] = self._contact
             self.loads.register(registration, address, extra, now)
         except (msgspec.ValidationError, WireError, LookupError) as error:
             self.loads.refuse(request_id, f"it cannot be registered: {error}", now)

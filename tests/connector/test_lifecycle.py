@@ -11,7 +11,9 @@ import pytest
 from layerpush.compat import engine_wake
 from layerpush.core.step_plan import StepPlan
 from layerpush.transport import cuda
+from layerpush.transport.base import TransportError
 from layerpush.transport.connections import Address
+from layerpush.transport.nixl import NixlTransport
 from tests.connector.engine import LAYERS, NAMES, CallingThreads, Engine, holds_prompt
 from tests.support.cudart import FakeRuntime
 from tests.support.waiting import until
@@ -439,11 +441,38 @@ def test_p_frees_its_blocks_when_d_does_not_load_them(engine: Build, why: str, o
     assert d.failed == ([] if why == "not loaded" else ["r-1"])
 
 
-def test_only_d_flushes_writes_into_its_device(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that does not order WRITEs itself. The runtime is a fake, and its device is the CPU."""
-    runtimes = [FakeRuntime(), FakeRuntime()]
-    made = iter(runtimes)
+@pytest.fixture
+def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[FakeRuntime]:
+    """P's and D's runtime, of a GPU that does not order WRITEs itself. Their device is the CPU."""
+    both = [FakeRuntime(), FakeRuntime()]
+    made = iter(both)
     monkeypatch.setattr(cuda, "runtime", lambda _: next(made))
+    return both
+
+
+def test_engines_start_without_optional_calls(
+    engine: Build, monkeypatch: pytest.MonkeyPatch, runtimes: list[FakeRuntime], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old driver, and a NIXL backend without addresses."""
+
+    def fail(_: NixlTransport) -> bytes:
+        raise TransportError("the agent has no address")
+
+    monkeypatch.setattr(NixlTransport, "contact", fail)
+    for runtime in runtimes:
+        runtime.error = 1
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    blocks = asks_first(p, d)
+    p.prefill("r-1", TOKENS)
+    run(p, STEPS)
+    ends_well(p, d)
+    assert holds_prompt(d, blocks, TOKENS)
+    assert "cannot report it here: the agent has no address" in caplog.text
+    assert "does not flush the writes of a NIC" in caplog.text
+    assert [runtime.pending for runtime in runtimes] == [0, 0]
+
+
+def test_only_d_flushes_writes_into_its_device(engine: Build, runtimes: list[FakeRuntime]) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)
     p.prefill("r-1", TOKENS)

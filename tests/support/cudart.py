@@ -19,19 +19,29 @@ class FakeRuntime:
         self.threads: list[str] = []
         self.modes: dict[str, int] = {}
         """By thread: its mode while other threads capture."""
+        self.pending = 0
+        """The error that the next check of a kernel would find."""
 
     def cudaDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         assert device == 0
         _int_of(value).value = self._attributes[attribute]
-        return self.error
+        return self._ended()
 
     def cudaDeviceFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:
         self.flushes.append((target, scope))
         self.threads.append(threading.current_thread().name)
-        return self.error
+        return self._ended()
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         self.modes[threading.current_thread().name] = _int_of(mode).value
+        return self._ended()
+
+    def cudaGetLastError(self) -> int:
+        error, self.pending = self.pending, 0
+        return error
+
+    def _ended(self) -> int:
+        self.pending = self.error or self.pending
         return self.error
 
 

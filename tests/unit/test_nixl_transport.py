@@ -29,7 +29,22 @@ class nixlRemoteDisconnectError(Exception):
     pass
 
 
-nixlBind = SimpleNamespace(nixlBackendError=nixlBackendError, nixlRemoteDisconnectError=nixlRemoteDisconnectError)
+nixlBind = SimpleNamespace(
+    nixlBackendError=nixlBackendError,
+    nixlRemoteDisconnectError=nixlRemoteDisconnectError,
+    nixlRegDList=list[Any],
+    DRAM_SEG=(),
+)
+
+
+class AgentWithoutAddress:
+    def get_partial_agent_metadata(self, *_: object, inc_conn_info: bool) -> bytes:
+        raise nixlBackendError("the backend has no connection data")
+
+
+def test_an_agent_without_an_address_is_an_error() -> None:
+    with pytest.raises(TransportError, match="the agent has no address: the backend has no connection data"):
+        NixlTransport(AgentWithoutAddress()).contact()
 
 
 class CrowdedAgent:
