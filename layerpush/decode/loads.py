@@ -34,6 +34,7 @@ from layerpush.core.load_session import LoadSession
 from layerpush.core.wire import (
     Cancelled,
     Completion,
+    Fail,
     FirstToken,
     Queued,
     Registration,
@@ -144,6 +145,20 @@ class Loads:
     def on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
         """A message about a load, and the notification that it came in."""
         self.peers.on_message(sender, now, identified=not isinstance(message, Completion))
+        self._on_message(sender, message, payload, now)
+
+    def on_invisible(self, sender: str, message: Completion | Unpack, payload: bytes, reason: str, now: float) -> None:
+        """The bytes that a message announces have landed, but this device may not see them: nothing may read them.
+
+        An ``Unpack`` is refused, which fails the push. A completion fails the load: its sender writes no more.
+        """
+        self.peers.on_message(sender, now, identified=isinstance(message, Unpack))
+        if isinstance(message, Unpack):
+            self._unpack(sender, message, None, now)
+        else:
+            self._on_message(sender, Fail(message.request_id, 0, reason, drained=True), payload, now)
+
+    def _on_message(self, sender: str, message: LoadMessage, payload: bytes, now: float) -> None:
         load = self._open.get(message.request_id)
         if load is None and isinstance(message, Unpack):
             self._unpack(sender, message, None, now)
@@ -190,7 +205,8 @@ class Loads:
         for event in events:
             self._handle(request_id, event, now)
         for early in self._early.take(request_id) if load.session.agents else ():
-            self.on_message(early.sender, early.message, early.payload, now)
+            self.peers.on_message(early.sender, now, identified=False)  # if it is, it was noted when the message came
+            self._on_message(early.sender, early.message, early.payload, now)
 
     def _handle(self, request_id: str, event: Event, now: float) -> None:
         load = self._open.get(request_id)

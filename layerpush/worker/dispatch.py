@@ -45,14 +45,19 @@ from layerpush.decode.loads import Loads
 from layerpush.prefill.registrations import Registrations
 from layerpush.telemetry.peer_errors import PeerErrors
 from layerpush.transport.base import Transport, TransportError
+from layerpush.transport.cuda import CudaError
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+LANDED = Completion | Unpack
+"""Messages that announce bytes in our device's memory."""
 
 
 class Dispatcher:
     """``unpacked`` gets each ``Unpacked`` and its sender, ``heartbeat`` the bytes of each heartbeat.
 
-    ``flush`` makes WRITEs that landed before a notification visible to our device: see ``transport.cuda``.
+    ``flush`` makes WRITEs that landed before a notification visible to our device, or raises ``CudaError``: see
+    ``transport.cuda``.
     """
 
     def __init__(
@@ -76,13 +81,25 @@ class Dispatcher:
     def deliver(self) -> None:
         """Hand over everything that has arrived."""
         arrived = list(self._read())
-        if any(isinstance(message, Completion | Unpack) for _, message, _, _ in arrived):
-            self._flush()
+        failure = self._flushed() if any(isinstance(message, LANDED) for _, message, _, _ in arrived) else None
         for agent, message, payload, now in arrived:
             try:
-                self._dispatch(agent, message, payload, now)
+                if failure is not None and isinstance(message, LANDED):
+                    self._loads.on_invisible(agent, message, payload, failure, now)
+                else:
+                    self._dispatch(agent, message, payload, now)
             except Exception:  # a defect of ours costs one message, never the thread
                 logger.exception("layerpush: %s from %s failed", type(message).__name__, agent)
+
+    def _flushed(self) -> str | None:
+        """Make WRITEs that landed visible. Returns the reason of a failure: only the bytes of these WRITEs are lost."""
+        try:
+            self._flush()
+        except CudaError as error:
+            failure = f"WRITEs that landed cannot be made visible to the device: {error}"
+            self._peer_errors.add("flush", failure, time.perf_counter())
+            return failure
+        return None
 
     def _read(self) -> Iterator[tuple[str, Message, bytes, float]]:
         for agent, payload in self._arrived():

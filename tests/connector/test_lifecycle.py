@@ -472,6 +472,25 @@ def test_engines_start_without_optional_calls(
     assert [runtime.pending for runtime in runtimes] == [0, 0]
 
 
+def test_a_flush_that_fails_costs_one_load(
+    engine: Build, runtimes: list[FakeRuntime], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = engine("kv_producer"), engine("kv_consumer")
+    asks_first(p, d)
+    runtimes[1].error = 700
+    p.prefill("r-1", TOKENS)
+    step_until(p, d, done=lambda: d.failed and p.sent)
+    assert (d.failed, d.received, p.sent) == (["r-1"], [], ["r-1"])
+    assert "KV load of r-1 from" in caplog.text
+    assert "failed: WRITEs that landed cannot be made visible to the device: cudaDeviceFlush" in caplog.text
+    assert gives_everything_back(d)
+    runtimes[1].error = 0
+    asks_first(p, d, "r-2")
+    p.prefill("r-2", TOKENS)
+    step_until(p, d, done=lambda: d.received)
+    assert d.received == ["r-2"]
+
+
 def test_only_d_flushes_writes_into_its_device(engine: Build, runtimes: list[FakeRuntime]) -> None:
     p, d = engine("kv_producer"), engine("kv_consumer")
     asks_first(p, d)

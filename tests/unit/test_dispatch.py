@@ -35,6 +35,13 @@ class Calls:
         assert agent == "P"
         self.made.append(type(message).__name__)
 
+    def on_invisible(self, agent: str, message: object, payload: bytes, reason: str, now: float) -> None:
+        assert "the device is lost" in reason
+        self.made.append(f"invisible {type(message).__name__}")
+
+    def __call__(self, payload: bytes) -> None:
+        self.made.append("Heartbeat")
+
     def on_ping(self, agent: str, message: object) -> None:
         self.on_message(agent, message)
 
@@ -60,13 +67,19 @@ def test_other_notifications_need_no_flush() -> None:
     assert calls.made == ["Ping", "FirstToken"]
 
 
-def test_no_completion_is_delivered_after_a_failed_flush() -> None:
-    calls = Calls(COMPLETION)
+def test_a_flush_that_fails_costs_the_bytes_that_it_was_for_and_no_other_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = Calls(COMPLETION, *OTHERS, PACKED, b"HB:r-2")
 
     def fail() -> None:
         raise CudaError("the device is lost")
 
     calls.dispatcher._flush = fail
-    with pytest.raises(CudaError):
+    for _ in range(2):
+        calls.made.clear()
         calls.dispatcher.deliver()
-    assert calls.made == []
+        assert calls.made == [
+            "invisible Completion", "Ping", "FirstToken", "invisible Unpack", "Heartbeat",
+        ]  # fmt: skip
+    assert caplog.text.count("cannot be made visible to the device: the device is lost") == 1, "once a second"

@@ -146,6 +146,16 @@ def test_an_unpack_message_for_an_unknown_request_is_refused_at_once() -> None:
     assert world.answers() == [Unpacked(7, False)]
 
 
+def test_blocks_that_the_device_may_not_see_are_not_scattered() -> None:
+    world = Unpacking()
+    world.awaiting()
+    message = world.packed()
+    world.loads.on_invisible("p-0", message, b"", "no flush", world.now)
+    world.tick()
+    assert world.answers() == [Unpacked(1, done=False)]
+    assert not any(world.unpacked)
+
+
 def test_an_unpack_message_from_an_unknown_agent_is_ignored() -> None:
     world = Unpacking()
     world.awaiting("p-0")

@@ -430,6 +430,24 @@ def test_an_early_message_is_not_lost(connecting: bool, word: Completion | Fail,
     assert world.is_over()
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["registered", "before it was asked for"])
+def test_a_completion_over_bytes_that_the_device_may_not_see_fails_the_load(
+    early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sender writes no more, so the blocks are free at once. A stock one does not count as layerpush."""
+    world, word = World(ranks=2), Completion("r", 2)
+    if not early:
+        world.awaiting()
+    world.loads.on_invisible("p-0", word, payload_of(word), "no flush", world.now)
+    if early:
+        world.awaits()
+    world.hears(word, "p-1")
+    assert world.told == ["failed"]
+    assert "KV load of r from P failed: no flush" in caplog.text
+    assert not any(world.watch.identified.values())
+    assert world.is_over()
+
+
 def test_a_promised_token_may_come_late_and_is_ignored_after_the_wait() -> None:
     for late in (False, True):
         world = World()
