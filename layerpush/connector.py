@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from layerpush.compat.facts import returns_aux_outputs
 from layerpush.compat.metadata import LayerwiseMetadata
 from layerpush.compat.nixl_connector import NixlBaseConnector, NixlPushConnector
 from layerpush.compat.prometheus import LayerPushPromMetrics
@@ -30,7 +31,7 @@ class LayerwisePushConnector(NixlPushConnector):
     """Pushes each layer's KV blocks to the decode engine while prefill runs; see docs/design.
 
     Raises ``layerpush.core.config.ConfigError`` at start-up for a bad ``kv_connector_extra_config`` and ``ValueError``
-    for decode context parallelism, as vLLM's push connector does, and for sleep mode.
+    for decode context parallelism, as vLLM's push connector does, for sleep mode and for auxiliary outputs.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -42,6 +43,11 @@ class LayerwisePushConnector(NixlPushConnector):
             raise ValueError(
                 "LayerwisePushConnector does not support sleep mode: memory that NIXL has registered would move. "
                 "Start the engine without enable_sleep_mode (--enable-sleep-mode)."
+            )
+        if returns_aux_outputs(vllm_config):  # vLLM refuses it for its NIXL connectors, which it knows by their names
+            raise ValueError(
+                "LayerwisePushConnector does not support auxiliary outputs: the decode engine would compute every "
+                "prompt itself. Start the engine without --enable-return-routed-experts."
             )
         config = LayerPushConfig.from_extra_config(self.kv_transfer_config.kv_connector_extra_config)
         self.connector_scheduler: LayerwisePushScheduler | None = None

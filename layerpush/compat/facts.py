@@ -143,6 +143,12 @@ def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.parallel_config.use_ubatching)
 
 
+def returns_aux_outputs(vllm_config: VllmConfig) -> bool:
+    """Whether answers carry more than tokens, such as the experts that routed each token."""
+    config = getattr(vllm_config, "aux_output_config", None)
+    return bool(getattr(config, "enabled", False))
+
+
 def drafted(vllm_config: VllmConfig, names: Iterable[str]) -> frozenset[str]:
     """Those of the layers ``names`` that a drafter may compute after the model's forward."""
     if vllm_config.speculative_config is None:

@@ -59,6 +59,24 @@ def test_sleep_mode_is_refused(world: None, model: Path, role: str) -> None:
         LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
 
 
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_auxiliary_outputs_are_refused(world: None, model: Path, role: str) -> None:
+    """vLLM lets no external prefix count then: D would decline each load without a word."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    config = config_of(model, "kv_consumer", "experts")
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ValueError, match=r"auxiliary outputs.*--enable-return-routed-experts"):
+        LayerwisePushConnector(config, KVConnectorRole[role], cache_config())
+
+
+def test_a_vllm_without_auxiliary_outputs_is_accepted(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
+
+    monkeypatch.delattr(VllmConfig, "aux_output_config", raising=False)
+    engine("kv_producer")
+
+
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
