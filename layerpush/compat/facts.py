@@ -143,6 +143,11 @@ def runs_in_microbatches(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.parallel_config.use_ubatching)
 
 
+def captured_tokens(vllm_config: VllmConfig) -> int:
+    """The most tokens of a step that may replay a CUDA graph. 0: there are no graphs, or the size is not known."""
+    return int(getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0)
+
+
 def returns_aux_outputs(vllm_config: VllmConfig) -> bool:
     """Whether answers carry more than tokens, such as the experts that routed each token."""
     config = getattr(vllm_config, "aux_output_config", None)

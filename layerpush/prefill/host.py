@@ -69,10 +69,11 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class Identity:
     """The rank that writes, for records. ``fallback`` is the reason why this engine cannot push by layer or chunk.
-    ``model`` is the model's name.
+    ``model`` is the model's name. A step of at most ``captured_tokens`` tokens may replay a CUDA graph.
     """
 
     engine_id: str
     rank: int
     fallback: str | None = None
     model: str = ""
+    captured_tokens: int = 0

@@ -10,15 +10,19 @@ from layerpush.core.layout import CacheLayout
 logger = logging.getLogger(f"vllm.{__name__}")
 
 GRAPH_TOKENS = 64
-"""A prompt with more tokens in a step is in no decode graph. A graph that is replayed calls no hook of any model."""
+"""A prompt with more tokens in a step is in no decode graph, if the size of the engine's graphs is not known."""
 NAMED = 4
 
 
 class UnhookedLayers:
-    """Logs one warning for an engine. The tokens are right all the same, so nothing else shows the lost overlap."""
+    """Logs one warning for an engine. The tokens are right all the same, so nothing else shows the lost overlap.
 
-    def __init__(self, model: str, layout: CacheLayout) -> None:
+    A step of at most ``captured_tokens`` tokens may replay a CUDA graph, which calls no hook of any model.
+    """
+
+    def __init__(self, model: str, layout: CacheLayout, captured_tokens: int = 0) -> None:
         self._model = model
+        self._captured_tokens = max(captured_tokens, GRAPH_TOKENS)
         self._names = {index: layer.name for index, layer in enumerate(layout.layers) if not layer.is_state}
         self._is_logged = False
 
@@ -27,7 +31,7 @@ class UnhookedLayers:
         tokens that the step computed of one prompt that is pushed by layer. Layers with a state have no hook.
         """
         unhooked = [self._names[layer] for layer in swept if layer in self._names]
-        if self._is_logged or not unhooked or tokens <= GRAPH_TOKENS:
+        if self._is_logged or not unhooked or tokens <= self._captured_tokens:
             return
         self._is_logged = True
         logger.warning(

@@ -92,7 +92,7 @@ class PushWriter:
         self._layer_groups = tuple(layer.group for layer in layout.layers)
         self._layer_interval = LayerInterval()
         self._schedule = StepSchedule(len(self._layer_groups), self._layer_interval)
-        self._unhooked = UnhookedLayers(identity.model, layout)
+        self._unhooked = UnhookedLayers(identity.model, layout, identity.captured_tokens)
         self._pushes = PushTable()
         self._shared = Shared(
             self._writes,

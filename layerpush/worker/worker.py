@@ -19,6 +19,7 @@ import msgspec
 from layerpush.compat import module_hooks
 from layerpush.compat.facts import (
     cache_layout,
+    captured_tokens,
     device_of,
     drafted,
     only_decodes,
@@ -214,7 +215,13 @@ class LayerwisePushWorker(VllmPushWorker):
     def _make_writer(self, layout: CacheLayout, fallback: str | None, host: Host) -> PushWriter:
         config = self._config
         return PushWriter(
-            Identity(self.engine_id, self.tp_rank, fallback, self.vllm_config.model_config.model),
+            Identity(
+                self.engine_id,
+                self.tp_rank,
+                fallback,
+                self.vllm_config.model_config.model,
+                captured_tokens(self.vllm_config),
+            ),
             layout,
             Policy(config.mode),
             self.transport,

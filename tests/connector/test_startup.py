@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from layerpush.compat.facts import captured_tokens
 from layerpush.connector import LayerwisePushConnector
 from layerpush.core.config import ConfigError
+from layerpush.prefill.unhooked_layers import GRAPH_TOKENS
 from layerpush.worker.thread_name import WRITER
 from tests.connector.engine import Engine, cache_config, config_of
 
@@ -95,6 +97,13 @@ def test_the_layers_are_logged_once(engine: Build, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "vllm.layerpush"):
         engine("kv_producer", {"granularity": "chunk"})
     assert len(said(caplog, "4 layers, granularity chunk")) == 1
+
+
+def test_the_size_of_the_engines_graphs_is_known(engine: Build) -> None:
+    p = engine("kv_producer")
+    assert p.writer._unhooked._captured_tokens == GRAPH_TOKENS, "a CPU has no graphs"
+    p.config.compilation_config.max_cudagraph_capture_size = 512
+    assert captured_tokens(p.config) == 512
 
 
 def test_with_layerwise_off_nothing_is_logged(engine: Build, caplog: pytest.LogCaptureFixture) -> None:

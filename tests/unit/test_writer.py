@@ -210,6 +210,14 @@ def test_expected_sweeps_are_not_logged(
     assert "called no hook" not in caplog.text
 
 
+def test_a_step_that_may_replay_a_graph_does_not_blame_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(engine=Identity("P", 0, model="m", captured_tokens=LONG))
+    for number, tokens in enumerate((LONG, LONG + 4)):
+        assert "called no hook" not in caplog.text
+        rig.step((Prompt(f"p-{number}", tokens, list(range(1, 1 + tokens // 4))), tokens), hooked=())
+    assert f"called no hook in a step of {LONG + 4} tokens" in caplog.text
+
+
 def test_layers_with_a_state_have_no_hook_to_call(caplog: pytest.LogCaptureFixture) -> None:
     layers = (LayerSlots("attention", 0, (0,)), LayerSlots("mamba", 1, (1,), is_state=True))
     unhooked = UnhookedLayers("m", CacheLayout(layers, ()))
