@@ -134,7 +134,10 @@ class LayerwisePushWorker(VllmPushWorker):
         config, packing, peer_errors = self._config, self._packing, PeerErrors(logger)
         hooked = not runs_in_microbatches(self.vllm_config)
         if not hooked and config.layerwise:
-            logger.info("layerpush: steps run in microbatches, so layers are pushed at the end of each step")
+            logger.warning(
+                "layerpush: steps run in microbatches, so layers are pushed at the end of each step: the last chunk of "
+                "a prompt overlaps with nothing"
+            )
         self.step_events = StepEvents(
             layout.index_of,
             self._waker.wake,
