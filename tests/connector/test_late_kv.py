@@ -16,7 +16,7 @@ from tests.connector.late_mutants import MUTANTS, Mutant
 from tests.connector.late_traffic import PLACES, LateTraffic, StaleBytesError
 from tests.support.simulated_stream import SimulatedEvent
 
-REQUESTS = 12
+REQUESTS, MUTANT_REQUESTS = 8, 12
 MUTANT_SEEDS = 3
 
 
@@ -40,7 +40,7 @@ def test_late_kv_reveals_a_removed_guard(
     for seed in range(MUTANT_SEEDS):
         traffic = LateTraffic(engine, monkeypatch, PLACES[mutant.place], seed)
         try:
-            traffic.serve(REQUESTS)
+            traffic.serve(MUTANT_REQUESTS)
         except StaleBytesError:
             return
     pytest.fail("nobody noticed")
