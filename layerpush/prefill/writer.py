@@ -431,11 +431,8 @@ class PushWriter:
 
     def computed(self) -> list[str]:
         """Requests whose prefill has ended and that no decode engine has registered. Any thread."""
-        return [
-            push.request_id
-            for push in list(self._pushes.values())
-            if push.is_unclaimed and push.session.state is State.DELEGATED
-        ]
+        unclaimed = list(self._pushes.unclaimed.values())
+        return [push.request_id for push in unclaimed if push.session.state is State.DELEGATED]
 
     @property
     def has_registered_prompts(self) -> bool:
